@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check e2e bench bench-gpu soak attacks clean help
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
+	@echo "setting up $(VENV) (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar -e operator
+	@touch $@
+
+demo: $(READY) ## train a small GPT, kill it three times, compare the loss curves bit by bit
+	$(BIN)/python examples/demo.py
+
+test: check ## lint, types, import contracts, and every test that needs no cluster
+	$(BIN)/python -m pytest -m "not e2e and not soak" $(PYTEST_ARGS)
+
+check: $(READY) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
+
+e2e: $(READY) ## tests on a kind cluster (docker, kind and kubectl must be there)
+	$(BIN)/python -m pytest -m e2e tests/e2e $(PYTEST_ARGS)
+
+bench: $(READY) ## all benchmarks beside their peers and floors (about a quarter of an hour)
+	$(BIN)/python -m bench
+
+bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
+	$(BIN)/python bench/gpu.py
+
+soak: $(READY) ## kill the trainer 200 times and check every invariant
+	$(BIN)/python -m pytest -m soak tests/faults -s $(PYTEST_ARGS)
+
+attacks: $(READY) ## make the hostile files in attacks/ again
+	$(BIN)/python attacks/make.py
+
+clean: ## remove the virtual environment and whatever tests left
+	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,128 @@
+"""The floors: what the machine itself takes to copy, write and read the same number of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from bench.processes import cpu_s
+
+CHUNK_BYTES = 8 << 20
+_THREADS = 4
+Figures = dict[str, float]
+
+
+def memcpy(size_bytes: int, *, repeats: int = 5) -> Figures:
+    """One memmove per tensor of the state into touched memory, without the GIL."""
+    import torch
+
+    from bench.gpt import TrainingState, filled
+
+    # functions of a CDLL release the GIL, ctypes.memmove does not
+    move = ctypes.CDLL(None).memmove
+    move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    sources = list(TrainingState(size_bytes).tensors().values())
+    target = filled((sum(one.nbytes for one in sources),), torch.ones(1 << 20, dtype=torch.uint8))
+
+    def copy() -> None:
+        address = target.data_ptr()
+        for source in sources:
+            move(address, source.data_ptr(), source.nbytes)
+            address += source.nbytes
+
+    copy()
+    times, spent = [], []
+    for _ in range(repeats):
+        cpu, begun = cpu_s(os.getpid()), time.perf_counter()
+        copy()
+        times.append(time.perf_counter() - begun)
+        spent.append(cpu_s(os.getpid()) - cpu)
+    return {"memcpy_s": statistics.median(times), "memcpy_cpu_s": statistics.median(spent)}
+
+
+_FIO_WRITES = {
+    "libaio_qd16": ["--ioengine=libaio", "--iodepth=16"],
+    "psync": ["--ioengine=psync"],
+    "psync_4jobs": ["--ioengine=psync", "--numjobs=4"],
+}
+
+
+def disk(size_bytes: int, directory: Path) -> Figures:
+    """fio's best O_DIRECT write of 8 MiB blocks with end_fsync, and the best O_DIRECT read."""
+    if shutil.which("fio") is None:
+        raise RuntimeError("fio is not installed: it is the floor of every durable figure")
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "fio.dat"
+    size_bytes = size_bytes // (4 * CHUNK_BYTES) * (4 * CHUNK_BYTES) or 4 * CHUNK_BYTES
+    figures: Figures = {}
+    try:
+        for name, options in _FIO_WRITES.items():
+            file.unlink(missing_ok=True)
+            run = _fio(file, size_bytes, "write", [*options, "--end_fsync=1"])
+            figures[f"fio_{name}_s"] = run["seconds"]
+            figures[f"fio_{name}_cpu_s"] = run["cpu_s"]
+        best = min(_FIO_WRITES, key=lambda name: figures[f"fio_{name}_s"])
+        figures["fio_write_s"] = figures[f"fio_{best}_s"]
+        figures["fio_write_cpu_s_per_gb"] = figures[f"fio_{best}_cpu_s"] * 1e9 / size_bytes
+        reads = [_fio(file, size_bytes, "read", options)["seconds"] for options in _READS]
+        figures["fio_read_s"] = min(reads)
+        figures["bare_read_s"] = min(bare_read(file) for _ in range(2))
+        figures["read_s"] = min(figures["fio_read_s"], figures["bare_read_s"])
+    finally:
+        file.unlink(missing_ok=True)
+    return figures
+
+
+_READS = (["--ioengine=libaio", "--iodepth=16"], ["--ioengine=psync", "--numjobs=4"])
+
+
+def _fio(file: Path, size_bytes: int, direction: str, options: list[str]) -> Figures:
+    jobs = 4 if "--numjobs=4" in options else 1
+    share = size_bytes // jobs
+    command = ["fio", "--name=floor", f"--filename={file}", f"--rw={direction}", "--direct=1"]
+    command += [f"--bs={CHUNK_BYTES}", f"--size={share}", f"--offset_increment={share}"]
+    command += ["--thread", "--output-format=json", *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    results = json.loads(done.stdout)["jobs"]
+    seconds = max(job[direction]["runtime"] for job in results) / 1e3
+    spent = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in results)
+    return {"seconds": seconds, "cpu_s": spent}
+
+
+def bare_read(file: Path) -> float:
+    """Seconds to read `file` with O_DIRECT and 4 threads into touched memory."""
+    size = file.stat().st_size
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    with mmap.mmap(-1, size) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
+        view = memoryview(memory)
+        offsets = iter(range(0, size, CHUNK_BYTES))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    begin = next(offsets, None)
+                if begin is None:
+                    return
+                os.preadv(fd, [view[begin : begin + CHUNK_BYTES]], begin)
+
+        threads = [threading.Thread(target=work) for _ in range(_THREADS)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - begun
+        view.release()
+        os.close(fd)
+    return seconds

@@ -1,0 +1,207 @@
+"""What is measured of a saver, on a CPU. All values are seconds unless their name says otherwise.
+
+The training thread is this thread. "Compute off the CPU" is a sleep: an accelerator works, the
+thread waits. "Compute on every core" is a matrix product on all of torch's threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bench.processes import machine_cpu_s, tree_cpu_s
+from bench.savers import Saver
+
+Figures = dict[str, float]
+
+
+@dataclass
+class Steps:
+    """Hands out growing step numbers, over all measures of one saver."""
+
+    last: int = -1
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+def warm_up(saver: Saver, steps: Steps, *, saves: int = 2) -> Figures:
+    """Let it make its buffers, slots and processes; nothing of this is measured."""
+    for _ in range(saves):
+        saver.save(steps.next())
+        time.sleep(0.2)
+        _step(saver, steps)
+        saver.wait_durable()
+    return {}
+
+
+def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int = 2) -> Figures:
+    """What one save costs the training thread: the call, and the fence after `gap_s` of work."""
+    samples = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        saver.save(steps.next())
+        called = time.perf_counter()
+        time.sleep(gap_s)
+        working = time.perf_counter()
+        _step(saver, steps)
+        samples.append((called - begun, time.perf_counter() - working))
+        saver.wait_durable()
+    best = statistics.median_low(samples)
+    return {"blocked_s": sum(best), "call_s": best[0], "fence_s": best[1]}
+
+
+def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 2) -> Figures:
+    """From the call to durable, from staged to durable, and the CPU it took."""
+    samples = []
+    for _ in range(repeats):
+        time.sleep(0.1)
+        tree, beside, machine = tree_cpu_s(), saver.background_cpu_s(), machine_cpu_s()
+        begun = time.perf_counter()
+        saver.save(steps.next())
+        saver.fence()
+        saver.wait_staged()
+        staged = time.perf_counter()
+        staged_beside = saver.background_cpu_s()
+        saver.wait_durable()
+        ended = time.perf_counter()
+        beside_s = saver.background_cpu_s() - beside
+        write_cpu = saver.background_cpu_s() - staged_beside
+        cpu = tree_cpu_s() - tree if beside_s == 0 else tree_cpu_s() - tree + beside_s
+        samples.append(
+            {
+                "durable_s": ended - begun,
+                "staged_s": staged - begun,
+                "write_s": ended - staged,
+                "cpu_s": cpu,
+                "background_cpu_s": beside_s,
+                "write_cpu_s": write_cpu,
+                "machine_cpu_s": machine_cpu_s() - machine,
+            }
+        )
+    middle = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
+    per_gb = 1e9 / size_bytes
+    return middle | {
+        "cpu_s_per_gb": middle["cpu_s"] * per_gb,
+        "background_cpu_s_per_gb": middle["background_cpu_s"] * per_gb,
+        "machine_cpu_s_per_gb": middle["machine_cpu_s"] * per_gb,
+    }
+
+
+def inflation(saver: Saver, steps: Steps, *, wait_s: float, count: int) -> Figures:
+    """Step time when every step is saved, over the same steps without; compute off the CPU."""
+    return _every_step(saver, steps, lambda: time.sleep(wait_s), count=count)
+
+
+def busy(saver: Saver, steps: Steps, *, step_s: float, count: int) -> Figures:
+    """The same with compute on every core: seconds that a save adds to a step, and the CPU
+    seconds that others than this process spent meanwhile."""
+    work = Compute(step_s)
+    before = saver.background_cpu_s()
+    figures = _every_step(saver, steps, work.step, count=count)
+    beside = (saver.background_cpu_s() - before) / (count + 1)
+    return {f"busy_{key}": value for key, value in figures.items()} | {"busy_beside_cpu_s": beside}
+
+
+def lost(saver: Saver, steps: Steps, *, step_s: float, quiet_s: float) -> Figures:
+    """Training time lost while a staged step is persisted, with compute on every core.
+
+    Lost is what the steps between staged and durable took beyond the mean of the steps around
+    them. A blocking saver loses all of its save.
+    """
+    if saver.blocking:
+        begun = time.perf_counter()
+        saver.save(steps.next())
+        return {"lost_s": time.perf_counter() - begun}
+    work = Compute(step_s)
+    quiet = work.times_for(quiet_s)
+    saver.save(steps.next())
+    saver.fence()
+    is_durable = threading.Event()
+    waiter = threading.Thread(target=_wait_then_set, args=(saver, is_durable), name="waiter")
+    begun = time.perf_counter()
+    waiter.start()
+    during: list[float] = []
+    while not is_durable.is_set() or len(during) < 8:
+        during.append(work.timed())
+    persisted = time.perf_counter() - begun
+    waiter.join()
+    time.sleep(0.1)
+    quiet += work.times_for(quiet_s)
+    baseline = statistics.mean(quiet)
+    return {
+        "lost_s": sum(during) - len(during) * baseline,
+        "lost_persist_s": persisted,
+        "lost_step_s": baseline,
+        "lost_noise_s": statistics.stdev(quiet) * len(during) ** 0.5,
+    }
+
+
+class Compute:
+    """A matrix product on all threads that takes about `step_s` when nothing else runs."""
+
+    def __init__(self, step_s: float) -> None:
+        self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
+        self._out = torch.empty(512, 512)
+        self._products = 1
+        self.step()
+        once = min(self.timed() for _ in range(20))
+        self._products = max(1, round(step_s / once))
+
+    def step(self) -> None:
+        """One step's work."""
+        for _ in range(self._products):
+            torch.mm(self._left, self._right, out=self._out)
+
+    def timed(self) -> float:
+        """Seconds of one step."""
+        begun = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begun
+
+    def times_for(self, seconds: float) -> list[float]:
+        """Step times, for about that long."""
+        end = time.perf_counter() + seconds
+        times = []
+        while time.perf_counter() < end or len(times) < 4:
+            times.append(self.timed())
+        return times
+
+
+def _every_step(
+    saver: Saver, steps: Steps, work: Callable[[], None], *, count: int
+) -> Figures:
+    without = [_timed_step(saver, steps, work, save=False) for _ in range(count)]
+    saved = [_timed_step(saver, steps, work, save=True) for _ in range(count + 1)]
+    saver.wait_durable()
+    without += [_timed_step(saver, steps, work, save=False) for _ in range(max(1, count // 2))]
+    # the first save has nothing before it to wait for
+    plain, kept = statistics.median(without), statistics.mean(saved[1:])
+    return {"step_s": kept, "plain_step_s": plain, "added_s": kept - plain, "ratio": kept / plain}
+
+
+def _timed_step(saver: Saver, steps: Steps, work: Callable[[], None], *, save: bool) -> float:
+    begun = time.perf_counter()
+    work()
+    _step(saver, steps)
+    if save:
+        saver.save(steps.next())
+    return time.perf_counter() - begun
+
+
+def _step(saver: Saver, steps: Steps) -> None:
+    saver.fence()
+    saver.state.step_off_cpu(steps.last)
+
+
+def _wait_then_set(saver: Saver, event: threading.Event) -> None:
+    try:
+        saver.wait_durable()
+    finally:
+        event.set()

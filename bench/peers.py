@@ -1,0 +1,285 @@
+"""The other ways to save a PyTorch state, each in the best configuration that it documents.
+
+`build/peers` holds what `python -m bench.setup_peers` installed and compiled there, apart from the
+environment that pins torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from bench.gpt import TrainingState
+from bench.processes import ROOT
+from bench.savers import Saver, fsync, fsync_tree
+
+PEERS_DIR = ROOT / "build" / "peers"
+
+
+class PeerMissing(Exception):
+    """This peer cannot run here; the message says why."""
+
+
+class TorchSave(Saver):
+    name = "torch.save + fsync"
+    blocking = True
+
+    def save(self, step: int) -> None:
+        with open(self.path(step), "wb") as file:
+            torch.save(self.state.nested(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync(self.directory)
+
+
+class Safetensors(Saver):
+    name = "safetensors + fsync"
+    blocking = True
+
+    def __init__(self, state: TrainingState, directory: Path) -> None:
+        super().__init__(state, directory)
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            raise PeerMissing("safetensors is not installed") from error
+        self._save_file = save_file
+
+    def save(self, step: int) -> None:
+        self._save_file(self.state.tensors(), self.path(step))
+        fsync(self.path(step))
+        fsync(self.directory)
+
+
+class DcpSave(Saver):
+    name = "dcp.save"
+    note = "FileSystemWriter with its default sync_files=True"
+    blocking = True
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        with _quiet():
+            dcp.save(self.state.nested(), checkpoint_id=self.path(step), no_dist=True)
+        fsync(self.directory)
+
+
+class _DcpAsync(Saver):
+    """`dcp.async_save`; every save waits for the one before it, as it requires."""
+
+    process: ClassVar[bool] = False
+    keeps_stager: ClassVar[bool] = False
+
+    def __init__(self, state: TrainingState, directory: Path) -> None:
+        super().__init__(state, directory)
+        self._upload: Any = None
+        self._staging: Any = None
+        self._stager: Any = self._make_stager() if self.keeps_stager else None
+        self._store = tempfile.TemporaryDirectory()
+        _join_group_of_one(self._store.name)
+
+    def _make_stager(self) -> Any:
+        raise NotImplementedError
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        self.fence()
+        self.wait_durable()
+        kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
+        with _quiet():
+            response = dcp.async_save(
+                self.state.nested(),
+                checkpoint_id=self.path(step),
+                async_checkpointer_type=kind,
+                async_stager=self._stager,
+            )
+        self._staging = getattr(response, "staging_completion", None)
+        self._upload = getattr(response, "upload_completion", response)
+
+    def fence(self) -> None:
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def wait_durable(self) -> None:
+        if self._upload is not None:
+            self._upload.result()
+            self._upload = None
+            fsync(self.directory)
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+        torch.distributed.destroy_process_group()
+        self._store.cleanup()
+        super().close()
+
+
+class DcpAsyncThread(_DcpAsync):
+    name = "dcp.async_save thread"
+    note = "AsyncCheckpointerType.THREAD, default stager"
+
+
+class DcpAsyncProcess(_DcpAsync):
+    name = "dcp.async_save process"
+    note = "AsyncCheckpointerType.PROCESS, default stager"
+    process = True
+
+
+class DcpAsyncReused(_DcpAsync):
+    name = "dcp.async_save reused stager"
+    note = "PROCESS, one DefaultStager kept for all saves, shared memory, staging in a thread" + (
+        ", pinned memory where there is CUDA"
+    )
+    process = True
+    keeps_stager = True
+
+    def _make_stager(self) -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        cuda = torch.cuda.is_available()
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=True,
+                use_async_staging=True,
+                use_non_blocking_copy=cuda,
+            )
+        )
+
+
+class TorchCheckpointing(Saver):
+    name = "torch_checkpointing"
+    note = "CheckpointManager with its defaults (asynchronous, O_DIRECT, shared memory); fsync ours"
+
+    def __init__(self, state: TrainingState, directory: Path) -> None:
+        super().__init__(state, directory)
+        _see_peers()
+        try:
+            package = importlib.import_module("torch_checkpointing")
+        except ImportError as error:
+            raise PeerMissing(f"torch_checkpointing is not installed: {error}") from error
+        self._manager = package.CheckpointManager.Config().build()
+        self._write: Any = None
+        self._last = 0
+
+    def save(self, step: int) -> None:
+        self.wait_durable()
+        self._last = step
+        self._write = self._manager.save(str(self.path(step)), self.state.nested())
+
+    def fence(self) -> None:
+        with self._manager.lock():
+            pass
+
+    def wait_durable(self) -> None:
+        if self._write is not None:
+            self._write.result()
+            self._write = None
+            fsync_tree(self.path(self._last))
+
+    def close(self) -> None:
+        self._manager.close()
+        super().close()
+
+
+class FastPersist(Saver):
+    name = "DeepSpeed FastPersist"
+    note = (
+        "FastFileWriter under torch.save, double buffer of 2 x 64 MiB page-locked, aio blocks of"
+        " 8 MiB, queue depth 16, 2 threads; it ends with fsync"
+    )
+    blocking = True
+
+    def __init__(self, state: TrainingState, directory: Path) -> None:
+        super().__init__(state, directory)
+        _see_peers()
+        built = PEERS_DIR / "extensions" / "async_io" / "async_io.so"
+        if not built.exists():
+            why = PEERS_DIR / "deepspeed-failed.txt"
+            raise PeerMissing(why.read_text() if why.exists() else "async_io was not built here")
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(PEERS_DIR / "extensions")
+        os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+        os.environ["PATH"] = f"{PEERS_DIR / 'site' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        try:
+            io = importlib.import_module("deepspeed.io")
+            builder = importlib.import_module("deepspeed.ops.op_builder")
+            with _to_stderr():
+                aio = builder.AsyncIOBuilder().load(verbose=False)
+        except Exception as error:
+            raise PeerMissing(f"DeepSpeed's async_io does not load: {error}") from error
+        self._io = io
+        self._handle = aio.aio_handle(
+            block_size=8 << 20,
+            queue_depth=16,
+            single_submit=False,
+            overlap_events=True,
+            intra_op_parallelism=2,
+        )
+        self._buffer = self._handle.new_cpu_locked_tensor(
+            128 << 20, torch.empty(0, dtype=torch.uint8)
+        )
+        self._buffer.zero_()
+
+    def save(self, step: int) -> None:
+        config = self._io.FastFileWriterConfig(
+            dnvme_handle=self._handle, pinned_tensor=self._buffer
+        )
+        with _to_stderr():
+            writer = self._io.FastFileWriter(file_path=str(self.path(step)), config=config)
+            torch.save(self.state.nested(), writer)
+            writer.close()
+        fsync(self.directory)
+
+
+PEERS: tuple[type[Saver], ...] = (
+    TorchSave,
+    Safetensors,
+    DcpSave,
+    DcpAsyncThread,
+    DcpAsyncProcess,
+    DcpAsyncReused,
+    TorchCheckpointing,
+    FastPersist,
+)
+
+
+def _see_peers() -> None:
+    site = str(PEERS_DIR / "site")
+    if site not in sys.path:
+        sys.path.append(site)
+    # processes that a peer spawns must find it too
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, parts), site])
+
+
+def _join_group_of_one(directory: str) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=0, world_size=1
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """DeepSpeed prints to stdout, where our result goes."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

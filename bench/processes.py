@@ -1,0 +1,130 @@
+"""Processes seen through /proc: CPU seconds, memory, and the sidecar that `keepstep run` starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (ROOT / "lib/src", ROOT / "sidecar/src", ROOT)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This environment with the repository's packages on PYTHONPATH."""
+    parts = [*map(str, SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts)), **extra}
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, all threads, to the nanosecond; 0 when it is gone."""
+    try:
+        # CPUCLOCK_SCHED of another process: include/linux/posix-timers.h
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
+
+
+def tree_cpu_s(pid: int | None = None) -> float:
+    """CPU seconds of a process and its living descendants, and of its children that ended."""
+    pid = pid or os.getpid()
+    ended = 0.0
+    if pid == os.getpid():
+        times = os.times()
+        ended = times.children_user + times.children_system
+    return cpu_s(pid) + ended + sum(tree_cpu_s(child) for child in _children(pid))
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(word) for word in task.read_text().split()]
+        except OSError:
+            continue  # the thread ended in between
+    return found
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds that the whole machine has spent, kernel threads too (resolution 10 ms)."""
+    words = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_kib(pid: int) -> dict[str, int]:
+    """RssAnon, RssFile, RssShmem, VmPTE and VmHWM of a process, KiB."""
+    wanted = ("RssAnon", "RssFile", "RssShmem", "VmPTE", "VmHWM")
+    values: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in wanted:
+            values[key] = int(rest.split()[0])
+    return values
+
+
+class Sidecar:
+    """A sidecar of its own, with its memory in /dev/shm and its volume in `directory`."""
+
+    def __init__(self, directory: Path, *, slots: int = 4, keep: int = 2) -> None:
+        self.directory = directory
+        self.memory_dir = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir="/dev/shm"))
+        self.socket = self.memory_dir / "sidecar.sock"
+        self._slots, self._keep = slots, keep
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = directory / "sidecar.log"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running sidecar."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *, wait: bool = True, timeout_s: float = 30.0) -> float:
+        """Start it; returns the seconds until its socket was there. Raises RuntimeError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "keepstep_sidecar", "--run", "bench"]
+        command += ["--memory-dir", str(self.memory_dir), "--volume", str(self.directory)]
+        command += ["--slots", str(self._slots), "--keep", str(self._keep)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=environment(), stdout=log, stderr=log, start_new_session=True
+            )
+        while wait and not self.socket.exists():
+            if self._process.poll() is not None or time.perf_counter() - started > timeout_s:
+                tail = self._log.read_text()[-2000:]
+                raise RuntimeError(f"the sidecar did not start ({self._process.poll()}):\n{tail}")
+            time.sleep(0.005)
+        return time.perf_counter() - started
+
+    def cpu_s(self) -> float:
+        """CPU seconds since it started."""
+        return cpu_s(self.pid)
+
+    def kill(self) -> None:
+        """SIGKILL, as an out-of-memory killer would."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self.socket.unlink(missing_ok=True)
+
+    def forget_memory(self) -> None:
+        """Lose every slot, as when the machine was switched off. Only while it is not running."""
+        shutil.rmtree(self.memory_dir)
+        self.memory_dir.mkdir(mode=0o700)
+
+    def log_tail(self) -> str:
+        """The end of what it logged."""
+        return self._log.read_text()[-3000:] if self._log.exists() else ""
+
+    def close(self) -> None:
+        """End it and free its memory; the volume's files stay."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        shutil.rmtree(self.memory_dir, ignore_errors=True)

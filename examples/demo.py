@@ -1,0 +1,176 @@
+"""The demonstration behind `make demo`: kill a training run three times, lose no bit of it.
+
+Two ranks train `train_gpt.py` on the text of the Python standard library, three times over:
+
+    plain       without keepstep, never killed: the reference
+    kept        every step kept, never killed: what keeping costs
+    killed      every step kept; SIGKILL hits one trainer, then the sidecar, and at last everything
+                at once, with the shared memory gone too, as when a machine loses power
+
+The demo succeeds (exit 0) only when every loss of every run is the same float, bit for bit. It
+leaves logs, the plot and the last committed steps in its output directory, and no process and
+no shared memory, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from demo_report import Death, Report, plot, show
+from demo_runs import RANKS, DemoError, Household, Run, Setting, kill
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+# --- what kills ------------------------------------------------------------------------------
+
+
+def kill_trainer(run: Run) -> str:
+    """torchrun notices, ends the other rank and starts both anew; the slots live on."""
+    (trainer,) = run.setting.household.members(f"RANK={RANKS - 1}")
+    kill(trainer)
+    return ""
+
+
+def kill_sidecar(run: Run) -> str:
+    """`keepstep run` starts another one, which adopts the slots; training never waits for it."""
+    memory = run.memory
+    assert memory, "a run that made steps has recorded its memory"
+    before = max(run.committed(), run.journal.frontier())
+    killed = time.monotonic()
+    kill(int((memory / "sidecar.pid").read_text()))
+    run.follow(lambda: run.committed() > before)
+    return f"commits again after {time.monotonic() - killed:.1f} s"
+
+
+def kill_everything(run: Run) -> str:
+    """Nothing but the drive survives; somebody runs the same command again."""
+    run.setting.household.kill_all()
+    run.reap()
+    if run.memory:
+        shutil.rmtree(run.memory)
+    run.launch()
+    return ""
+
+
+KILLS: tuple[tuple[str, Callable[[Run], str]], ...] = (
+    ("one trainer", kill_trainer),
+    ("the sidecar", kill_sidecar),
+    ("everything, memory gone", kill_everything),
+)
+
+
+def train_through_kills(run: Run) -> list[Death]:
+    """The kills come at even distances over the run."""
+    deaths = []
+    run.launch()
+    for number, (victim, strike) in enumerate(KILLS, start=1):
+        run.follow_to(run.setting.steps * number // (len(KILLS) + 1))
+        step, wall = run.journal.frontier(), time.time()
+        run.setting.progress.console.print(f"[red]SIGKILL[/] at step {step}: {victim}")
+        deaths.append(Death(victim=victim, step=step, wall=wall, note=strike(run)))
+    run.finish()
+    return deaths
+
+
+# --- the demo --------------------------------------------------------------------------------
+
+
+def demonstrate(setting: Setting) -> Report:
+    """All three runs, one after the other, as each needs both cores of a small machine."""
+    plain = Run(setting, "plain", keepstep=False)
+    kept = Run(setting, "kept", keepstep=True)
+    killed = Run(setting, "killed", keepstep=True)
+    try:
+        for run in (plain, kept):
+            run.launch()
+            run.finish()
+        deaths = train_through_kills(killed)
+    finally:
+        setting.household.kill_all()
+        for run in (kept, killed):
+            if run.memory:
+                shutil.rmtree(run.memory, ignore_errors=True)
+    return Report(
+        steps=setting.steps,
+        start_s=plain.start_s(),
+        plain=plain.journal,
+        kept=kept.journal,
+        killed=killed.journal,
+        deaths=tuple(deaths),
+    )
+
+
+@contextlib.contextmanager
+def progress_on(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description:7}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def prepare(out: Path) -> None:
+    """Remove what an earlier demo left in `out`, and nothing else that may be there."""
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "keepstep", ignore_errors=True)
+    for name in ("plain", "kept", "killed"):
+        for suffix in (".jsonl", ".out"):
+            (out / f"{name}{suffix}").unlink(missing_ok=True)
+
+
+def on_terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=150, help="steps of each run (default 150)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="output directory (default demo-out)"
+    )
+    args = parser.parse_args()
+    if args.steps < 20:
+        parser.error("--steps must be at least 20: the kills need some distance")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, on_terminate)
+    console = Console()
+    out = args.out.resolve()
+    prepare(out)
+    console.print("Three runs of a small GPT, two ranks each; the third is killed three times.")
+    try:
+        with progress_on(console) as progress:
+            setting = Setting(out=out, steps=args.steps, household=Household(), progress=progress)
+            report = demonstrate(setting)
+    except DemoError as error:
+        console.print(f"[red]The demo failed:[/] {error}", markup=True, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Interrupted; nothing is left running.")
+        return 130
+    show(report, console)
+    plot(report, out / "loss.png")
+    console.print(f"Plot: {args.out / 'loss.png'}. The last steps are still there, look at them:")
+    console.print(f"  keepstep steps --dir {args.out / 'keepstep'} --run killed")
+    return 0 if report.bit_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""keepstep keeps every step of a PyTorch training run; see `Checkpointer`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from keepstep.checkpointer import Checkpointer as Checkpointer
+    from keepstep.checkpointer import Restored as Restored
+
+from keepstep.errors import (
+    DigestError,
+    KeepstepError,
+    MismatchError,
+    NotDurableError,
+    NothingCommonError,
+    RestoreError,
+    SidecarAbsent,
+    SidecarError,
+    UsageError,
+    WorldChangedError,
+)
+
+__all__ = [
+    "Checkpointer",
+    "DigestError",
+    "KeepstepError",
+    "MismatchError",
+    "NotDurableError",
+    "NothingCommonError",
+    "RestoreError",
+    "Restored",
+    "SidecarAbsent",
+    "SidecarError",
+    "UsageError",
+    "WorldChangedError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The sidecar uses the pure modules where torch is not installed, so torch comes in only here.
+    if name in ("Checkpointer", "Restored"):
+        from keepstep import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module 'keepstep' has no attribute {name!r}")

@@ -1,0 +1,112 @@
+"""The copy: live tensors into a slot, and back.
+
+On a CPU it is `memmove` without the GIL, which reaches the speed of a bare memcpy; several threads
+share it when the training thread waits for it. Whatever is not plain contiguous CPU memory goes
+through `Tensor.copy_`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# CDLL functions release the GIL; ctypes.memmove does not
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
+
+PIECE_BYTES = 16 << 20
+"""Unit of work of one thread: long enough to amortise Python, short enough to balance."""
+
+_PARALLEL_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`bytes` of plain memory from one address to another."""
+
+    target: int
+    source: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor into another of its shape and dtype (strided, or on another device)."""
+
+    target: Tensor
+    source: Tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes, as they lie in memory, are its value in row-major order."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def run(moves: Sequence[Move], copies: Iterable[Copy] = (), *, threads: int = 1) -> None:
+    """Do them all, the plain moves on up to `threads` threads; returns when done."""
+    total = sum(move.bytes for move in moves)
+    threads = min(threads, max(1, total // _PARALLEL_BYTES))
+    if threads == 1:
+        for move in moves:
+            _memmove(move.target, move.source, move.bytes)
+    else:
+        _run_parallel(moves, threads)
+    with torch.no_grad():
+        for copy in copies:
+            copy.target.copy_(copy.source)
+
+
+def default_threads() -> int:
+    """Two threads nearly fill the memory bus of most machines; more only disturb others."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _run_parallel(moves: Sequence[Move], threads: int) -> None:
+    pieces = iter(list(_pieces(moves)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            _memmove(piece.target, piece.source, piece.bytes)
+
+    helpers = [threading.Thread(target=work, name="keepstep-copy") for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+
+
+def _pieces(moves: Sequence[Move]) -> Iterable[Move]:
+    for move in moves:
+        for begin in range(0, move.bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, move.bytes - begin)
+            yield Move(move.target + begin, move.source + begin, size)
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages under new CPU memory: first touch is several times cheaper with them."""
+    size = tensor.untyped_storage().nbytes()
+    if tensor.device.type != "cpu" or size < 4 << 20:
+        return
+    page = 4096
+    begin = -(-tensor.untyped_storage().data_ptr() // page) * page
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise(begin, (size - page) // page * page, 14)  # MADV_HUGEPAGE; refusal costs only time

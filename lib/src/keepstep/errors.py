@@ -1,0 +1,125 @@
+"""Every error that keepstep raises, in one tree.
+
+    KeepstepError
+      UsageError            the caller did something that cannot work; says what to do instead
+      ImageError            bytes are not the image they claim to be
+        FormatError         malformed or hostile header, extras or control page
+        TornError           no valid seal: the image was never completed
+        DigestError         sealed, but some bytes differ from their digest
+        ForeignError        a valid image of another run, rank, world or step
+        VersionError        written by a newer keepstep; left alone, never quarantined
+      StorageError          a volume failed; the file was quarantined, nothing is retried
+        NoSpaceError        the volume is full, or the capacity limit is reached
+      SidecarError          the sidecar answered with an error
+        SidecarAbsent       nobody listens on the socket
+        ProtocolError       the peer speaks another protocol version, or nonsense
+        NoMemoryError       the memory limit does not allow two slots of this image
+      RestoreError          something was found, but it cannot be restored
+        MismatchError       model and checkpoint disagree: lists names, shapes, dtypes
+        WorldChangedError   the step was saved by another world size
+        NothingCommonError  every rank found steps, but no step is held by all
+      NotDurableError       `wait` or `close`: a step did not become durable in time
+
+Training code sees these only from `restore`, `wait`, `close`, or with `strict=True`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class KeepstepError(Exception):
+    """Base of all."""
+
+
+class UsageError(KeepstepError):
+    """The caller did something that cannot work; the message says what to do instead."""
+
+
+class ImageError(KeepstepError):
+    """Bytes are not the image they claim to be. `path` names the file, if there is one."""
+
+    def __init__(self, message: str, *, path: Path | str | None = None) -> None:
+        super().__init__(f"{path}: {message}" if path is not None else message)
+        self.reason = message
+        self.path = path
+
+
+class FormatError(ImageError):
+    """Malformed or hostile header, extras or control page."""
+
+
+class TornError(ImageError):
+    """No valid seal: the image was never completed."""
+
+
+class DigestError(ImageError):
+    """Sealed, but the bytes of `chunk` differ from their digest; `tensors` lie in it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        chunk: int | None = None,
+        tensors: tuple[str, ...] = (),
+        path: Path | str | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.chunk = chunk
+        self.tensors = tensors
+
+
+class ForeignError(ImageError):
+    """A valid image of another run, rank, world or step."""
+
+
+class VersionError(ImageError):
+    """Written by a newer keepstep; left alone, never quarantined."""
+
+
+class StorageError(KeepstepError):
+    """A volume failed. The file in question was quarantined; nothing is retried."""
+
+
+class NoSpaceError(StorageError):
+    """The volume is full, or its capacity limit is reached."""
+
+
+class SidecarError(KeepstepError):
+    """The sidecar answered with an error; `code` is the machine-readable kind."""
+
+    def __init__(self, message: str, *, code: str = "internal") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class SidecarAbsent(SidecarError):
+    """Nobody listens on the socket."""
+
+
+class ProtocolError(SidecarError):
+    """The peer speaks another protocol version, or nonsense."""
+
+
+class NoMemoryError(SidecarError):
+    """The memory limit does not allow two slots of this image."""
+
+
+class RestoreError(KeepstepError):
+    """Something was found, but it cannot be restored."""
+
+
+class MismatchError(RestoreError):
+    """Model and checkpoint disagree; the message lists names, shapes and dtypes."""
+
+
+class WorldChangedError(RestoreError):
+    """The step was saved by another world size."""
+
+
+class NothingCommonError(RestoreError):
+    """Every rank found steps, but no step is held by all."""
+
+
+class NotDurableError(KeepstepError):
+    """A step did not become durable in time."""

@@ -1,0 +1,152 @@
+"""The control page: the last 4096 bytes of an image, which say what it is, and that it is complete.
+
+It is written last and zeroed before anything else of the image changes. So a page with a valid seal
+means that every byte before it was in place. In memory the trainer writes it without digests; the
+sidecar puts `root` and `sections` into what goes to disk, after the data was flushed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.digests import xxh3_128
+from keepstep.errors import FormatError, TornError
+from keepstep.image import strictjson
+from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version, quoted
+from keepstep.steps import Epoch, EpochId, StepId
+
+_SEAL_BEGIN = PAGE_BYTES - 32
+"""JSON, padded with spaces, up to here; then the seal in hex: both can be read with `tail -c`."""
+
+_ZERO_PAGE = bytes(PAGE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPage:
+    """What an image is. Times in unix seconds; digests in hex.
+
+    `layout`: the layout's id. `root`: digest of the digest table; `sections`: digest per section,
+    see `keepstep.image.verify.section_digests`. Both are None in an image that was only staged.
+    """
+
+    run: str
+    layout: str
+    epoch: Epoch
+    rank: int
+    world: int
+    step: int
+    extras_bytes: int
+    staged_at: float
+    format_version: int = FORMAT_VERSION
+    written_at: float | None = None
+    root: str | None = None
+    sections: Mapping[str, str] | None = None
+
+    @property
+    def id(self) -> StepId:
+        """The step, with its epoch."""
+        return StepId(self.epoch.id, self.step)
+
+    def to_bytes(self) -> bytes:
+        """A whole page. Raises FormatError when it does not fit (a run's name of kilobytes)."""
+        parent = self.epoch.parent
+        text = json.dumps(
+            {
+                "format_version": self.format_version,
+                "run": self.run,
+                "epoch": str(self.epoch.id),
+                "parent": None if parent is None else str(parent),
+                "step": self.step,
+                "rank": self.rank,
+                "world": self.world,
+                "layout": self.layout,
+                "extras_bytes": self.extras_bytes,
+                "staged_at": self.staged_at,
+                "written_at": self.written_at,
+                "root": self.root,
+                "sections": None if self.sections is None else dict(self.sections),
+            },
+            separators=(",", ":"),
+            allow_nan=False,
+        ).encode()
+        if len(text) > _SEAL_BEGIN:
+            raise FormatError(f"a control page of {len(text)} bytes: the run's name is too long")
+        page = text.ljust(_SEAL_BEGIN)
+        return page + xxh3_128(page).hex().encode()
+
+    @classmethod
+    def from_bytes(cls, buffer: bytes | memoryview) -> ControlPage:
+        """Inverse of `to_bytes`.
+
+        Raises TornError without a valid seal, VersionError for a newer format, FormatError for a
+        page that was sealed by somebody who does not know the format.
+        """
+        page = bytes(buffer[:PAGE_BYTES])
+        if page == _ZERO_PAGE:
+            raise TornError("no image: the control page is zeroed")
+        if page[_SEAL_BEGIN:] != xxh3_128(page[:_SEAL_BEGIN]).hex().encode():
+            raise TornError("no valid seal: the image was never completed")
+        tree = strictjson.loads(page[:_SEAL_BEGIN], what="control page")
+        if not isinstance(tree, dict):
+            raise FormatError("control page: not a JSON object")
+        check_version(tree.get("format_version"))
+        try:
+            return _from_tree(tree)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"control page: {quoted(error)}") from None
+
+
+def _from_tree(tree: dict[str, Any]) -> ControlPage:
+    parent, sections = tree["parent"], tree["sections"]
+    world = _count(tree["world"])
+    rank = _count(tree["rank"])
+    if rank >= world:
+        raise ValueError(f"rank {rank} of {world}")
+    return ControlPage(
+        run=_text(tree["run"]),
+        layout=_digest(tree["layout"]),
+        epoch=Epoch(
+            EpochId.parse(_text(tree["epoch"])),
+            None if parent is None else StepId.parse(_text(parent)),
+        ),
+        rank=rank,
+        world=world,
+        step=_count(tree["step"]),
+        extras_bytes=_count(tree["extras_bytes"]),
+        staged_at=_time(tree["staged_at"]),
+        format_version=_count(tree["format_version"]),
+        written_at=None if tree["written_at"] is None else _time(tree["written_at"]),
+        root=None if tree["root"] is None else _digest(tree["root"]),
+        sections=None
+        if sections is None
+        else {name: _digest(one) for name, one in dict.items(sections)},
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _time(value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{value!r} is not a time")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _digest(value: object) -> str:
+    text = _text(value)
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"{value!r} is not a digest")
+    return text

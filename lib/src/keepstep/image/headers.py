@@ -1,0 +1,323 @@
+"""The header's JSON: rendered by whoever makes a layout, and read back without believing any of it.
+
+Stock safetensors takes `__metadata__` as strings, so ours is JSON in a string there. Entries stand
+in the order of their bytes. See docs/format.md for each key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.errors import FormatError, VersionError
+from keepstep.image import strictjson
+from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Section, TensorSpec
+
+FORMAT_VERSION = 1
+
+PAGE_BYTES = 4096
+"""Header, digest table and control page fill whole pages: O_DIRECT moves no less."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Stock safetensors refuses longer ones."""
+
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 1 << 62
+_MAX_WORLD = 1 << 31
+_RESERVED_PREFIX = "keepstep."
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor and its bytes `[begin, end)` in the image."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a header says. `extras_bytes`, `digests_bytes`: sizes of the regions after the tensors."""
+
+    rank: int
+    world: int
+    aliases: Mapping[str, str]
+    skeleton: str
+    specs: Sequence[TensorSpec]
+    extras_bytes: int
+    digests_bytes: int
+
+    def render(self) -> bytes:
+        """Length, JSON, and spaces up to a whole number of pages."""
+        tree: dict[str, Any] = {"__metadata__": self._metadata()}
+        at = 0
+        for spec in (*self.specs, *self._reserved()):
+            tree[spec.name] = {
+                "dtype": spec.stored_dtype,
+                "shape": spec.stored_shape,
+                "data_offsets": (at, at + spec.size_bytes),
+            }
+            at += spec.size_bytes
+        text = _dumps(tree).encode()
+        padded = round_up(8 + len(text)) - 8
+        return padded.to_bytes(8, "little") + text.ljust(padded)
+
+    def _reserved(self) -> Iterator[TensorSpec]:
+        sizes = (self.extras_bytes, self.digests_bytes, PAGE_BYTES)
+        for name, size in zip(reserved_names(self.rank), sizes, strict=True):
+            yield TensorSpec(name, "U8", (size,), Section.REST)
+
+    def _metadata(self) -> dict[str, str]:
+        boxes = {
+            spec.name: {"saved_offsets": spec.stored_offsets}
+            for spec in (*self.specs, *self._reserved())
+        }
+        ours = {
+            "format_version": FORMAT_VERSION,
+            "rank": self.rank,
+            "world": self.world,
+            "sections": _runs(self.specs),
+            "dtypes": {one.name: one.dtype for one in self.specs if one.dtype in OPAQUE_BYTES},
+            "global_shapes": {
+                one.name: one.global_shape
+                for one in self.specs
+                if one.global_shape not in (None, one.shape)
+            },
+            "aliases": dict(self.aliases),
+            "skeleton": self.skeleton,
+        }
+        return {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": _dumps(boxes),
+            # ASCII, because stock readers refuse what Python strings may hold: lone surrogates.
+            "keepstep": json.dumps(ours, separators=(",", ":")),
+        }
+
+
+def reserved_names(rank: int) -> tuple[str, str, str]:
+    """Keys of the regions that close an image. The rank keeps those of two shards apart."""
+    return f"keepstep.extras.{rank}", f"keepstep.digests.{rank}", f"keepstep.control.{rank}"
+
+
+def round_up(size: int) -> int:
+    """To whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def read_length(buffer: bytes | memoryview) -> int:
+    """Bytes of the whole header, by its first eight. Raises FormatError for a hostile one."""
+    if len(buffer) < 8:
+        raise FormatError(f"{len(buffer)} bytes cannot hold a header")
+    length = 8 + int.from_bytes(buffer[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    if length % PAGE_BYTES or length == 0:
+        raise FormatError(f"a header of {length} bytes is not a whole number of pages")
+    return length
+
+
+def parse(header: bytes) -> Header:
+    """Inverse of `render`. Raises FormatError, and VersionError for a newer format."""
+    if header[8:9] != b"{":
+        raise FormatError("the header is not a JSON object")
+    tree = strictjson.loads(header[8:], what="header")
+    metadata = _mapping(tree.pop("__metadata__", None), "__metadata__")
+    ours = _mapping(_inner(metadata, "keepstep"), "keepstep")
+    check_version(ours.get("format_version"))
+    world = _integer(ours.get("world"), "world", 1, _MAX_WORLD)
+    rank = _integer(ours.get("rank"), "rank", 0, world - 1)
+    *specs, extras, digests, _ = _specs(tree, metadata, ours, rank)
+    return Header(
+        rank=rank,
+        world=world,
+        aliases=_aliases(ours.get("aliases"), {spec.name for spec in specs}),
+        skeleton=_text(ours.get("skeleton"), "skeleton"),
+        specs=tuple(specs),
+        extras_bytes=extras.size_bytes,
+        digests_bytes=digests.size_bytes,
+    )
+
+
+def check_version(version: object) -> None:
+    """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
+    if _integer(version, "format_version", 1, _MAX_WORLD) > FORMAT_VERSION:
+        raise VersionError(
+            f"format version {version}, but this keepstep reads only up to {FORMAT_VERSION}:"
+            " read it with a newer one"
+        )
+
+
+def _specs(
+    tree: dict[str, Any], metadata: dict[str, Any], ours: dict[str, Any], rank: int
+) -> list[TensorSpec]:
+    """All entries in the order of their bytes, the three reserved ones last."""
+    names = list(tree)
+    if tuple(names[-3:]) != reserved_names(rank):
+        raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
+    if foreign := next((one for one in names[:-3] if one.startswith(_RESERVED_PREFIX)), None):
+        raise FormatError(f"{quoted(foreign)}: names that begin with 'keepstep.' are reserved")
+    boxes = _mapping(_inner(metadata, "DCP_SHARDING_INFO"), "DCP_SHARDING_INFO")
+    if boxes.keys() != tree.keys():
+        raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+    reader = _SpecReader(
+        dtypes=_mapping(ours.get("dtypes"), "dtypes"),
+        global_shapes=_mapping(ours.get("global_shapes"), "global_shapes"),
+    )
+    sections = (*_sections(ours.get("sections"), len(names) - 3), *[Section.REST] * 3)
+    at, specs = 0, []
+    for name, section in zip(names, sections, strict=True):
+        spec = reader.read(name, section, _mapping(tree[name], name), _mapping(boxes[name], name))
+        at = _check_place(spec, tree[name].get("data_offsets"), at)
+        specs.append(spec)
+    if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
+        raise FormatError("the reserved entries are not flat bytes")
+    if specs[-1].size_bytes != PAGE_BYTES:
+        raise FormatError(f"the control page does not have {PAGE_BYTES} bytes")
+    return specs
+
+
+@dataclass(frozen=True)
+class _SpecReader:
+    dtypes: dict[str, Any]
+    global_shapes: dict[str, Any]
+
+    def read(
+        self, name: str, section: Section, entry: dict[str, Any], box: dict[str, Any]
+    ) -> TensorSpec:
+        if entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"{quoted(name)}: not an entry of safetensors")
+        stored, shape = entry["dtype"], _sizes(entry["shape"], name)
+        if not isinstance(stored, str) or stored not in NATIVE_BYTES:
+            raise FormatError(f"{quoted(name)}: unknown dtype {quoted(stored)}")
+        offsets = _sizes(box.get("saved_offsets"), name)
+        if len(offsets) != len(shape):
+            raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
+        dtype = self.dtypes.get(name, stored)
+        if dtype != stored:
+            shape, offsets = _opaque(name, dtype, stored, shape, offsets)
+        whole = self.global_shapes.get(name)
+        box_of = (shape, offsets, shape if whole is None else _sizes(whole, name))
+        return TensorSpec(name, dtype, shape, section, *_box(name, *box_of))
+
+
+def _opaque(
+    name: str, dtype: object, stored: str, shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The true shape and offsets of a tensor that is stored as bytes."""
+    if not isinstance(dtype, str) or dtype not in OPAQUE_BYTES:
+        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
+    if stored != "U8" or shape[-1:] != (OPAQUE_BYTES[dtype],) or offsets[-1] != 0:
+        raise FormatError(f"{quoted(name)}: {dtype} is not stored as bytes")
+    return shape[:-1], offsets[:-1]
+
+
+def _box(
+    name: str, shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Offsets and global shape as `TensorSpec` has them: empty when the box is all there is."""
+    if len(whole) != len(shape) or any(
+        at + size > limit for at, size, limit in zip(offsets, shape, whole, strict=True)
+    ):
+        raise FormatError(f"{quoted(name)}: its box lies outside of its global shape")
+    return ((), None) if shape == whole else (offsets, whole)
+
+
+def _check_place(spec: TensorSpec, offsets: object, at: int) -> int:
+    """The end of the tensor that must begin at `at`."""
+    if at % spec.element_bytes:
+        raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
+    end = at + spec.size_bytes
+    if offsets != [at, end] or end > _MAX_BYTES:
+        raise FormatError(
+            f"{quoted(spec.name)}: has the bytes {quoted(offsets)}, must have [{at}, {end}]"
+        )
+    return end
+
+
+def _aliases(value: object, names: set[str]) -> dict[str, str]:
+    aliases = _mapping(value, "aliases")
+    for alias, name in aliases.items():
+        if not isinstance(name, str) or name not in names:
+            raise FormatError(f"the alias {quoted(alias)} means no tensor of this image")
+        if alias in names:
+            raise FormatError(f"{quoted(alias)} is an alias and a tensor")
+    return aliases
+
+
+def _runs(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    """Sections in the order of the tensors, run-length encoded."""
+    runs: list[list[Any]] = []
+    for spec in specs:
+        if runs and runs[-1][0] == spec.section.value:
+            runs[-1][1] += 1
+        else:
+            runs.append([spec.section.value, 1])
+    return runs
+
+
+def _sections(value: object, count: int) -> list[Section]:
+    """Inverse of `_runs`."""
+    sections: list[Section] = []
+    for run in _list(value, "sections"):
+        if not isinstance(run, list) or len(run) != 2 or run[0] not in Section._value2member_map_:
+            raise FormatError(f"sections: {quoted(run)} is not a section and a count")
+        sections += [Section(run[0])] * _integer(run[1], "sections", 1, count - len(sections))
+    if len(sections) != count:
+        raise FormatError(f"sections: {len(sections)} tensors, but the header has {count}")
+    return sections
+
+
+def _inner(metadata: dict[str, Any], key: str) -> Any:
+    text = metadata.get(key)
+    if not isinstance(text, str):
+        raise FormatError(f"no {key} in __metadata__: this file was not written by keepstep")
+    return strictjson.loads(text.encode("utf-8", "surrogatepass"), what=key)
+
+
+def _mapping(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{quoted(what)} is not a JSON object")
+    return value
+
+
+def _list(value: object, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise FormatError(f"{quoted(what)}: {quoted(value)} is not a JSON array")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise FormatError(f"{what} is not a string")
+    return value
+
+
+def _integer(value: object, what: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise FormatError(f"{what}: {quoted(value)} is not an integer from {low} to {high}")
+    return value
+
+
+def _sizes(value: object, name: str) -> tuple[int, ...]:
+    sizes = _list(value, name)
+    if len(sizes) > _MAX_DIMENSIONS or not all(
+        type(size) is int and 0 <= size <= _MAX_BYTES for size in sizes
+    ):
+        raise FormatError(f"{quoted(name)}: {quoted(value)} is not a shape")
+    return tuple(sizes)
+
+
+def quoted(value: object) -> str:
+    """For messages: what a hostile file says, but not more than fits a line."""
+    if isinstance(value, list):
+        value = value[:20]
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,180 @@
+"""Where every byte of an image is. A layout is its header: everything else is derived from it.
+
+The header holds no step and no digest, so it stays the same for as long as the tensors do; its
+digest is the layout's id. `Layout.build` renders a header and then reads it like anybody's, so what
+can be written can be read. `Layout.parse` believes nothing: the tensors must tile the data exactly,
+every start must suit its dtype, and the reserved regions must be where they belong. It allocates in
+proportion to the header's bytes, never to a number found in them.
+
+The format in MUST and MAY: docs/format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+
+from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.errors import FormatError, TornError
+from keepstep.image import headers
+from keepstep.image.headers import FORMAT_VERSION, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
+from keepstep.image.tensors import ELEMENT_BYTES, Section, TensorSpec, local_name
+
+__all__ = [
+    "ELEMENT_BYTES",
+    "FORMAT_VERSION",
+    "MAX_HEADER_BYTES",
+    "PAGE_BYTES",
+    "Entry",
+    "Layout",
+    "Section",
+    "TensorSpec",
+    "local_name",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A rank's image, byte by byte. All offsets count from the beginning of the image.
+
+    `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the state's
+    tree, opaque here. `entries`: the tensors in the order of their bytes, without the reserved ones.
+    """
+
+    header: bytes = field(repr=False)
+    id: str = field(compare=False)
+    rank: int = field(compare=False)
+    world: int = field(compare=False)
+    aliases: Mapping[str, str] = field(compare=False, repr=False)
+    skeleton: str = field(compare=False, repr=False)
+    entries: Mapping[str, Entry] = field(compare=False, repr=False)
+    extras_begin: int = field(compare=False)
+    extras_capacity_bytes: int = field(compare=False)
+
+    @property
+    def digests_begin(self) -> int:
+        """Where the digest table begins, and what it covers ends."""
+        return self.extras_begin + self.extras_capacity_bytes
+
+    @property
+    def control_begin(self) -> int:
+        """Where the last page begins."""
+        return self.digests_begin + _table_bytes(self.digests_begin)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole image, a multiple of `PAGE_BYTES`."""
+        return self.control_begin + PAGE_BYTES
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of `CHUNK_BYTES` (the last may be shorter) that cover `[0, digests_begin)`."""
+        return _chunk_count(self.digests_begin)
+
+    @cached_property
+    def section_extents(self) -> Mapping[Section, tuple[tuple[int, int], ...]]:
+        """Per section that has bytes: the longest runs `[begin, end)` of its tensors, ascending."""
+        extents: dict[Section, list[tuple[int, int]]] = {}
+        for entry in self.entries.values():
+            runs = extents.setdefault(entry.spec.section, [])
+            if runs and runs[-1][1] == entry.begin:
+                runs[-1] = (runs[-1][0], entry.end)
+            else:
+                runs.append((entry.begin, entry.end))
+        held = {one: tuple(run for run in runs if run[0] < run[1]) for one, runs in extents.items()}
+        return MappingProxyType({one: runs for one, runs in held.items() if runs})
+
+    @classmethod
+    def build(
+        cls,
+        tensors: Iterable[TensorSpec],
+        *,
+        rank: int,
+        world: int,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        skeleton: str = "",
+        extras_capacity_bytes: int = PAGE_BYTES,
+    ) -> Layout:
+        """Place `tensors`. The extras get at least the capacity asked for, up to whole pages.
+
+        Raises FormatError for names twice or reserved, boxes outside of their tensor, unknown
+        dtypes, and aliases that mean nothing.
+        """
+        specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
+        _check_names(specs)
+        tensor_bytes = sum(spec.size_bytes for spec in specs)
+        header = Header(
+            rank=rank,
+            world=world,
+            aliases=aliases,
+            skeleton=skeleton,
+            specs=specs,
+            extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
+            digests_bytes=PAGE_BYTES,
+        )
+        # The table covers the header, in which its own size stands: grow it until both agree.
+        while True:
+            text = header.render()
+            needed = _table_bytes(len(text) + tensor_bytes + header.extras_bytes)
+            if needed <= header.digests_bytes:
+                return cls.parse(memoryview(text))
+            header = replace(header, digests_bytes=needed)
+
+    @classmethod
+    def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
+        """Read and check the header at the beginning of `buffer`.
+
+        `size_bytes`: the size of the file it comes from, when known. Raises FormatError, TornError
+        when the buffer or the file is shorter than it must be, VersionError for a newer format.
+        """
+        length = headers.read_length(buffer)
+        if length > len(buffer):
+            raise TornError(f"truncated: {len(buffer)} bytes of a header of {length}")
+        text = bytes(buffer[:length])
+        layout = cls._from(headers.parse(text), text)
+        if size_bytes is not None and size_bytes < layout.size_bytes:
+            raise TornError(f"truncated: {size_bytes} bytes of an image of {layout.size_bytes}")
+        if size_bytes is not None and size_bytes > layout.size_bytes:
+            raise FormatError(f"{size_bytes} bytes, but the image has {layout.size_bytes}")
+        return layout
+
+    @classmethod
+    def _from(cls, header: Header, text: bytes) -> Layout:
+        begins = list(accumulate((one.size_bytes for one in header.specs), initial=len(text)))
+        places = zip(header.specs, begins, begins[1:], strict=False)
+        layout = cls(
+            header=text,
+            id=xxh3_128(text).hex(),
+            rank=header.rank,
+            world=header.world,
+            aliases=MappingProxyType(dict(header.aliases)),
+            skeleton=header.skeleton,
+            entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
+            extras_begin=begins[-1],
+            extras_capacity_bytes=header.extras_bytes,
+        )
+        if layout.digests_begin % PAGE_BYTES:
+            raise FormatError("the digest table does not begin on a page")
+        if header.digests_bytes != _table_bytes(layout.digests_begin):
+            raise FormatError("the digest table does not have the size that its chunks need")
+        return layout
+
+
+def _check_names(specs: Sequence[TensorSpec]) -> None:
+    if len(set(names := [spec.name for spec in specs])) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"two tensors are named {twice!r}")
+    for name in names:
+        if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
+            raise FormatError(f"{name!r}: safetensors does not allow this name")
+
+
+def _chunk_count(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+
+
+def _table_bytes(size: int) -> int:
+    return headers.round_up(_chunk_count(size) * DIGEST_BYTES)

@@ -1,0 +1,87 @@
+"""What the image says about one tensor: its name, its true dtype, its box in the global tensor."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from keepstep.errors import FormatError
+
+
+class Section(str, enum.Enum):
+    """What a tensor is for. A section's digest tells whether that part of a run changes at all."""
+
+    PARAMS = "params"
+    OPTIMIZER = "optimizer"
+    REST = "rest"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+NATIVE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 1),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
+"""Element sizes of the dtypes that stock safetensors and stock torch.distributed.checkpoint read."""
+
+OPAQUE_BYTES = {"C128": 16, "C32": 4, "F8_E8M0": 1, "F4_E2M1_X2": 1}
+"""Dtypes that one of them cannot hold: stored as U8 with one more dimension, the element's bytes."""
+
+ELEMENT_BYTES = NATIVE_BYTES | OPAQUE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of one rank: the box at `offsets` of the tensor `global_shape`; by default all of it.
+
+    `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    section: Section
+    offsets: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Raises FormatError for a dtype that the image cannot hold."""
+        try:
+            return ELEMENT_BYTES[self.dtype]
+        except KeyError:
+            raise FormatError(f"{self.name}: unknown dtype {self.dtype!r}") from None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the box."""
+        return math.prod(self.shape) * self.element_bytes
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype that stock readers see."""
+        return "U8" if self.dtype in OPAQUE_BYTES else self.dtype
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that stock readers see."""
+        return (*self.shape, self.element_bytes) if self.dtype in OPAQUE_BYTES else self.shape
+
+    @property
+    def stored_offsets(self) -> tuple[int, ...]:
+        """The offsets that stock readers see: one a dimension, zeros for a whole tensor."""
+        offsets = self.offsets or (0,) * len(self.shape)
+        return (*offsets, 0) if self.dtype in OPAQUE_BYTES else offsets
+
+
+def local_name(name: str, rank: int) -> str:
+    """The name to give a tensor that belongs to `rank` alone (an RNG state, a ragged buffer).
+
+    Readers of a step's directory take one name in two shards for one tensor, and join the boxes.
+    """
+    return f"{name}@rank-{rank:05d}"

@@ -1,0 +1,295 @@
+"""Reads images, and proves that they are what they were.
+
+Every byte of a sealed shard is covered: the seal covers the control page, the page's `root` covers
+the digest table, the table covers every chunk before it, the header included. An image that was only
+staged has a seal and no digests: it lives in the memory that it was written to.
+
+Nothing here holds the GIL for long or allocates with the size of the image: chunks are digested in
+place. Whoever reads or writes chunks itself uses the parts: `chunk_bounds`, `table_of`,
+`check_table`, `check_chunk`, `seal_for_disk`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.errors import DigestError, ForeignError, FormatError, TornError
+from keepstep.image.control import ControlPage
+from keepstep.image.headers import PAGE_BYTES, read_length, reserved_names
+from keepstep.image.layout import Layout
+from keepstep.steps import StepId
+
+Where = Path | str | int
+"""A path or an open file descriptor."""
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def read_layout(file: Where) -> Layout:
+    """The layout of a shard; reads the header only.
+
+    Raises TornError for a truncated file, FormatError, VersionError, OSError.
+    """
+    with _opened(file) as fd, _named(file):
+        size = os.fstat(fd).st_size
+        start = os.pread(fd, 8, 0)
+        if size < 8:
+            raise TornError(f"truncated: {size} bytes cannot hold an image")
+        length = read_length(start)
+        if length > size:
+            raise TornError(f"truncated: {size} bytes of a header of {length}")
+        return Layout.parse(os.pread(fd, length, 0), size_bytes=size)
+
+
+def read_control(file: Where, layout: Layout) -> ControlPage:
+    """The control page of a shard with this layout; checks its seal and that it belongs there.
+
+    Raises TornError, FormatError, ForeignError, VersionError, OSError.
+    """
+    with _opened(file) as fd, _named(file):
+        control = ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, layout.control_begin))
+        check_control(control, layout)
+        return control
+
+
+@contextmanager
+def _opened(file: Where) -> Iterator[int]:
+    if isinstance(file, int):
+        yield file
+        return
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _named(file: Where | None) -> Iterator[None]:
+    """Errors from inside name the file."""
+    try:
+        yield
+    except (FormatError, TornError, ForeignError) as error:
+        if file is None or isinstance(file, int) or error.path is not None:
+            raise
+        raise type(error)(error.reason, path=file) from None
+
+
+# --- digests -----------------------------------------------------------------------------------
+
+
+def chunk_bounds(layout: Layout, chunk: int) -> tuple[int, int]:
+    """`[begin, end)` of a chunk; the last one ends where the digest table begins."""
+    begin = chunk * CHUNK_BYTES
+    return begin, min(begin + CHUNK_BYTES, layout.digests_begin)
+
+
+def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
+    """The digest table: one digest a chunk, zeros up to whole pages."""
+    return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
+
+
+def digest_table(layout: Layout, view: memoryview) -> bytes:
+    """The digest table of an image, by digesting all of it."""
+    bounds = (chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count))
+    return table_of(layout, [xxh3_128(view[begin:end]) for begin, end in bounds])
+
+
+def section_digests(layout: Layout, view: memoryview, table: bytes) -> dict[str, str]:
+    """A digest (hex) per section that has bytes, nearly for free when the table is known.
+
+    The xxh3_128 of 16-byte pieces in a row: for each extent of the section and each chunk that it
+    touches, the table's digest if the whole chunk lies in the extent, else the fragment's own.
+    """
+    return {
+        section.value: xxh3_128(b"".join(_pieces(layout, view, table, extents))).hex()
+        for section, extents in layout.section_extents.items()
+    }
+
+
+def _pieces(
+    layout: Layout, view: memoryview, table: bytes, extents: tuple[tuple[int, int], ...]
+) -> Iterator[bytes]:
+    for begin, end in extents:
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            first, last = chunk_bounds(layout, chunk)
+            if begin <= first and last <= end:
+                yield _digest_in(table, chunk)
+            else:
+                yield xxh3_128(view[max(begin, first) : min(end, last)])
+
+
+def seal_for_disk(
+    layout: Layout,
+    view: memoryview,
+    control: ControlPage,
+    *,
+    digests: Sequence[bytes] | None = None,
+) -> tuple[bytes, bytes]:
+    """What replaces the digest table and the control page of a staged image in its shard.
+
+    `digests`: of all chunks in order, if the caller has made them. The control page MUST be written
+    after everything else was flushed. `control.written_at` is the caller's to set.
+    """
+    table = digest_table(layout, view) if digests is None else table_of(layout, digests)
+    sealed = replace(
+        control, root=xxh3_128(table).hex(), sections=section_digests(layout, view, table)
+    )
+    return table, sealed.to_bytes()
+
+
+def _digest_in(table: bytes | memoryview, chunk: int) -> bytes:
+    return bytes(table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+
+
+# --- verifying ---------------------------------------------------------------------------------
+
+
+def check_control(
+    control: ControlPage,
+    layout: Layout,
+    *,
+    run: str | None = None,
+    id: StepId | None = None,
+    path: Path | str | None = None,
+) -> None:
+    """That a control page belongs to this layout, and to `run` and `id` where they are given.
+
+    Raises ForeignError, and FormatError for extras longer than their region.
+    """
+    expected = [
+        ("layout", control.layout, layout.id),
+        ("rank", control.rank, layout.rank),
+        ("world", control.world, layout.world),
+        ("run", control.run, control.run if run is None else run),
+        ("step", control.id, control.id if id is None else id),
+    ]
+    for what, found, wanted in expected:
+        if found != wanted:
+            raise ForeignError(f"the image of {what} {found}, not of {wanted}", path=path)
+    if control.extras_bytes > layout.extras_capacity_bytes:
+        raise FormatError(
+            f"{control.extras_bytes} bytes of extras in {layout.extras_capacity_bytes}", path=path
+        )
+
+
+def check_table(
+    control: ControlPage,
+    layout: Layout,
+    table: bytes | memoryview,
+    *,
+    path: Path | str | None = None,
+) -> None:
+    """That `table` is the digest table that the control page vouches for. Raises DigestError."""
+    if control.root is None:
+        raise DigestError("staged only: it has no digests to verify", path=path)
+    if xxh3_128(table) != bytes.fromhex(control.root):
+        raise DigestError(
+            f"step {control.id}, rank {layout.rank}: the digest table is damaged,"
+            " nothing can be verified; use another copy",
+            path=path,
+        )
+
+
+def check_chunk(
+    layout: Layout,
+    chunk: int,
+    data: memoryview,
+    table: bytes | memoryview,
+    *,
+    path: Path | str | None = None,
+) -> None:
+    """That the bytes of one chunk are the ones that were staged. Raises DigestError."""
+    if xxh3_128(data) == _digest_in(table, chunk):
+        return
+    begin, end = chunk_bounds(layout, chunk)
+    tensors = tensors_in_chunk(layout, chunk)
+    named = ", ".join(tensors[:4]) + (f" and {len(tensors) - 4} more" if tensors[4:] else "")
+    raise DigestError(
+        f"rank {layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"
+        f" {named or 'the header'}; use another copy",
+        chunk=chunk,
+        tensors=tensors,
+        path=path,
+    )
+
+
+def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
+    """Names of what has bytes in a chunk, the extras included, in the order of the bytes."""
+    first, last = chunk_bounds(layout, chunk)
+    extras = (reserved_names(layout.rank)[0], layout.extras_begin, layout.digests_begin)
+    places = [(name, one.begin, one.end) for name, one in layout.entries.items()]
+    return tuple(
+        name for name, begin, end in [*places, extras] if max(begin, first) < min(end, last)
+    )
+
+
+def verify_image(
+    view: memoryview,
+    layout: Layout,
+    *,
+    path: Path | str | None = None,
+    on_chunk: Callable[[int], None] | None = None,
+    require_digests: bool = True,
+    run: str | None = None,
+    id: StepId | None = None,
+) -> ControlPage:
+    """Check a whole image against its seal and every digest; `on_chunk(i)` after each chunk.
+
+    `require_digests=False` also accepts an image that was only staged (`root` None in the result):
+    of that one, only the seal and the header are checked, as there is nothing else to go by.
+    Raises TornError, FormatError, VersionError, ForeignError, DigestError.
+    """
+    with _named(path):
+        control = _control_of(view, layout)
+        check_control(control, layout, run=run, id=id)
+    if control.root is None and not require_digests:
+        _check_header(view, layout, path)
+        return control
+    table = view[layout.digests_begin : layout.control_begin]
+    check_table(control, layout, table, path=path)
+    for chunk in range(layout.chunk_count):
+        begin, end = chunk_bounds(layout, chunk)
+        check_chunk(layout, chunk, view[begin:end], table, path=path)
+        if on_chunk is not None:
+            on_chunk(chunk)
+    _check_header(view, layout, path)
+    return control
+
+
+def verify_range(
+    view: memoryview, layout: Layout, begin: int, end: int, *, path: Path | str | None = None
+) -> ControlPage:
+    """Check the chunks that hold the bytes `[begin, end)`, and the table that vouches for them.
+
+    Raises what `verify_image` does, FormatError for a range outside of `[0, digests_begin)`.
+    """
+    if not 0 <= begin <= end <= layout.digests_begin:
+        raise FormatError(f"[{begin}, {end}) is not a range of tensors or extras", path=path)
+    with _named(path):
+        control = _control_of(view, layout)
+        check_control(control, layout)
+    table = view[layout.digests_begin : layout.control_begin]
+    check_table(control, layout, table, path=path)
+    for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        first, last = chunk_bounds(layout, chunk)
+        check_chunk(layout, chunk, view[first:last], table, path=path)
+    return control
+
+
+def _control_of(view: memoryview, layout: Layout) -> ControlPage:
+    if len(view) != layout.size_bytes:
+        raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}")
+    return ControlPage.from_bytes(view[layout.control_begin :])
+
+
+def _check_header(view: memoryview, layout: Layout, path: Path | str | None) -> None:
+    """The layout may come from elsewhere than these bytes."""
+    if bytes(view[: len(layout.header)]) != layout.header:
+        raise ForeignError(f"its header is not that of layout {layout.id}", path=path)

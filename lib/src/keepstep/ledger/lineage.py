@@ -1,0 +1,100 @@
+"""Which steps are alive: the chain of epochs behind the newest one.
+
+An epoch names its parent: the step it went on from. Walking the parents from the newest epoch
+gives segments: (epoch, last step of it that counts). What lies on the walk is *live*. Steps of an
+older epoch that are not on it are *dead*: a later life went on from before them, or from another
+branch.
+
+The walk ends at an epoch without a parent. When older epochs exist, that run began anew beside
+them, perhaps because a volume was not mounted; until somebody acknowledges it, the older epochs'
+own newest chain is set *aside*: restored if the newer chain has nothing, and never retired.
+
+The walk may also end at an epoch that nobody recorded. What is older is *lost*: it may be dead or
+live, so it is neither planned nor retired.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from keepstep.steps import Epoch, EpochId, StepId
+
+
+class Standing(str, enum.Enum):
+    """`LIVE` and `ASIDE` may be restored; `LIVE` and `DEAD` may be retired."""
+
+    LIVE = "live"
+    ASIDE = "aside"
+    LOST = "lost"
+    DEAD = "dead"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps of `epoch` up to and with `last` (None: all of them)."""
+
+    epoch: EpochId
+    last: int | None
+    standing: Standing
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Segments, newest first. `lost_before`: what is older than this epoch cannot be judged.
+
+    `fresh`: the epoch that began anew beside older ones and was not acknowledged, if any.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    lost_before: EpochId | None = None
+    fresh: EpochId | None = None
+
+    @property
+    def current(self) -> EpochId | None:
+        return self.segments[0].epoch if self.segments else None
+
+    def standing(self, id: StepId) -> Standing:
+        if self.lost_before is not None and id.epoch < self.lost_before:
+            return Standing.LOST
+        if self.current is None or id.epoch > self.current:
+            return Standing.LIVE
+        for segment in self.segments:
+            if segment.epoch == id.epoch and (segment.last is None or id.step <= segment.last):
+                return segment.standing
+        return Standing.DEAD
+
+    def restorable(self, id: StepId) -> bool:
+        return self.standing(id) in (Standing.LIVE, Standing.ASIDE)
+
+
+def trace(
+    recorded: Mapping[EpochId, Epoch],
+    *,
+    seen: Iterable[EpochId] = (),
+    acknowledged: Collection[EpochId] = (),
+) -> Lineage:
+    """Walk back from the newest epoch. `seen`: epochs of images, recorded or not."""
+    known = {*recorded, *seen}
+    if not known:
+        return Lineage()
+    segments: list[Segment] = []
+    at, last = max(known), None
+    standing, fresh = Standing.LIVE, None
+    while True:
+        segments.append(Segment(at, last, standing))
+        older = {id for id in known if id < at}
+        if at not in recorded:
+            return Lineage(tuple(segments), at if older else None, fresh)
+        parent = recorded[at].parent
+        if parent is not None and parent.epoch < at:
+            at, last = parent.epoch, parent.step
+        elif not older or at in acknowledged:
+            return Lineage(tuple(segments), None, fresh)
+        else:
+            standing, fresh = Standing.ASIDE, fresh or at
+            at, last = max(older), None

@@ -1,0 +1,255 @@
+"""From a verified slot back into the live objects, in place.
+
+Two phases: `plan` compares everything and changes nothing (a MismatchError lists all differences
+at once); `Loading.run` then copies, and cannot fail half-way for a reason that could have been seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepstep import copying
+from keepstep.dtypes import DTYPE_OF
+from keepstep.errors import FormatError, MismatchError
+from keepstep.image import Entry
+from keepstep.mapping import SlotMapping
+from keepstep.state import Node, build, leaves_of, take, unwrap
+
+_SHOWN = 20
+
+
+@dataclass
+class Loading:
+    """What to do: tensor copies first, then what each component does with its tree."""
+
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    finishers: list[Callable[[], None]] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Do it; returns the bytes copied. Raises MismatchError if a component refuses its tree."""
+        moves, copies, total = [], [], 0
+        for target, source in self.pairs:
+            total += source.numel() * source.element_size()
+            if copying.is_plain(target):
+                moves.append(
+                    copying.Move(
+                        target.data_ptr(),
+                        source.data_ptr(),
+                        source.numel() * source.element_size(),
+                    )
+                )
+            else:
+                copies.append(copying.Copy(target, source))
+        copying.run(moves, copies, threads=copying.default_threads())
+        for target, _ in self.pairs:
+            if copying.is_plain(target):
+                # memmove is no torch operation: whoever watches versions must see the change
+                torch.autograd.graph.increment_version(target)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for finish in self.finishers:
+            finish()
+        return total
+
+
+def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> Loading:
+    """Compare the image in `slot` with the live components. Raises MismatchError, FormatError."""
+    branches = _branches(slot.layout.skeleton)
+    planner = _Planner(slot, values)
+    for name in branches.keys() - components.keys():
+        planner.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
+    for name, component in components.items():
+        if name in branches:
+            planner.component(name, unwrap(component), branches[name])
+        else:
+            planner.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
+    planner.raise_differences()
+    return planner.loading
+
+
+def _branches(skeleton: str) -> dict[str, Node]:
+    try:
+        kind, items = json.loads(skeleton)
+        if kind != "d":
+            raise ValueError(kind)
+        return {str(name): node for name, node in items}
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"the tree of this image makes no sense ({error})") from error
+
+
+class _Planner:
+    def __init__(self, slot: SlotMapping, values: list[Any]) -> None:
+        self.loading = Loading()
+        self._slot = slot
+        self._values = values
+        self._differences: list[str] = []
+
+    def differ(self, text: str) -> None:
+        self._differences.append(text)
+
+    def raise_differences(self) -> None:
+        if not self._differences:
+            return
+        shown = "\n  ".join(self._differences[:_SHOWN])
+        more = len(self._differences) - _SHOWN
+        raise MismatchError(
+            "model and checkpoint disagree, nothing was changed:\n  "
+            + shown
+            + (f"\n  ... and {more} more" if more > 0 else "")
+            + "\nTrain with the code that saved it, or start a new run (keepstep run --run NAME)."
+        )
+
+    def component(self, name: str, component: Any, node: Node) -> None:
+        live = self._live(name, component)
+        if isinstance(component, nn.Module):
+            self._module(name, component, node, live)
+        elif isinstance(component, torch.optim.Optimizer):
+            self._optimizer(name, component, node, live)
+        elif isinstance(component, dict):
+            self._dict(component, node, live)
+        else:
+            tree = self._tree(node, lambda one: self._fresh(one, torch.device("cpu")))
+            self.loading.finishers.append(lambda: component.load_state_dict(tree()))
+
+    def _live(self, name: str, component: Any) -> dict[str, Tensor]:
+        taken = take({name: component})
+        live = {leaf.name: leaf.tensor for leaf in taken.tensors}
+        return live | {alias: live[first] for alias, first in taken.aliases.items()}
+
+    def _entry(self, name: str) -> Entry:
+        name = self._slot.layout.aliases.get(name, name)
+        try:
+            return self._slot.layout.entries[name]
+        except KeyError:
+            raise FormatError(f"the image names a tensor it does not hold: {name}") from None
+
+    def _tree(self, node: Node, tensor: Callable[[str], Tensor]) -> Callable[[], Any]:
+        """The component's tree. Tensors are made now (and filled by `run`), the rest when asked."""
+        made = {leaf[1]: tensor(leaf[1]) for _, leaf in leaves_of(node) if leaf[0] == "t"}
+        try:
+            return lambda: build(node, made.__getitem__, self._values.__getitem__)
+        except (IndexError, KeyError) as error:
+            raise FormatError(f"the tree of this image names what it does not hold: {error}") from error
+
+    def _fresh(self, name: str, device: torch.device) -> Tensor:
+        entry = self._entry(name)
+        target = torch.empty(entry.spec.shape, dtype=DTYPE_OF[entry.spec.dtype], device=device)
+        copying.prefer_huge_pages(target)
+        self.loading.pairs.append((target, self._slot.view(entry)))
+        return target
+
+    def _in_place(self, name: str, target: Tensor) -> Tensor:
+        entry = self._entry(name)
+        dtype = DTYPE_OF[entry.spec.dtype]
+        if tuple(target.shape) != tuple(entry.spec.shape) or target.dtype != dtype:
+            self.differ(
+                f"{name}: {_describe(entry.spec.shape, dtype)} in the checkpoint,"
+                f" {_describe(target.shape, target.dtype)} here"
+            )
+        self.loading.pairs.append((target.detach(), self._slot.view(entry)))
+        return target
+
+    def _module(self, name: str, module: nn.Module, node: Node, live: dict[str, Tensor]) -> None:
+        stored = {leaf[1] for _, leaf in leaves_of(node) if leaf[0] == "t"}
+        for one in sorted(stored - live.keys()):
+            entry = self._entry(one)
+            shape = _describe(entry.spec.shape, DTYPE_OF[entry.spec.dtype])
+            self.differ(f"{one}: {shape} in the checkpoint, missing here")
+        for one in sorted(live.keys() - stored):
+            shape = _describe(live[one].shape, live[one].dtype)
+            self.differ(f"{one}: {shape} here, missing in the checkpoint")
+        if stored != live.keys():
+            return
+        own = {one.data_ptr() for one in (*module.parameters(), *module.buffers())}
+        if all(one.data_ptr() in own or not one.numel() for one in live.values()):
+            tree = self._tree(node, lambda one: self._in_place(one, live[one]))
+            if all(leaf[0] == "t" for _, leaf in leaves_of(node)):
+                return
+        else:  # a state_dict of its own making: only its load_state_dict knows the way back
+            tree = self._tree(node, lambda one: self._fresh(one, live[one].device))
+        self.loading.finishers.append(lambda: module.load_state_dict(tree()))
+
+    def _optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, node: Node, live: dict[str, Tensor]
+    ) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        devices: dict[str, torch.device] = {}
+        keys = {}
+        for path, leaf in leaves_of(node):
+            if leaf[0] == "t" and len(path) >= 3 and path[0] == "state":
+                keys[leaf[1]] = path
+                index = path[1]
+                if type(index) is not int or index >= len(parameters):
+                    self.differ(f"{leaf[1]}: the optimizer here has {len(parameters)} parameters")
+                    continue
+                # by convention of torch.optim: `step` stays on the CPU unless capturable or fused
+                if path[2] != "step":
+                    devices[leaf[1]] = parameters[index].device
+        self._groups(name, optimizer, node)
+        if self._differences:
+            return
+
+        def tensor(one: str) -> Tensor:
+            if one in live:
+                return self._in_place(one, live[one])
+            return self._fresh(one, devices.get(one, torch.device("cpu")))
+
+        tree = self._tree(node, tensor)
+
+        def finish() -> None:
+            state = tree()
+            optimizer.load_state_dict(state)
+            # load_state_dict casts to the parameter's dtype; ours are exact already
+            for path in keys.values():
+                kept = state["state"][path[1]][path[2]]
+                if len(path) == 3 and kept.device == _state_of(optimizer, parameters, path).device:
+                    optimizer.state[parameters[path[1]]][path[2]] = kept
+
+        self.loading.finishers.append(finish)
+
+    def _groups(self, name: str, optimizer: torch.optim.Optimizer, node: Node) -> None:
+        saved = build(node, lambda one: None, self._values.__getitem__).get("param_groups", [])
+        here = optimizer.param_groups
+        sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in here]
+        if sizes[0] != sizes[1]:
+            self.differ(
+                f"{name}: parameter groups of {sizes[0]} parameters in the checkpoint,"
+                f" of {sizes[1]} here"
+            )
+
+    def _dict(self, component: dict[Any, Any], node: Node, live: dict[str, Tensor]) -> None:
+        def tensor(one: str) -> Tensor:
+            if one in live:
+                return self._in_place(one, live[one])
+            return self._fresh(one, torch.device("cpu"))
+
+        tree = self._tree(node, tensor)
+        self.loading.finishers.append(lambda: _merge(component, tree()))
+
+
+def _merge(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Update nested dicts in place, so that whoever holds one sees the restored values."""
+    for key, value in saved.items():
+        if isinstance(value, dict) and isinstance(live.get(key), dict):
+            _merge(live[key], value)
+        else:
+            live[key] = value
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, parameters: list[Any], path: tuple[Any, ...]
+) -> Tensor:
+    tensor: Tensor = optimizer.state[parameters[path[1]]][path[2]]
+    return tensor
+
+
+def _describe(shape: Any, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+

@@ -1,0 +1,149 @@
+"""One image on its way from live tensors into a slot.
+
+Life: made by the training thread at `save`; copied by the agent thread; *judged* once, when it is
+certain that nobody changed the tensors before they were copied; then sealed, or discarded.
+
+Judging compares version counters, addresses and fingerprints with those at `save`. It must happen
+while the training thread is not inside an operation: an in-place kernel that still runs has not
+moved its version counter yet. That holds when the training thread judges itself (the fence), and
+also once it has been seen to execute Python after the copy was done: whatever ran at that moment
+has returned. The second way lets an image be sealed in the middle of the next forward pass, so a
+kill then loses only the step in flight.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from keepstep import copying
+from keepstep.fingerprint import Fingerprint, same
+from keepstep.image import ControlPage
+from keepstep.mapping import SlotMapping
+from keepstep.protocol import SlotGranted
+from keepstep.state import TensorLeaf
+from keepstep.steps import Epoch, StepId
+
+
+class Verdict(enum.Enum):
+    """What became of an image."""
+
+    OPEN = "open"
+    VALID = "valid"
+    MUTATED = "mutated"
+    STAGED = "staged"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What must be the same before and after a lazy copy."""
+
+    leaves: tuple[TensorLeaf, ...]
+    versions: tuple[int, ...]
+    pointers: tuple[int, ...]
+    fingerprint: Fingerprint
+    samples: list[torch.Tensor]
+
+    @classmethod
+    def take(cls, leaves: Sequence[TensorLeaf], fingerprint: Fingerprint) -> Guard:
+        """Remember the leaves as they are now."""
+        return cls(
+            tuple(leaves),
+            tuple(leaf.tensor._version for leaf in leaves),
+            tuple(leaf.tensor.data_ptr() for leaf in leaves),
+            fingerprint,
+            fingerprint.take(),
+        )
+
+    def changed(self) -> str:
+        """The name of a tensor that changed, `?` when only a fingerprint did, or ''."""
+        for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
+            if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:
+                return leaf.name
+        return "" if same(self.fingerprint.take(), self.samples) else "?"
+
+
+@dataclass(eq=False)
+class Pending:
+    """One image on its way; see the module. `late`: bytes for the slot that must wait for the GPU."""
+
+    id: StepId
+    epoch: Epoch
+    grant: SlotGranted
+    slot: SlotMapping
+    control: ControlPage
+    guard: Guard | None
+    moves: list[copying.Move] = field(default_factory=list)
+    copies: list[copying.Copy] = field(default_factory=list)
+    late: list[Callable[[], None]] = field(default_factory=list)
+    cuda_done: torch.cuda.Event | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    copied: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    judged: threading.Event = field(default_factory=threading.Event)
+    verdict: Verdict = Verdict.OPEN
+    culprit: str = ""
+    copy_s: float = 0.0
+    blocked_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def copy(self) -> None:
+        """Move the bytes (agent thread)."""
+        started = time.perf_counter()
+        copying.run(self.moves, self.copies)
+        if self.cuda_done is not None:
+            self.cuda_done.synchronize()
+        for write in self.late:
+            write()
+        self.copy_s += time.perf_counter() - started
+        self.copied.set()
+
+    def judge(self) -> None:
+        """Decide, once, whether the tensors kept still. See the module for when this is sound."""
+        with self._lock:
+            if self.verdict is not Verdict.OPEN:
+                return
+            self.culprit = self.guard.changed() if self.guard is not None else ""
+            self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+            self.judged.set()
+
+    def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
+        """Judge as soon as the training thread has been seen to go on (agent thread)."""
+        if self.guard is None:
+            self.judge()
+            return
+        if self.cuda_done is not None:
+            # a write through `.data` may still be queued on the GPU: only the fence can tell
+            while not self.judged.wait(1.0) and not give_up():
+                pass
+            return
+        before, pause_s = _position(self.thread), 0.0005
+        while not self.judged.wait(pause_s) and not give_up():
+            if _position(self.thread) != before:
+                self.judge()
+            pause_s = min(pause_s * 1.5, 0.01)
+
+    def finish(self, verdict: Verdict) -> None:
+        """The end of this image, whatever it was; lets go of all tensors."""
+        self.verdict = verdict
+        self.guard = None
+        self.moves, self.copies, self.late = [], [], []
+        self.judged.set()
+        self.ended.set()
+
+
+def _position(thread: int) -> tuple[tuple[int, int], ...]:
+    """Where a thread stands in its Python code; a change proves that it executed something."""
+    frame = sys._current_frames().get(thread)
+    position = []
+    while frame is not None and len(position) < 8:
+        position.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(position)

@@ -1,0 +1,391 @@
+"""What trainer and sidecar say to each other: types of HTTP/1.1 + JSON over a unix socket.
+
+The sidecar decodes them with msgspec (strictly), the library with `from_json` below, because the
+training image has the standard library only. Duties of each side: docs/protocol.md. A field may be
+added with a default; nothing may be removed or change its meaning within `PROTOCOL`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keepstep.errors import ProtocolError
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+SOCKET_ENV = "KEEPSTEP_SOCKET"
+"""Path of the sidecar's unix socket, in the training process's environment."""
+
+T = TypeVar("T")
+
+
+# --- lease -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRequest:
+    """POST /v1/lease. The response never ends: it *is* the lease, the kernel closes it at death.
+
+    `holding`: slots (by name) that this live trainer is filling, so that a sidecar that was
+    restarted in between keeps them assigned. `attempt`: chance, constant for the trainer's life.
+    """
+
+    rank: int
+    world: int
+    attempt: str
+    pid: int
+    library: str
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+    holding: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseGranted:
+    """First line of the lease stream (JSON lines; later lines are `{}` pings)."""
+
+    lease: str
+    run: str
+    protocol: int
+    sidecar: str
+    memory_dir: str
+    stage_every: int = 1
+
+
+# --- slots -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """POST /v1/layout: this rank's images look like `header` (base64 of the header bytes)."""
+
+    lease: str
+    header: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutAccepted:
+    """`slots` images of `slot_bytes` each; fewer than asked for when memory is limited."""
+
+    layout: str
+    slots: int
+    slot_bytes: int
+    warning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRequest:
+    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed."""
+
+    lease: str
+    layout: str
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotGranted:
+    """`slot` None: none became free in time. `path`: the slot's file, `generation`: its use."""
+
+    slot: str | None
+    path: str = ""
+    generation: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRequest:
+    """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
+
+    Times in seconds. `blocked_s`: what the training thread paid for this image.
+    """
+
+    lease: str
+    slot: str
+    generation: int
+    epoch: Epoch
+    step: int
+    copy_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscardRequest:
+    """POST /v1/discard: the image in `slot` is not valid. The slot goes back to the sidecar."""
+
+    lease: str
+    slot: str
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedRequest:
+    """POST /v1/skipped: counters of saves that could not be staged, by reason."""
+
+    lease: str
+    step: int
+    reason: str
+
+
+# --- restore ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatesRequest:
+    """POST /v1/candidates: what could this rank restore? Answers when the scan is done."""
+
+    lease: str
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A sealed image of this rank, on the nearest tier that holds it."""
+
+    id: StepId
+    tier: Tier
+    world: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """`highest_epoch`: the highest epoch number ever seen here, 0 for none.
+
+    `plan`: the step that the ledger would restore; a hint, already being fetched and hashed.
+    `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed.
+    """
+
+    answer: Answer
+    candidates: tuple[Candidate, ...] = ()
+    highest_epoch: int = 0
+    plan: StepId | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRequest:
+    """POST /v1/restore: bring this step's image into a slot and verify it."""
+
+    lease: str
+    id: StepId
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The verified image: a slot's path, pinned until `RestoredRequest`. `tier` it came from."""
+
+    slot: str
+    path: str
+    tier: Tier
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredRequest:
+    """POST /v1/restored: all ranks agreed on `epoch`; its parent is what was restored, if any."""
+
+    lease: str
+    epoch: Epoch
+    tier: Tier | None = None
+    seconds: float = 0.0
+
+
+# --- progress --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitRequest:
+    """POST /v1/wait: until `id` (or a later step of its epoch, for durable and committed) is in
+    `state`. `flush`: persist this step now even when the schedule would not."""
+
+    lease: str
+    id: StepId
+    state: str
+    timeout_s: float = 60.0
+    flush: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waited:
+    """`reached` False: the time ran out, `reason` says what is missing."""
+
+    reached: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlushRequest:
+    """POST /v1/flush: make the newest two common staged steps durable (SIGTERM, preStop)."""
+
+    timeout_s: float = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flushed:
+    """Steps that are durable on every local rank after the flush, newest last."""
+
+    steps: tuple[StepId, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
+
+    drain: bool = True
+    forget: bool = True
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Body of every response that is not 200. `code` is stable, `message` says what to do."""
+
+    code: str
+    message: str
+
+
+# --- status (GET /v1/status) -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotStatus:
+    """One slot of a rank. `state`: empty | assigned | sealed; `pinned` by the persister."""
+
+    slot: str
+    state: str
+    id: StepId | None = None
+    pinned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank as the sidecar sees it. Counters are since the sidecar started."""
+
+    rank: int
+    world: int
+    alive: bool
+    pid: int = 0
+    staged: StepId | None = None
+    durable: StepId | None = None
+    slot_bytes: int = 0
+    slots: tuple[SlotStatus, ...] = ()
+    saves: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    copy_s: float = 0.0
+    warning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeStatus:
+    """One volume. `engine`: direct (O_DIRECT) or buffered, and why."""
+
+    path: str
+    engine: str
+    used_bytes: int
+    free_bytes: int
+    capacity_bytes: int | None = None
+    failed: str = ""
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStatus:
+    """One step that is held somewhere. `path` is set once it is committed on local."""
+
+    id: StepId
+    world: int
+    memory_ranks: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
+    bytes: int = 0
+    committed: bool = False
+    path: str = ""
+    dead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """GET /v1/status: everything a person asks first. Times are unix seconds."""
+
+    run: str
+    sidecar: str
+    pid: int
+    started_at: float
+    protocol_min: int
+    protocol_max: int
+    locked: str
+    epoch: Epoch | None = None
+    watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
+    committed_at: float | None = None
+    persist_every: int = 1
+    stage_every: int = 1
+    persisted: int = 0
+    persist_skipped: int = 0
+    persist_seconds: float = 0.0
+    persist_bytes: int = 0
+    ranks: tuple[RankStatus, ...] = ()
+    volumes: tuple[VolumeStatus, ...] = ()
+    steps: tuple[StepStatus, ...] = ()
+    survives: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+# --- JSON without dependencies -----------------------------------------------------------------
+
+
+def to_json(value: Any) -> bytes:
+    """Encode a message. Enums are strings, tuples are lists."""
+    return json.dumps(dataclasses.asdict(value), separators=(",", ":")).encode()
+
+
+def from_json(kind: type[T], data: bytes | str) -> T:
+    """Decode a message; unknown fields are ignored (the peer may be newer).
+
+    Raises ProtocolError when the text is not JSON or does not have `kind`'s shape.
+    """
+    try:
+        return typing.cast(T, _build(kind, json.loads(data)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"not a {kind.__name__}: {error}", code="protocol") from error
+
+
+def _build(kind: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _build(next(one for one in arguments if one is not type(None)), value)
+    if origin is tuple:
+        return tuple(_build(arguments[0], one) for one in value)
+    if origin is dict:
+        return {key: _build(arguments[1], one) for key, one in value.items()}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
+        return kind(**known)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind):
+        try:
+            return kind(value) if issubclass(kind, str) and isinstance(value, str) else _wrong(
+                kind, value
+            )
+        except ValueError as error:
+            raise TypeError(str(error)) from error
+    return value
+
+
+def _wrong(kind: Any, value: Any) -> Any:
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

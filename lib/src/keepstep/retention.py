@@ -1,0 +1,69 @@
+"""Which committed steps are kept, and which are retired. Pure: times are passed in.
+
+What is never retired: the newest committed step, whatever the policy says. Whether a newer step
+makes an older copy expendable at all is the ledger's question (`keepstep.ledger`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from keepstep.steps import StepId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Keep the `last` N, every `every_steps` steps, the first of every `every_s` seconds, pins."""
+
+    last: int = 2
+    every_steps: int | None = None
+    every_s: float | None = None
+    pinned: frozenset[StepId] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(f"retention must keep at least the last step, not {self.last}")
+        if (self.every_steps or 1) < 1 or (self.every_s or 1.0) <= 0:
+            raise ValueError("every_steps and every_s must be positive")
+
+
+def retired(
+    committed: Collection[StepId],
+    policy: Retention,
+    *,
+    written_at: Mapping[StepId, float] | None = None,
+) -> tuple[StepId, ...]:
+    """The steps of `committed` that the policy does not keep, oldest first.
+
+    `written_at`: unix seconds; a step without a time is not kept by `every_s`.
+    """
+    ordered = sorted(set(committed))
+    kept = {*ordered[-policy.last :], *policy.pinned}
+    if policy.every_steps is not None:
+        kept.update(id for id in ordered if id.step % policy.every_steps == 0)
+    if policy.every_s is not None:
+        kept.update(_first_of_each_span(ordered, written_at or {}, policy.every_s))
+    return tuple(id for id in ordered if id not in kept)
+
+
+def unwatched(
+    held: Iterable[StepId], *, last_commit: StepId | None, newest: int = 2
+) -> tuple[StepId, ...]:
+    """What a sidecar with nobody to tell it of commits may drop, oldest first.
+
+    It keeps the last commit it heard of, everything older (not its decision), and its newest
+    two; it drops what lies between. Without any known commit only the newest two are kept.
+    """
+    later = sorted({id for id in held if last_commit is None or id > last_commit})
+    return tuple(later[:-newest]) if newest else tuple(later)
+
+
+def _first_of_each_span(
+    ordered: list[StepId], written_at: Mapping[StepId, float], span_s: float
+) -> set[StepId]:
+    first: dict[int, StepId] = {}
+    for id in ordered:
+        if id in written_at:
+            first.setdefault(int(written_at[id] // span_s), id)
+    return set(first.values())

@@ -1,0 +1,212 @@
+"""Which slot of a rank is filled next, and which images are kept meanwhile.
+
+A slot is a shared-memory buffer that holds one image. The table knows states only: no memory, no
+files, no clock. Whoever owns the buffers tells it what happened and obeys `assign`.
+
+A slot that was assigned still holds the image it had until the trainer zeroes its control page,
+which it does in stream order after the step's global collective. So an attempt that dies before
+that leaves the old image whole: `release(slot, keep=...)` takes it back.
+
+What `assign` never takes: an assigned slot (at most one image of a rank is unsealed), a pinned one
+(somebody reads it), and as much of this as the slots allow:
+
+    1. the newest two sealed images, and the protected ones
+    2. the newest one, and the protected ones
+    3. the newest one
+
+With four slots and at most one pinned, the first line always holds, and with it the guarantee that
+a lock-step run has a step in common in memory (proof: docs/ledger.md). With three slots, one of
+them pinned, or with two, `assign` falls to the lower lines rather than stop the training; then
+there are moments without a common step in memory, and a crash in one falls back to the newest
+commit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+
+from keepstep.steps import StepId
+
+
+class SlotState(str, enum.Enum):
+    """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore."""
+
+    EMPTY = "empty"
+    ASSIGNED = "assigned"
+    LOADING = "loading"
+    SEALED = "sealed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One slot. `id`: what it holds when sealed, what it *still* holds when assigned or loading.
+
+    `dead`: the image was sealed, but nobody will restore it; the slot is as good as empty.
+    """
+
+    state: SlotState = SlotState.EMPTY
+    id: StepId | None = None
+    pins: int = 0
+    dead: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        """Somebody reads the image: the persister, or a trainer that restores from it."""
+        return self.pins > 0
+
+    @property
+    def live(self) -> StepId | None:
+        """The step that can be restored from this slot now, if any."""
+        return self.id if self.state is SlotState.SEALED and not self.dead else None
+
+
+class SlotTable:
+    """The slots of one rank and one layout. Slots are named by their index."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [Slot() for _ in range(count)]
+        self._protected: frozenset[StepId] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(self._slots)
+
+    @property
+    def assigned(self) -> int | None:
+        """The slot that the trainer fills now, or None."""
+        return next((i for i, slot in self._with(SlotState.ASSIGNED)), None)
+
+    def add(self) -> int:
+        """One more empty slot (they are created in the background). Returns its index."""
+        self._slots.append(Slot())
+        return len(self._slots) - 1
+
+    # --- filling -------------------------------------------------------------------------
+
+    def assign(self) -> int | None:
+        """The slot to fill next, or None: wait until a seal, release or unpin, then ask again.
+
+        The image that it held, if any, is in `slots[i].id`: it is as good as overwritten.
+        """
+        if self.assigned is not None or (victim := self._victim()) is None:
+            return None
+        self._slots[victim] = replace(self._slots[victim], state=SlotState.ASSIGNED)
+        return victim
+
+    def seal(self, index: int, id: StepId) -> None:
+        """The image in an assigned or loading slot is complete. Raises ValueError otherwise."""
+        slot = self._slots[index]
+        if slot.state not in (SlotState.ASSIGNED, SlotState.LOADING):
+            raise ValueError(f"slot {index} is {slot.state}: only a slot that is filled is sealed")
+        self._slots[index] = replace(slot, state=SlotState.SEALED, id=id, dead=False)
+
+    def release(self, index: int, keep: StepId | None = None) -> None:
+        """Nobody fills this slot any more. `keep`: what its control page still seals, if valid."""
+        slot = self._slots[index]
+        if slot.state is SlotState.SEALED and keep is None and slot.pinned:
+            raise ValueError(f"slot {index} is pinned: somebody reads {slot.id}")
+        state = SlotState.EMPTY if keep is None else SlotState.SEALED
+        dead = slot.dead and keep == slot.id and keep is not None
+        self._slots[index] = replace(slot, state=state, id=keep, dead=dead)
+
+    def adopt(self, index: int, id: StepId) -> None:
+        """A slot found with a valid seal, after a restart. Raises ValueError unless empty."""
+        if self._slots[index].state is not SlotState.EMPTY:
+            raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
+        self._slots[index] = Slot(SlotState.SEALED, id)
+
+    def reserve(self, expendable: Container[StepId] = frozenset()) -> int | None:
+        """A slot to load an image into that destroys no candidate, or None. `seal` it after.
+
+        Empty or dead, or sealed with a step in `expendable`; oldest first, never pinned.
+        """
+        free = self._free()
+        spare = [
+            (slot.id, i)
+            for i, slot in enumerate(self._slots)
+            if slot.live and slot.id and not slot.pinned and slot.live in expendable
+        ]
+        index = free[0] if free else min(spare)[1] if spare else None
+        if index is not None:
+            self._slots[index] = replace(self._slots[index], state=SlotState.LOADING)
+        return index
+
+    # --- keeping -------------------------------------------------------------------------
+
+    def pin(self, index: int) -> None:
+        """Keep this sealed image until `unpin`. Pins are counted. Raises ValueError if unsealed."""
+        slot = self._slots[index]
+        if slot.state is not SlotState.SEALED:
+            raise ValueError(f"slot {index} is {slot.state}: only a sealed image can be pinned")
+        self._slots[index] = replace(slot, pins=slot.pins + 1)
+
+    def unpin(self, index: int) -> None:
+        """Take one pin back. Raises ValueError when there is none."""
+        slot = self._slots[index]
+        if not slot.pins:
+            raise ValueError(f"slot {index} is not pinned")
+        self._slots[index] = replace(slot, pins=slot.pins - 1)
+
+    def protect(self, ids: Iterable[StepId]) -> None:
+        """Prefer to keep these: the newest step that *all* ranks are known to hold in memory.
+
+        Replaces what was protected before. Say only what is true of every rank at this moment
+        (one sidecar that serves all ranks knows it); it helps ranks that skipped a step.
+        """
+        self._protected = frozenset(ids)
+
+    def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
+        """Images of these steps are dead: first to be overwritten. Returns them."""
+        forgotten = []
+        for i, slot in enumerate(self._slots):
+            if slot.live and dead(slot.live):
+                forgotten.append(slot.live)
+                self._slots[i] = replace(slot, dead=True)
+        return tuple(sorted(forgotten))
+
+    # --- asking --------------------------------------------------------------------------
+
+    def holds(self, id: StepId) -> int | None:
+        """The slot with this sealed, live image, or None."""
+        return next((i for i, slot in enumerate(self._slots) if slot.live == id), None)
+
+    def sealed(self) -> list[StepId]:
+        """The live images, oldest first."""
+        return sorted({slot.live for slot in self._slots if slot.live})
+
+    # --- inside --------------------------------------------------------------------------
+
+    def _with(self, state: SlotState) -> list[tuple[int, Slot]]:
+        return [(i, slot) for i, slot in enumerate(self._slots) if slot.state is state]
+
+    def _free(self) -> list[int]:
+        """Unpinned slots without a live image, the really empty ones first."""
+        empty = [i for i, _ in self._with(SlotState.EMPTY)]
+        dead = [i for i, slot in self._with(SlotState.SEALED) if slot.dead and not slot.pinned]
+        return empty + dead
+
+    def _victim(self) -> int | None:
+        if free := self._free():
+            return free[0]
+        held = self.sealed()
+        for kept in (
+            self._protected.union(held[-2:]),
+            self._protected.union(held[-1:]),
+            frozenset(held[-1:]),
+        ):
+            victims = [
+                (slot.live, i)
+                for i, slot in enumerate(self._slots)
+                if slot.live and not slot.pinned and slot.live not in kept
+            ]
+            if victims:
+                return min(victims)[1]
+        return None

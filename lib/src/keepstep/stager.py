@@ -1,0 +1,465 @@
+"""The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
+
+Everything here happens beside the training thread. When the sidecar is gone the thread keeps
+trying to come back to it; until then `take_slot` answers None at once and the step is skipped.
+Invariant: at most one image is unsealed, and no slot is asked for before the last one was reported.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+import keepstep
+from keepstep.client import Client, Lease
+from keepstep.errors import (
+    FormatError,
+    NoMemoryError,
+    NotDurableError,
+    SidecarAbsent,
+    SidecarError,
+)
+from keepstep.image import Layout
+from keepstep.mapping import SlotMapping
+from keepstep.pending import Pending, Verdict
+from keepstep.protocol import (
+    DiscardRequest,
+    LayoutAccepted,
+    LayoutRequest,
+    LeaseGranted,
+    LeaseRequest,
+    SkippedRequest,
+    SlotGranted,
+    SlotRequest,
+    StagedRequest,
+    Waited,
+    WaitRequest,
+)
+from keepstep.steps import State, StepId
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T")
+
+_RETRY_S = 0.2
+_SLOT_WAIT_S = 20.0
+
+
+@dataclass
+class Stats:
+    """Counters of one trainer. Seconds are sums unless they say `last`."""
+
+    saves: int = 0
+    staged: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    last_blocked_s: float = 0.0
+    copy_s: float = 0.0
+    last_copy_s: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+class Stager:
+    """Owns the lease, the layout, the slot at hand and the image on its way."""
+
+    def __init__(self, socket_path: str, *, rank: int, world: int) -> None:
+        self.stats = Stats()
+        self.patience_s = 1.0
+        self.staged_step: Pending | None = None
+        self.run = ""
+        self.eager_next = False
+        self._path = socket_path
+        self._rank, self._world = rank, world
+        self._attempt = secrets.token_hex(8)
+        self._client = Client(socket_path)
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._layout: Layout | None = None
+        self._accepted: str = ""
+        self._refused: str = ""
+        self._ready: tuple[SlotGranted, SlotMapping] | None = None
+        self._mappings: dict[str, SlotMapping] = {}
+        self._pending: Pending | None = None
+        self._skips: list[tuple[int, str]] = []
+        self._retry_at = 0.0
+        self._patient = True
+        self._warned: set[str] = set()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # --- called by the training thread -------------------------------------------------------
+
+    def connect(self, *, timeout_s: float) -> LeaseGranted:
+        """Get the lease now, waiting for a sidecar that is just starting, or for a predecessor
+        that is just dying. Raises SidecarAbsent or SidecarError when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                lease = self._lease_now()
+                break
+            except SidecarError as error:
+                if error.code not in ("absent", "rank-taken", "starting"):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise
+            # not a race hidden: there is nothing to wait on before the socket exists
+            time.sleep(0.05)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
+            self._thread.start()
+        return lease.granted
+
+    @property
+    def lease(self) -> str:
+        """Token of the lease; '' while the sidecar is away."""
+        lease = self._lease
+        return lease.granted.lease if lease is not None and not lease.lost.is_set() else ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the sidecar is there, as far as the kernel knows."""
+        return bool(self.lease)
+
+    @property
+    def pending(self) -> Pending | None:
+        """The image on its way, if any."""
+        return self._pending
+
+    def use_layout(self, layout: Layout) -> None:
+        """From now on images look like this; slots for it are made in the background."""
+        with self._changed:
+            if self._layout is not None and self._layout.id == layout.id:
+                return
+            self._layout = layout
+            self._accepted = self._refused = ""
+            self._ready = None
+            self._mappings.clear()
+            self._patient = True
+            self._changed.notify_all()
+
+    def take_slot(self) -> tuple[SlotGranted, SlotMapping] | str:
+        """The slot at hand, or why there is none. Waits up to `patience_s`, but does so again
+        only after a slot came: a slow sidecar costs one wait, not one a step."""
+        with self._changed:
+            patience_s = self.patience_s if self._patient and self.connected else 0.0
+            self._changed.wait_for(
+                lambda: (self._ready and not self._pending) or self._refused, timeout=patience_s
+            )
+            if self._ready and not self._pending:
+                ready, self._ready = self._ready, None
+                return ready
+            self._patient = False
+            if self._refused:
+                return self._refused
+            return "no slot is free yet" if self.connected else "the sidecar is away"
+
+    def submit(self, pending: Pending) -> None:
+        """Hand over an image: copied or not, the agent does the rest."""
+        with self._changed:
+            self._pending = pending
+            self._changed.notify_all()
+
+    def settle(self, *, timeout_s: float = 60.0) -> None:
+        """The fence: return when the pending image no longer reads the live tensors."""
+        pending = self._pending
+        if pending is None or pending.judged.is_set():
+            return
+        if pending.cuda_done is not None and pending.guard is not None:
+            torch.cuda.current_stream().wait_event(pending.cuda_done)
+        elif not pending.copied.wait(timeout_s):
+            self.warn("slow-copy", f"step {pending.id.step}: the copy takes over {timeout_s:.0f} s")
+            pending.finish(Verdict.LOST)
+            return
+        pending.judge()
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Wait until no image is on its way. False when the time is up."""
+        self.settle()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending is None, timeout=timeout_s)
+
+    def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
+        """A call of the training thread, on a connection of its own. Raises as Client.call."""
+        client = Client(self._path)
+        try:
+            return client.call(route, message, kind, timeout_s=timeout_s)
+        finally:
+            client.close()
+
+    def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
+        """Return when the sidecar says that `id` is in `state`, persisting it now if need be.
+
+        A sidecar that restarts in between is asked again. Raises NotDurableError."""
+        deadline = time.monotonic() + timeout_s
+        reason = "the sidecar is away"
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not self.lease:
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self.lease), timeout=min(left_s, 0.5))
+                continue
+            request = WaitRequest(
+                lease=self.lease, id=id, state=str(state), timeout_s=min(left_s, 30.0), flush=True
+            )
+            try:
+                waited = self.call("/v1/wait", request, Waited, timeout_s=min(left_s, 30.0) + 5.0)
+            except SidecarAbsent as error:
+                reason = str(error)
+                with self._changed:
+                    self._changed.wait(timeout=min(left_s, 0.1))
+                continue
+            except SidecarError as error:
+                raise NotDurableError(f"step {id.step} is not {state}: {error}") from error
+            if waited.reached:
+                return
+            reason = waited.reason
+        raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
+
+    def reasons(self) -> str:
+        """Why steps were not kept, for an error's text."""
+        reasons = [f"{count} x {reason}" for reason, count in self.stats.reasons.items()]
+        if self.stats.discarded:
+            reasons.append(f"{self.stats.discarded} x changed before it was copied")
+        return "; ".join(reasons) or "nothing was saved"
+
+    def skip(self, step: int, reason: str) -> None:
+        """Count a step that could not be staged; the sidecar hears of it with the next call."""
+        self.stats.skipped += 1
+        self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
+        self.warn(reason, f"step {step} is not kept: {reason}")
+        with self._changed:
+            self._skips = [*self._skips[-99:], (step, reason)]
+            self._changed.notify_all()
+
+    def warn(self, key: str, message: str) -> None:
+        """Log a warning once per kind; repetitions are only counted."""
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("keepstep: rank %d: %s", self._rank, message)
+
+    def close(self) -> None:
+        """Give the lease back and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._lease is not None:
+            self._lease.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        self._client.close()
+
+    # --- the agent thread --------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next() is not None, timeout=self._nap())
+                task = self._next()
+                if self._closing and self._pending is None:
+                    return
+            if task is None:
+                continue
+            try:
+                task()
+            except SidecarError as error:
+                self._failed(error)
+            except Exception as error:
+                log.exception("keepstep: rank %d: the agent thread failed", self._rank)
+                self._failed(SidecarError(str(error)))
+
+    def _nap(self) -> float | None:
+        return None if self.connected else max(0.01, self._retry_at - time.monotonic())
+
+    def _next(self) -> Callable[[], None] | None:
+        """The most urgent thing to do, or None to sleep."""
+        if self._pending is not None and not self._pending.copied.is_set():
+            return self._copy
+        if self._closing:
+            return None if self._pending is None else self._abandon
+        if not self.connected:
+            return self._reconnect if time.monotonic() >= self._retry_at else None
+        if self._layout is not None and not self._accepted and not self._refused:
+            return self._register
+        if self._pending is not None:
+            return self._report
+        if self._accepted and self._ready is None:
+            return self._fetch
+        return self._tell_skips if self._skips else None
+
+    def _copy(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        pending.copy()
+        pending.judge_after_progress(lambda: self._closing)
+        if pending.verdict is Verdict.VALID:
+            pending.slot.seal(pending.control)
+
+    def _report(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        if pending.verdict is Verdict.VALID:
+            self._report_staged(pending)
+        else:
+            self._report_discarded(pending)
+        with self._changed:
+            self._pending = None
+            self._changed.notify_all()
+
+    def _report_staged(self, pending: Pending) -> None:
+        request = StagedRequest(
+            lease=self.lease,
+            slot=str(pending.grant.slot),
+            generation=pending.grant.generation,
+            epoch=pending.epoch,
+            step=pending.id.step,
+            copy_s=pending.copy_s,
+            blocked_s=pending.blocked_s,
+        )
+        try:
+            granted = self._client.call("/v1/staged", request, SlotGranted)
+        except SidecarAbsent:
+            raise
+        except SidecarError as error:
+            self.warn(error.code, f"step {pending.id.step} is lost: {error}")
+            self._accepted = ""
+            pending.finish(Verdict.LOST)
+            return
+        self.stats.staged += 1
+        self.stats.copy_s += pending.copy_s
+        self.stats.last_copy_s = pending.copy_s
+        pending.finish(Verdict.STAGED)
+        self.staged_step = pending
+        self._keep(granted)
+
+    def _report_discarded(self, pending: Pending) -> None:
+        culprit = "a tensor" if pending.culprit == "?" else pending.culprit or "a tensor"
+        reason = f"{culprit} changed before it was copied"
+        self.stats.discarded += 1
+        self.eager_next = True
+        pending.slot.erase()
+        self.warn(
+            "mutated",
+            f"step {pending.id.step} is discarded: {reason}, outside an optimizer step; wrap such"
+            " code in `with checkpointer.mutating():`. The next save copies eagerly.",
+        )
+        request = DiscardRequest(
+            lease=self.lease,
+            slot=str(pending.grant.slot),
+            generation=pending.grant.generation,
+            step=pending.id.step,
+            reason=reason,
+        )
+        try:
+            self._keep(self._client.call("/v1/discard", request, SlotGranted))
+        finally:
+            pending.finish(Verdict.MUTATED)
+
+    def _fetch(self) -> None:
+        assert self._layout is not None
+        request = SlotRequest(
+            lease=self.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
+        )
+        self._keep(
+            self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10)
+        )
+
+    def _keep(self, granted: SlotGranted) -> None:
+        """Map a granted slot and put it at hand."""
+        layout = self._layout
+        if granted.slot is None or layout is None:
+            return
+        mapping = self._mappings.get(granted.path)
+        if mapping is None:
+            try:
+                mapping = SlotMapping(granted.path, layout)
+            except (OSError, FormatError) as error:
+                # granted for the layout before; the registration of the new one comes next
+                log.debug("slot %s: %s", granted.path, error)
+                return
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                mapping.register()
+            self._mappings[granted.path] = mapping
+        with self._changed:
+            self._ready = (granted, mapping)
+            self._patient = True
+            self._changed.notify_all()
+
+    def _register(self) -> None:
+        layout = self._layout
+        assert layout is not None
+        header = base64.b64encode(layout.header).decode()
+        try:
+            accepted = self._client.call(
+                "/v1/layout", LayoutRequest(lease=self.lease, header=header), LayoutAccepted
+            )
+        except NoMemoryError as error:
+            self._refused = str(error)
+            return
+        if accepted.warning:
+            self.warn(accepted.warning, accepted.warning)
+        with self._changed:
+            if self._layout is layout:
+                self._accepted = accepted.layout
+
+    def _tell_skips(self) -> None:
+        step, reason = self._skips[0]
+        self._client.call(
+            "/v1/skipped", SkippedRequest(lease=self.lease, step=step, reason=reason), dict
+        )
+        self._skips = self._skips[1:]
+
+    def _lease_now(self) -> Lease:
+        pending, ready = self._pending, self._ready
+        holding = tuple(
+            grant.slot for grant in (pending and pending.grant, ready and ready[0]) if grant
+        )
+        request = LeaseRequest(
+            rank=self._rank,
+            world=self._world,
+            attempt=self._attempt,
+            pid=os.getpid(),
+            library=keepstep.__version__,
+            holding=tuple(slot for slot in holding if slot),
+        )
+        self._lease = Lease(self._path, request, self._notify)
+        self.run = self._lease.granted.run
+        return self._lease
+
+    def _reconnect(self) -> None:
+        try:
+            self._lease_now()
+        except SidecarError:
+            self._retry_at = time.monotonic() + _RETRY_S
+            raise
+        log.info("keepstep: rank %d: the sidecar is back", self._rank)
+        self._warned.discard("the sidecar is away")
+        self._accepted = ""
+        self._patient = True
+
+    def _failed(self, error: SidecarError) -> None:
+        self._retry_at = time.monotonic() + _RETRY_S
+        if not isinstance(error, SidecarAbsent):
+            self.warn(error.code, str(error))
+            lease = self._lease
+            if lease is not None:
+                lease.close()  # whatever we disagree about: begin anew
+                lease.lost.wait(1.0)
+
+    def _abandon(self) -> None:
+        pending = self._pending
+        if pending is not None:
+            pending.finish(Verdict.LOST)
+        self._pending = None
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,98 @@
+"""The words that every other module shares: epochs, steps, tiers, states.
+
+An *epoch* is one life of a run between restores. All ranks agree on it in the collective of
+`Checkpointer.restore`, and every image carries it, so that no commit can ever mix two lives.
+Steps are ordered by (epoch number, nonce, step). This module holds values only.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+_EPOCH = re.compile(r"^(\d{4,9})\.([0-9a-f]{8})$")
+_STEP = re.compile(r"^(\d{4,9})\.([0-9a-f]{8})-(\d{9,18})$")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class EpochId:
+    """Names one life of a run: a number that only grows, and 8 hex digits of chance."""
+
+    number: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.number:04d}.{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> EpochId:
+        """Inverse of `str()`. Raises ValueError."""
+        if not (match := _EPOCH.match(text)):
+            raise ValueError(f"not an epoch: {text!r} (expected like 0003.1f9c2d7a)")
+        return cls(int(match[1]), match[2])
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StepId:
+    """One step of one epoch. `str()` is the name of the step's directory on every tier."""
+
+    epoch: EpochId
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.step:09d}"
+
+    @classmethod
+    def parse(cls, text: str) -> StepId:
+        """Inverse of `str()`. Raises ValueError."""
+        if not (match := _STEP.match(text)):
+            raise ValueError(f"not a step: {text!r} (expected like 0003.1f9c2d7a-000001200)")
+        return cls(EpochId(int(match[1]), match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """An epoch and the step it went on from. Steps of older epochs that lie beyond are dead."""
+
+    id: EpochId
+    parent: StepId | None = None
+
+
+class Tier(str, enum.Enum):
+    """Where an image is, nearest first: restore prefers the first that holds a step."""
+
+    MEMORY = "memory"
+    LOCAL = "local"
+    PEER = "peer"
+    ARCHIVE = "archive"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class State(str, enum.Enum):
+    """How safe a step is. `COMMITTED` means durable on every rank, in one epoch."""
+
+    STAGED = "staged"
+    DURABLE = "durable"
+    COMMITTED = "committed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Answer(str, enum.Enum):
+    """What a tier says when asked what it holds. Only `NONE` allows a start at step 0."""
+
+    NONE = "none"
+    UNKNOWN = "unknown"
+    STEPS = "steps"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def shard_name(rank: int, world: int) -> str:
+    """File name of a rank's shard inside a step's directory."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"

@@ -1,0 +1,1 @@
+"""The Kubernetes operator: empty until its own work begins (see CHANGELOG, "Not yet")."""

@@ -1,0 +1,77 @@
+"""Options that every command shares, and click callbacks for sizes, durations and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from keepstep.errors import UsageError
+from keepstep_sidecar.cli.places import checked_name
+from keepstep_sidecar.cli.quantities import parse_duration, parse_size
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+T = TypeVar("T")
+
+DEFAULT_DIR: Final = Path(".keepstep")
+
+
+def _parsed(
+    parse: Callable[[str], T],
+) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
+        try:
+            return None if value is None else parse(value)
+        except (ValueError, UsageError) as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+    return callback
+
+
+def size_option(*names: str, help: str) -> Callable[[Command], Command]:
+    """An option in bytes, written like `512Mi`, `32Gi`, `10G`; None when not given."""
+    return click.option(*names, metavar="SIZE", callback=_parsed(parse_size), help=help)
+
+
+def duration_option(*names: str, default: str, help: str) -> Callable[[Command], Command]:
+    """An option in seconds, written like `90s`, `15m`, `2h`."""
+    return click.option(
+        *names,
+        metavar="DURATION",
+        default=default,
+        show_default=True,
+        callback=_parsed(parse_duration),
+        help=help,
+    )
+
+
+def run_option(*, default: str) -> Callable[[Command], Command]:
+    """`--run NAME`; `default` is what the help says about leaving it out."""
+    return click.option(
+        "--run",
+        "run",
+        metavar="NAME",
+        callback=_parsed(checked_name),
+        help=f"Name of the run.  [default: {default}]",
+    )
+
+
+directory_option: Final = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_DIR,
+    show_default="./.keepstep",
+    help="Where runs are kept.",
+)
+
+json_option: Final = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+)
+
+
+def which_run(command: Command) -> Command:
+    """Add `--dir` and `--run`, which name a run that exists already."""
+    return directory_option(run_option(default="the only one in DIR")(command))

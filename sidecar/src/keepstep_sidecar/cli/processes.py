@@ -1,0 +1,142 @@
+"""Processes of a run: how they are started, watched and ended. The only module that does so.
+
+Signals stay blocked in this process and are taken one at a time (`next_event` in supervisor.py),
+so the children are started with an empty mask. As the *subreaper* of what it starts, the
+supervisor inherits processes whose parent died, which is how `leftovers` can find all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_POLL_S: Final = 0.02
+
+
+def become_subreaper() -> None:
+    """Inherit orphaned descendants (Linux, prctl(2)). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def spawn_command(
+    path: str, command: Sequence[str], environment: Mapping[str, str], *, own_group: bool
+) -> int:
+    """Start `command` with our stdin, stdout and stderr and no signal blocked; returns its pid.
+
+    `own_group` False: it shares our process group, so that it may read from the terminal.
+    Raises OSError when the program cannot be executed.
+    """
+    defaults = [signal.SIGPIPE, signal.SIGINT, signal.SIGQUIT]
+    if own_group:
+        return os.posix_spawn(
+            path, command, environment, setpgroup=0, setsigmask=(), setsigdef=defaults
+        )
+    return os.posix_spawn(path, command, environment, setsigmask=(), setsigdef=defaults)
+
+
+def spawn_service(command: Sequence[str], *, log: Path) -> int:
+    """Start a process that outlives us: own session, no stdin, output appended to `log`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    return os.posix_spawn(
+        sys.executable,
+        command,
+        os.environ,
+        file_actions=actions,
+        setsid=True,
+        setsigmask=(),
+        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+    )
+
+
+def shell_code(wait_status: int) -> int:
+    """Exit code as a shell gives it: 128 + n for death by signal n."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return 128 - code if code < 0 else code
+
+
+def reap() -> dict[int, int]:
+    """Shell codes of all children (inherited ones too) that have ended, by pid."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = shell_code(wait_status)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; a process that is gone already is none of our worries."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that is not our child, told from a later one with its pid by its start time."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The live process `pid`; None when there is none."""
+        fields = _stat(pid)
+        return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    def alive(self) -> bool:
+        """Whether it still runs (a zombie does not)."""
+        return Process.of(self.pid) == self
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third on (proc(5)); the second may hold blanks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
+    """Live processes below `pid`, without those in `spare` and what is below them."""
+    children: dict[int, list[Process]] = {}
+    for name in os.listdir("/proc"):
+        fields = _stat(int(name)) if name.isdigit() else None
+        if fields is not None and fields[0] not in "ZX":
+            child = Process(int(name), int(fields[19]))
+            children.setdefault(int(fields[1]), []).append(child)
+    spared, found, todo = frozenset(spare), list[Process](), [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child.pid not in spared:
+                found.append(child)
+                todo.append(child.pid)
+    return tuple(found)
+
+
+def wait_gone(process: Process, *, timeout_s: float) -> bool:
+    """Wait until a process that is not our child is gone; False when it is still there."""
+    deadline = time.monotonic() + timeout_s
+    while process.alive():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,249 @@
+"""What `keepstep run` decides, as a state machine: events go in, actions come out.
+
+No I/O, no clock, no process here; `supervisor.py` turns what happens into events and carries the
+actions out. The life of a run:
+
+    RUNNING --command ended--> SWEEPING --nothing left--> CLOSING    it ended with 0: stop, forget
+                                                      |-> FLUSHING   it failed, no restart is left
+                                                      |-> RUNNING    restart, once the sidecar is up
+    CLOSING, FLUSHING --done, or interrupted--> ENDED
+
+Sweeping ends what the command left behind (torchrun killed by SIGKILL leaves its workers, which
+would hold their ranks' leases against their successors).
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass, replace
+from typing import Final
+
+STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+"""A run that got one of these is not restarted."""
+
+PASSED_SIGNALS: Final = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
+"""What is forwarded to the command."""
+
+SIDECAR_ATTEMPTS: Final = 5
+"""Failed starts in a row after which a command that waits for its sidecar is given up."""
+
+_STEADY_S: Final = 60.0
+"""A sidecar that lived this long starts the count of its failures anew."""
+
+_LONGEST_DELAY_S: Final = 30.0
+
+
+class Phase(enum.Enum):
+    """Where the run is; see the module's picture."""
+
+    RUNNING = "running"
+    SWEEPING = "sweeping"
+    RESTARTING = "restarting"
+    FLUSHING = "flushing"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+# --- events ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommandEnded:
+    """`code` as a shell gives it: 128 + n for a command that died of signal n."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Nothing is left of the command."""
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """`delivered`: the terminal gave the signal to the command already (it is in our group)."""
+
+    number: signal.Signals
+    delivered: bool = False
+
+
+@dataclass(frozen=True)
+class SidecarUp:
+    """The sidecar answers."""
+
+
+@dataclass(frozen=True)
+class SidecarEnded:
+    """It died, or did not come up. `lived_s`: how long it had been up."""
+
+    lived_s: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The flush or the close is done, well or not."""
+
+
+Event = CommandEnded | Swept | Signalled | SidecarUp | SidecarEnded | Finished
+
+
+# --- actions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartCommand:
+    """`attempt` counts from 0."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Send the signal to the command."""
+
+    number: signal.Signals
+
+
+@dataclass(frozen=True)
+class KillCommand:
+    """SIGKILL to the command and to everything that it started."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """End what the command left behind: SIGTERM, then SIGKILL; `now` without the first."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True)
+class StartSidecar:
+    """Start it after `delay_s`; then comes SidecarUp or SidecarEnded."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class AnnounceRestart:
+    """Tell the user that the command ended with `code` and starts again."""
+
+    attempt: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Make the newest two steps durable; the sidecar and its memory stay."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Flush, stop the sidecar, free its memory."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Report and end with `code`. `interrupted`: the flush or close was not awaited."""
+
+    code: int
+    interrupted: bool = False
+
+
+Action = (
+    StartCommand
+    | Forward
+    | KillCommand
+    | Sweep
+    | StartSidecar
+    | AnnounceRestart
+    | Flush
+    | Close
+    | Exit
+)
+
+
+# --- the machine -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """The state. `stopping`: a stop signal came. `interrupts`: how many SIGINT came."""
+
+    restarts: int
+    phase: Phase = Phase.RUNNING
+    attempt: int = 0
+    code: int = 0
+    stopping: bool = False
+    interrupts: int = 0
+    sidecar_up: bool = True
+    sidecar_failures: int = 0
+
+    def step(self, event: Event) -> tuple[Supervision, tuple[Action, ...]]:
+        """The state after `event`, and what to do, in order. Events that no longer matter are
+        taken without effect, as signals and deaths race with each other."""
+        if isinstance(event, Signalled):
+            return self._signalled(event)
+        if isinstance(event, SidecarUp):
+            return self._sidecar_up()
+        if isinstance(event, SidecarEnded):
+            return self._sidecar_ended(event)
+        if isinstance(event, CommandEnded) and self.phase is Phase.RUNNING:
+            return replace(self, phase=Phase.SWEEPING, code=event.code), (Sweep(),)
+        if isinstance(event, Swept) and self.phase is Phase.SWEEPING:
+            return self._swept()
+        if isinstance(event, Finished) and self.phase in (Phase.FLUSHING, Phase.CLOSING):
+            return replace(self, phase=Phase.ENDED), (Exit(self.code),)
+        return self, ()
+
+    def _swept(self) -> tuple[Supervision, tuple[Action, ...]]:
+        if self.code == 0:
+            return replace(self, phase=Phase.CLOSING), (Close(),)
+        if self.stopping or self.attempt >= self.restarts:
+            return replace(self, phase=Phase.FLUSHING), (Flush(),)
+        attempt = self.attempt + 1
+        announce = AnnounceRestart(attempt, self.code)
+        if not self.sidecar_up:
+            return replace(self, phase=Phase.RESTARTING, attempt=attempt), (announce,)
+        return self._running(attempt), (announce, StartCommand(attempt))
+
+    def _running(self, attempt: int) -> Supervision:
+        return replace(self, phase=Phase.RUNNING, attempt=attempt)
+
+    def _signalled(self, event: Signalled) -> tuple[Supervision, tuple[Action, ...]]:
+        interrupts = self.interrupts + (event.number is signal.SIGINT)
+        stopping = self.stopping or event.number in STOP_SIGNALS
+        after = replace(self, interrupts=interrupts, stopping=stopping)
+        if self.phase is Phase.RUNNING:
+            if event.number is signal.SIGINT and interrupts > 1:
+                return after, (KillCommand(),)
+            return after, () if event.delivered else (Forward(event.number),)
+        if event.number not in STOP_SIGNALS:
+            return after, ()
+        if self.phase is Phase.SWEEPING:
+            return after, (Sweep(now=True),) if interrupts > 1 else ()
+        if self.phase is Phase.RESTARTING:
+            return replace(after, phase=Phase.FLUSHING), (Flush(),)
+        if self.phase in (Phase.FLUSHING, Phase.CLOSING):
+            return replace(after, phase=Phase.ENDED), (Exit(self.code, interrupted=True),)
+        return after, ()
+
+    def _sidecar_up(self) -> tuple[Supervision, tuple[Action, ...]]:
+        after = replace(self, sidecar_up=True)
+        if self.phase is Phase.RESTARTING:
+            return after._running(self.attempt), (StartCommand(self.attempt),)
+        return after, ()
+
+    def _sidecar_ended(self, event: SidecarEnded) -> tuple[Supervision, tuple[Action, ...]]:
+        failures = 1 if event.lived_s >= _STEADY_S else self.sidecar_failures + 1
+        after = replace(self, sidecar_up=False, sidecar_failures=failures)
+        if self.phase in (Phase.FLUSHING, Phase.CLOSING, Phase.ENDED):
+            return after, ()
+        if self.phase is Phase.RESTARTING and failures >= SIDECAR_ATTEMPTS:
+            return replace(after, phase=Phase.ENDED), (Exit(self.code),)
+        return after, (StartSidecar(_delay_s(failures)),)
+
+
+def _delay_s(failures: int) -> float:
+    """None after the first death: a trainer may be waiting for this sidecar in its restore."""
+    return 0.0 if failures < 2 else min(_LONGEST_DELAY_S, 0.25 * 2.0 ** (failures - 2))

@@ -1,0 +1,58 @@
+"""What a sidecar is told when it starts. Constant for the life of the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import UsageError
+
+_LONGEST_SOCKET_PATH = 107
+"""`sun_path` of a unix socket, without its closing zero (unix(7))."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """`volumes`: directories that hold runs; this run's root is `<volume>/<run>`.
+
+    `memory_limit_bytes`: for the slots of all ranks of this machine; None: what the tmpfs has.
+    `keep`: committed steps kept on local volumes. `capacity_bytes`: limit of each volume.
+    `linger_s`: end by itself when no trainer was there for so long; None: never.
+    """
+
+    run: str
+    memory_dir: Path
+    volumes: tuple[Path, ...]
+    slots: int = 4
+    memory_limit_bytes: int | None = None
+    stage_every: int = 1
+    persist_every: int = 1
+    keep: int = 2
+    capacity_bytes: int | None = None
+    io_threads: int = 4
+    linger_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError when the values cannot work together."""
+        if not self.volumes:
+            raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
+        if self.slots < 2:
+            raise UsageError(f"--slots {self.slots}: a rank needs at least 2, 4 are better")
+        if min(self.stage_every, self.persist_every, self.keep, self.io_threads) < 1:
+            raise UsageError("--stage-every, --persist-every, --keep, --io-threads start at 1")
+        if len(str(self.socket).encode()) > _LONGEST_SOCKET_PATH:
+            raise UsageError(
+                f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"
+                " choose a shorter --memory-dir"
+            )
+
+    @property
+    def socket(self) -> Path:
+        """Where trainers and the `keepstep` command find this sidecar."""
+        return self.memory_dir / "sidecar.sock"
+
+    @property
+    def persist_base(self) -> int:
+        """Every so many steps one is persisted. Only what is staged can be, so the persist grid
+        is a multiple of the stage grid."""
+        return -(-self.persist_every // self.stage_every) * self.stage_every

@@ -1,0 +1,93 @@
+"""The system calls that a volume makes, behind one thin seam.
+
+A volume touches its disk only through `Filesystem`, so that a test can record the order of
+writes and replay every state that a power cut may leave (tests/volume/powercut.py). No policy
+here: no retries but for short transfers and signals, no translation of OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+PAGE_BYTES = 4096
+
+
+class Filesystem:
+    """POSIX, as the standard library offers it. Every method may raise OSError."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a file, close-on-exec; a created one is readable by its owner and group."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        """Reserve blocks and set the size. Where that cannot be done, set the size only."""
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF):
+                raise
+            os.ftruncate(fd, size_bytes)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """Write all of `data` at `offset` (bytes)."""
+        while data:
+            count = os.pwritev(fd, [data], offset)
+            data, offset = data[count:], offset + count
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """Fill `into` from `offset`. Returns the bytes read: fewer only at the end of the file."""
+        done = 0
+        while done < len(into):
+            count = os.preadv(fd, [into[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def sync_data(self, fd: int) -> None:
+        """Return when everything written to `fd` is on the medium. Failed once = failed."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the names in `path` are on the medium."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def forget_cache(self, fd: int) -> None:
+        """Drop the file's clean pages: they would only push out pages that others need."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def make_directory(self, path: Path) -> bool:
+        """Make a directory below an existing one. False when it was there already."""
+        try:
+            os.mkdir(path, 0o750)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove_directory(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def symlink(self, target: Path, path: Path) -> None:
+        os.symlink(target, path)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Space that this process may still use on the file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
