@@ -301,9 +301,7 @@ class Checkpointer:
             if self._epoch.parent is not None and self._last_step == self._epoch.parent.step:
                 return
             raise NotDurableError(f"no step was staged: {stager.reasons()}")
-        stager.wait(
-            newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
-        )
+        stager.wait(newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic()))
         if newest.id.step != self._last_step:
             raise NotDurableError(
                 f"step {self._last_step} was not staged; the newest durable one is"
@@ -357,5 +355,3 @@ def _hook_optimizers() -> None:
             checkpointer.fence()
 
     register_optimizer_step_pre_hook(before)
-
-

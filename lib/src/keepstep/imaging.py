@@ -108,9 +108,7 @@ class Imaging:
             event.record(stream)
         pending.cuda_done = event
 
-    def _queue(
-        self, pending: Pending, stream: torch.cuda.Stream, leaves: list[TensorLeaf]
-    ) -> None:
+    def _queue(self, pending: Pending, stream: torch.cuda.Stream, leaves: list[TensorLeaf]) -> None:
         for leaf in leaves:
             target = pending.slot.view(self.layout.entries[leaf.name])
             if leaf.tensor.is_cuda:
@@ -162,12 +160,17 @@ class Imaging:
 
 
 def _may_wait(tensor: torch.Tensor) -> bool:
-    """Whether changes of this tensor can be seen afterwards."""
+    """Whether changes of this tensor can be seen afterwards: dense, in whatever order."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():
         return True
-    return bool(torch._prims_common.is_non_overlapping_and_dense(tensor))
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _set(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -135,7 +135,9 @@ class _Planner:
         try:
             return lambda: build(node, made.__getitem__, self._values.__getitem__)
         except (IndexError, KeyError) as error:
-            raise FormatError(f"the tree of this image names what it does not hold: {error}") from error
+            raise FormatError(
+                f"the tree of this image names what it does not hold: {error}"
+            ) from error
 
     def _fresh(self, name: str, device: torch.device) -> Tensor:
         entry = self._entry(name)
@@ -251,5 +253,3 @@ def _state_of(
 
 def _describe(shape: Any, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-

@@ -96,7 +96,9 @@ class SlotMapping:
         size = self.layout.size_bytes
         error = int(runtime.cudaHostRegister(self.address, size, 0))
         if error:
-            log.warning("slot %s: cudaHostRegister failed (%d); copies will be slow", self.path, error)
+            log.warning(
+                "slot %s: cudaHostRegister failed (%d); copies will be slow", self.path, error
+            )
             return
         self.registered = True
         weakref.finalize(self, _unregister, self.address)

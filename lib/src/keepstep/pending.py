@@ -142,7 +142,7 @@ class Pending:
 def _position(thread: int) -> tuple[tuple[int, int], ...]:
     """Where a thread stands in its Python code; a change proves that it executed something."""
     frame = sys._current_frames().get(thread)
-    position = []
+    position: list[tuple[int, int]] = []
     while frame is not None and len(position) < 8:
         position.append((id(frame), frame.f_lasti))
         frame = frame.f_back

@@ -374,13 +374,15 @@ def _build(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
-        return kind(**known)
+        return typing.cast(Any, kind)(**known)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind):
         try:
-            return kind(value) if issubclass(kind, str) and isinstance(value, str) else _wrong(
-                kind, value
+            return (
+                kind(value)
+                if issubclass(kind, str) and isinstance(value, str)
+                else _wrong(kind, value)
             )
         except ValueError as error:
             raise TypeError(str(error)) from error

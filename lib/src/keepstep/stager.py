@@ -365,12 +365,8 @@ class Stager:
 
     def _fetch(self) -> None:
         assert self._layout is not None
-        request = SlotRequest(
-            lease=self.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
-        )
-        self._keep(
-            self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10)
-        )
+        request = SlotRequest(lease=self.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S)
+        self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 
     def _keep(self, granted: SlotGranted) -> None:
         """Map a granted slot and put it at hand."""

@@ -79,10 +79,12 @@ def unwrap(component: Any) -> Any:
     return component
 
 
-def check_components(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The components by name. Raises UsageError for what can be neither taken nor put back."""
+def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same mapping, so that replacing an entry later is seen. Raises UsageError for what can be neither taken nor put back."""
     if not isinstance(state, Mapping) or not state:
-        raise UsageError('Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}')
+        raise UsageError(
+            'Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}'
+        )
     for name, component in state.items():
         if not isinstance(name, str) or not name or name == "keepstep":
             raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
@@ -93,7 +95,7 @@ def check_components(state: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name!r} is a {type(component).__name__} without state_dict() and"
                 " load_state_dict(); wrap it in a dict, or give it the two methods"
             )
-    return dict(state)
+    return state
 
 
 def tree_of(component: Any) -> Any:

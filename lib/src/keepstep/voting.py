@@ -80,9 +80,7 @@ class Voter:
                 return Agreed(epoch, opened, self._stage_every)
             if time.monotonic() - started > _OPEN_S:
                 raise RestoreError("; ".join(failures))
-            log.warning(
-                "keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures)
-            )
+            log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
             excluded.add(decision.id)
 
     def together(self, work: Callable[[], T]) -> T:

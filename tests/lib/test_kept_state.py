@@ -1,0 +1,299 @@
+"""What goes in comes out: every kind of tensor and object, through a real sidecar, bit-equal."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+
+
+def keep(components, step=0, **options):
+    """One life of a trainer that saves once."""
+    with keepstep.Checkpointer(components, strict=True, **options) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(step)
+
+
+def bring_back(components, **options):
+    """Another life: restores and ends."""
+    checkpointer = keepstep.Checkpointer(components, strict=True, **options)
+    try:
+        return checkpointer.restore()
+    finally:
+        checkpointer.close()
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else None
+
+
+def assert_bit_equal(one, other):
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    if one.numel():
+        assert torch.equal(bits(one), bits(other))
+
+
+def trained(seed=0, optimizer=torch.optim.AdamW, steps=3):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    optimizer = optimizer(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_nothing_to_restore_is_none(sidecar):
+    assert bring_back({"model": nn.Linear(2, 2)}) is None
+
+
+def test_a_trained_model_and_its_optimizer_come_back_bit_equal_in_place(sidecar):
+    model, optimizer = trained()
+    keep({"model": model, "optimizer": optimizer}, step=7)
+    other, fresh = trained(seed=1, steps=0)
+    addresses = [one.data_ptr() for one in other.parameters()]
+    at = bring_back({"model": other, "optimizer": fresh})
+    assert (at.step, at.epoch) == (7, 2)
+    assert [one.data_ptr() for one in other.parameters()] == addresses
+    for name, tensor in model.state_dict().items():
+        assert_bit_equal(tensor, other.state_dict()[name])
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[one].items():
+            assert_bit_equal(value, fresh.state[two][key])
+
+
+def test_training_goes_on_as_if_nothing_had_happened(sidecar):
+    model, optimizer = trained()
+    keep({"model": model, "optimizer": optimizer})
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(32, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    other, fresh = trained(seed=5, steps=1)
+    bring_back({"model": other, "optimizer": fresh})
+    for value in expected:
+        fresh.zero_grad()
+        loss = other(torch.randn(32, 8)).square().mean()
+        loss.backward()
+        fresh.step()
+        assert loss.item() == value
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+    torch.complex128,
+]  # fmt: skip
+
+
+def test_every_dtype_and_every_odd_shape(sidecar):
+    torch.manual_seed(3)
+
+    def some(dtype, count=12):
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,))
+        return raw.to(torch.uint8).view(dtype)
+
+    state = {str(dtype): some(dtype).view(3, 4) for dtype in DTYPES}
+    state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 5), "one": torch.ones(1)}
+    state |= {"transposed": torch.arange(12.0).view(3, 4).t(), "sliced": torch.arange(20.0)[::2]}
+    state |= {"conj": torch.randn(4, dtype=torch.complex64).conj()}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    keep({"tensors": state})
+    for tensor in state.values():
+        if tensor.numel() and not tensor.is_conj():
+            tensor.zero_()
+    bring_back({"tensors": state})
+    for name, tensor in expected.items():
+        if name == "conj":
+            assert torch.equal(state[name], tensor)
+        else:
+            assert_bit_equal(state[name], tensor)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(sidecar):
+    model = Tied()
+    keep({"model": model})
+    assert len(list(sidecar.root.glob("0*/*.safetensors"))) == 1
+    other = Tied()
+    bring_back({"model": other})
+    assert other.head.weight is other.embedding.weight
+    assert_bit_equal(other.head.weight, model.head.weight)
+
+
+def test_values_of_a_plain_dict_come_back_in_place_with_their_types(sidecar):
+    progress = {
+        "tokens": 12345678901234567890, "best": float("-inf"), "nan": float("nan"),
+        "losses": [1.5, 0.1], "pair": (1, "two", None, True), "by_rank": {0: "a", 1: b"\x00\xff"},
+        "nested": {"deep": {"x": 1}}, "set": {1, 2}, "z": 1 + 2j,
+    }  # fmt: skip
+    keep({"progress": progress})
+    inner = {"deep": {"x": 0}}
+    live = {"nested": inner, "losses": []}
+    bring_back({"progress": live})
+    assert live["nested"] is inner
+    assert inner == {"deep": {"x": 1}}
+    assert live.pop("nan") != 0
+    expected = {key: value for key, value in progress.items() if key != "nan"}
+    assert live == expected
+    assert type(live["pair"]) is tuple
+
+
+def test_a_growing_list_of_values_keeps_its_layout(sidecar):
+    progress = {"losses": []}
+    with keepstep.Checkpointer({"p": progress, "m": nn.Linear(2, 2)}, strict=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        layout = checkpointer._imaging.layout.id
+        progress["losses"] += [1.0, 2.0]
+        checkpointer.save(1)
+        assert checkpointer._imaging.layout.id == layout
+
+
+def test_extras_that_outgrow_their_room_get_a_new_layout(sidecar):
+    progress = {"text": ""}
+    with keepstep.Checkpointer({"p": progress}, strict=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        progress["text"] = "x" * 1_000_000
+        checkpointer.save(1)
+    live = {"text": ""}
+    assert bring_back({"p": live}).step == 1
+    assert live["text"] == progress["text"]
+
+
+def test_adam_before_its_first_step_and_after_it(sidecar):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with keepstep.Checkpointer({"m": model, "o": optimizer}, strict=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.save(1)
+    other = nn.Linear(4, 4)
+    fresh = torch.optim.Adam(other.parameters())
+    assert bring_back({"m": other, "o": fresh}).step == 1
+    assert_bit_equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_an_optimizer_replaced_in_mid_run_is_a_new_layout(sidecar):
+    model, adam = trained()
+    components = {"model": model, "optimizer": adam}
+    with keepstep.Checkpointer(components, strict=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.randn(8, 8)).sum().backward()
+        sgd.step()
+        components["optimizer"] = sgd
+        checkpointer.save(1)
+    other, _ = trained(seed=1, steps=0)
+    fresh = torch.optim.SGD(other.parameters(), lr=0.3)
+    assert bring_back({"model": other, "optimizer": fresh}).step == 1
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_bit_equal(sgd.state[one]["momentum_buffer"], fresh.state[two]["momentum_buffer"])
+
+
+def test_scheduler_scaler_and_plain_state_dict_objects(sidecar):
+    class Loader:
+        def __init__(self):
+            self.position = 0
+
+        def state_dict(self):
+            return {"position": self.position, "order": torch.arange(5) + self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+            self.order = state["order"]
+
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loader = Loader()
+    scheduler.step()
+    loader.position = 42
+    components = {"o": optimizer, "s": scheduler, "a": scaler, "l": loader}
+    keep(components)
+    _, fresh = trained(seed=2)
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(fresh, 10)
+    fresh_scaler, fresh_loader = torch.amp.GradScaler("cpu"), Loader()
+    bring_back({"o": fresh, "s": other, "a": fresh_scaler, "l": fresh_loader})
+    assert other.state_dict() == scheduler.state_dict()
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert fresh_scaler.get_scale() == 1024.0
+    assert fresh_loader.position == 42
+    assert torch.equal(fresh_loader.order, torch.arange(5) + 42)
+
+
+def test_random_generators_go_on_where_they_were(sidecar):
+    keep({"m": nn.Linear(1, 1)})
+    expected = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(9), random.seed(9), np.random.seed(9)
+    bring_back({"m": nn.Linear(1, 1)})
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+
+
+def test_random_generators_are_left_alone_on_request(sidecar):
+    keep({"m": nn.Linear(1, 1)})
+    other = nn.Linear(1, 1)
+    torch.manual_seed(9)
+    bring_back({"m": other}, rng=False)
+    after = torch.rand(3)
+    torch.manual_seed(9)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_names_do_not_change_under_compile(sidecar):
+    model = nn.Linear(3, 3)
+    keep({"model": torch.compile(model, backend="eager")})
+    other = nn.Linear(3, 3)
+    bring_back({"model": other})
+    assert_bit_equal(other.weight, model.weight)
+
+
+def test_a_mismatch_lists_all_differences_and_changes_nothing(sidecar):
+    keep({"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))})
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 3))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(keepstep.MismatchError) as error:
+        bring_back({"model": other})
+    text = str(error.value)
+    assert "model.2.weight: float32[3, 3] here, missing in the checkpoint" in text
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_what_json_cannot_hold_needs_trust(sidecar):
+    class Odd:
+        pass
+
+    with pytest.raises(keepstep.KeepstepError, match="trusted=True"):
+        keep({"p": {"odd": Odd()}})
+
+
+def test_components_that_cannot_be_kept_are_refused_at_once():
+    with pytest.raises(keepstep.UsageError, match="state_dict"):
+        keepstep.Checkpointer({"x": 3})
+    with pytest.raises(keepstep.UsageError, match="takes a dict"):
+        keepstep.Checkpointer(nn.Linear(1, 1))
