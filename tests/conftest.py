@@ -1,101 +1,15 @@
-"""What all tests share: a real sidecar process over a real socket, memory and disk."""
+"""Fixtures of all tests: a real sidecar on memory and a volume of its own."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def eventually(condition: Callable[[], Any], *, within_s: float = 20.0, what: str = "") -> Any:
-    """The first true value of `condition`; fails the test when there is none in time."""
-    deadline = time.monotonic() + within_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what or condition}")
-        time.sleep(0.01)
-
-
-class SidecarProcess:
-    """`python -m keepstep_sidecar` on directories of its own; survives its own SIGKILL."""
-
-    def __init__(self, run: str, memory: Path, volume: Path, log: Path) -> None:
-        self.run, self.memory, self.volume, self.log = run, memory, volume, log
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def socket(self) -> Path:
-        return self.memory / "sidecar.sock"
-
-    @property
-    def root(self) -> Path:
-        """The run's directory on the volume."""
-        return self.volume / self.run
-
-    def start(self, *options: str, **environment: str) -> SidecarProcess:
-        command = [sys.executable, "-m", "keepstep_sidecar", "--run", self.run]
-        command += ["--memory-dir", str(self.memory), "--volume", str(self.volume), *options]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **environment}
-            )
-        eventually(self._answers, what=f"the sidecar's socket; its log is {self.log}")
-        return self
-
-    def _answers(self) -> bool:
-        assert self.process is not None
-        if self.process.poll() is not None:
-            pytest.fail(f"the sidecar ended with {self.process.returncode}: {self.text()[-3000:]}")
-        with socket.socket(socket.AF_UNIX) as probe:
-            return probe.connect_ex(str(self.socket)) == 0
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def terminate(self, *, within_s: float = 30.0) -> int:
-        """SIGTERM: it flushes, then ends. Returns its exit code."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(within_s)
-
-    def get(self, route: str) -> Any:
-        """GET a JSON document."""
-        import http.client
-
-        connection = http.client.HTTPConnection("localhost", timeout=10)
-        connection.sock = socket.socket(socket.AF_UNIX)
-        try:
-            connection.sock.connect(str(self.socket))
-            connection.request("GET", route)
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.kill()
+from tests.harness import SidecarProcess
 
 
 @pytest.fixture

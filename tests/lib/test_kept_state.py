@@ -226,7 +226,7 @@ def test_scheduler_scaler_and_plain_state_dict_objects(sidecar):
             self.position = state["position"]
             self.order = state["order"]
 
-    model, optimizer = trained()
+    _, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loader = Loader()

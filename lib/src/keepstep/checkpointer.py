@@ -90,6 +90,11 @@ class Checkpointer:
         _LIVE.add(self)
         _hook_optimizers()
 
+    @property
+    def epoch(self) -> Epoch | None:
+        """The epoch that `restore` began; None before."""
+        return self._epoch
+
     # --- restore -----------------------------------------------------------------------------
 
     def restore(self) -> Restored | None:

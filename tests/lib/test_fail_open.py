@@ -1,0 +1,171 @@
+"""The sidecar may be absent, die, hang or come back: training goes on, and says what it lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+
+
+def eventually_saved(checkpointer, model, step):
+    """Train and save until a step is staged again; returns that step."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        step += 1
+        with checkpointer.mutating():
+            model.weight.data.add_(1)
+        if checkpointer.save(step):
+            return step
+        time.sleep(0.02)  # a training step stands here
+    pytest.fail(f"no step was kept again: {checkpointer.stats}")
+
+
+def test_without_keepstep_run_everything_is_a_no_op(monkeypatch):
+    monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    assert checkpointer.restore() is None
+    assert checkpointer.save(0) is False
+    checkpointer.close()
+
+
+def test_restore_never_starts_over_in_silence(monkeypatch, tmp_path):
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(tmp_path / "nobody.sock"))
+    monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.2)
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    with pytest.raises(keepstep.RestoreError, match="no sidecar listens"):
+        checkpointer.restore()
+    checkpointer.close()
+
+
+def test_the_sidecar_dies_and_comes_back_in_mid_run(sidecars, monkeypatch):
+    sidecar = sidecars().start()
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    model = nn.Linear(8, 8)
+    checkpointer = keepstep.Checkpointer({"m": model})
+    checkpointer.restore()
+    assert checkpointer.save(0)
+    checkpointer.wait(0)
+    sidecar.kill()
+    for step in range(1, 6):
+        started = time.perf_counter()
+        checkpointer.save(step)
+        assert time.perf_counter() - started < 2.0, "a dead sidecar must not hold the training up"
+    assert checkpointer.stats.skipped >= 3
+    sidecar.start()
+    kept = eventually_saved(checkpointer, model, 10)
+    expected = model.weight.detach().clone()
+    checkpointer.wait(kept)
+    checkpointer.close()
+    other = nn.Linear(8, 8)
+    with keepstep.Checkpointer({"m": other}) as again:
+        assert again.restore().step == kept
+    assert torch.equal(other.weight, expected)
+
+
+def test_a_hanging_sidecar_costs_one_wait_not_one_a_step(sidecar):
+    model = nn.Linear(8, 8)
+    checkpointer = keepstep.Checkpointer({"m": model})
+    checkpointer.restore()
+    checkpointer.save(0)
+    checkpointer.wait(0, "staged")
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    try:
+        started = time.perf_counter()
+        for step in range(1, 30):
+            checkpointer.save(step)
+        seconds = time.perf_counter() - started
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
+    assert seconds < 2.0
+    checkpointer.wait(eventually_saved(checkpointer, model, 30))
+    checkpointer.close()
+
+
+def test_save_before_restore_says_so_and_strict_raises(sidecar):
+    model = nn.Linear(2, 2)
+    checkpointer = keepstep.Checkpointer({"m": model})
+    assert checkpointer.save(0) is False
+    checkpointer.close()
+    strict = keepstep.Checkpointer({"m": model}, strict=True)
+    with pytest.raises(keepstep.UsageError, match="call restore"):
+        strict.save(0)
+    strict.close()
+
+
+def test_steps_never_go_back_within_an_epoch(sidecar):
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)}, strict=True)
+    checkpointer.restore()
+    checkpointer.save(5)
+    with pytest.raises(keepstep.UsageError, match="only grow"):
+        checkpointer.save(5)
+    with pytest.raises(keepstep.UsageError, match="only grow"):
+        checkpointer.save(4)
+    checkpointer.close()
+
+
+def test_two_trainers_of_one_rank_are_refused(sidecar, monkeypatch):
+    monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.5)
+    first = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    first.restore()
+    second = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    with pytest.raises(keepstep.RestoreError, match=str(os.getpid())):
+        second.restore()
+    second.close()
+    assert first.save(0)
+    first.close()
+
+
+def test_a_forked_worker_does_not_hold_its_dead_parents_lease(sidecar, monkeypatch):
+    """A data loader's worker outlives a trainer that was killed; the rank must be free at once."""
+    reader, writer = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+        checkpointer.restore()
+        worker = os.fork()
+        if worker == 0:
+            os.write(writer, str(os.getpid()).encode())
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(reader, 32))
+    try:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 5.0)
+        successor = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+        assert successor.restore() is None
+        successor.close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_no_room_for_two_slots_is_said_and_training_goes_on(sidecars, monkeypatch):
+    sidecar = sidecars().start("--memory-limit", "1Mi")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    model = nn.Linear(1024, 1024)
+    checkpointer = keepstep.Checkpointer({"m": model})
+    checkpointer.restore()
+    assert checkpointer.save(0) is False
+    assert any("memory" in reason for reason in checkpointer.stats.reasons)
+    with pytest.raises(keepstep.NotDurableError):
+        checkpointer.close()
+
+
+def test_close_says_which_step_is_not_durable(sidecar):
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    checkpointer.restore()
+    checkpointer.save(3)
+    checkpointer.wait(3, "staged")
+    sidecar.kill()
+    with pytest.raises(keepstep.NotDurableError, match="step 3"):
+        checkpointer.close(timeout=1.0)

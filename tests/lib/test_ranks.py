@@ -1,0 +1,77 @@
+"""Several ranks: the same step of the same epoch on all, by RANK, or a clear error on all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+
+SCRIPT = Path(__file__).parent / "ddp_script.py"
+
+
+def torchrun(world, *arguments, **environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), str(SCRIPT), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def losses(log, rank):
+    lines = Path(f"{log}.{rank}").read_text().splitlines()
+    return {one["step"]: one["loss"] for one in map(json.loads, lines)}
+
+
+def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
+    reference, log = tmp_path / "reference", tmp_path / "log"
+    done = torchrun(2, 8, -1, reference, KEEPSTEP_SOCKET="")
+    assert done.returncode == 0, done.stderr
+    assert torchrun(2, 8, 4, log).returncode != 0
+    done = torchrun(2, 8, -1, log)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert losses(log, rank) == losses(reference, rank)
+        steps = [
+            json.loads(line)["step"] for line in Path(f"{log}.{rank}").read_text().splitlines()
+        ]
+        assert steps[0] == 0
+        assert len(steps) <= 10, f"more than the step in flight was done again: {steps}"
+
+
+def test_another_world_size_is_an_error_that_says_so(sidecar, tmp_path):
+    done = torchrun(2, 3, -1, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
+    checkpointer = keepstep.Checkpointer({"model": model})
+    with pytest.raises(keepstep.WorldChangedError, match="2 ranks"):
+        checkpointer.restore()
+    checkpointer.close()
+
+
+def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
+    from safetensors.torch import load_file
+    from torch.distributed import checkpoint as dcp
+
+    done = torchrun(2, 3, -1, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    [directory] = sidecar.root.glob("0*-000000002")
+    files = [load_file(one) for one in sorted(directory.glob("*.safetensors"))]
+    assert torch.equal(files[0]["model.0.weight"], files[1]["model.0.weight"])
+    target = {"model.0.weight": torch.empty(8, 4), "optimizer.state.0.exp_avg": torch.empty(8, 4)}
+    reader = dcp.HuggingFaceStorageReader(str(directory))
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    for name, tensor in target.items():
+        assert torch.equal(tensor, files[0][name])
+
+
+def test_a_world_without_a_process_group_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(keepstep.UsageError, match="init_process_group"):
+        keepstep.Checkpointer({"m": nn.Linear(1, 1)})
