@@ -425,10 +425,15 @@ class Stager:
             pid=os.getpid(),
             library=keepstep.__version__,
             holding=tuple(slot for slot in holding if slot),
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         )
-        self._lease = Lease(self._path, request, self._notify)
-        self.run = self._lease.granted.run
-        return self._lease
+        lease = Lease(self._path, request, self._notify)
+        with self._changed:
+            self.run = lease.granted.run
+            if self._ready and self._ready[0].slot not in lease.granted.held:
+                self._ready = None
+            self._lease = lease
+        return lease
 
     def _reconnect(self) -> None:
         try:
