@@ -230,6 +230,7 @@ def test_scheduler_scaler_and_plain_state_dict_objects(sidecar):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loader = Loader()
+    optimizer.step()
     scheduler.step()
     loader.position = 42
     components = {"o": optimizer, "s": scheduler, "a": scaler, "l": loader}

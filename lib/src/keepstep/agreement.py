@@ -14,6 +14,9 @@ from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError
 from keepstep.protocol import Candidate, Candidates
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
+FIRST_STEP = 1
+"""The highest number that a run's first step has: loops begin at 0 or at 1."""
+
 _RANKS_NAMED = 8
 _STEPS_NAMED = 3
 
@@ -23,11 +26,13 @@ class Decision:
     """Restore `id`, each rank from its tier in `tiers`; `id` None: there is nothing, anywhere.
 
     `epoch_number`: of the epoch that begins now, higher than any that any rank has seen.
+    `incomplete`: first steps that only some ranks hold; the run begins anew without them.
     """
 
     id: StepId | None
     tiers: tuple[Tier, ...]
     epoch_number: int
+    incomplete: tuple[StepId, ...] = ()
 
     def epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now; `nonce`: 8 hex digits of chance, from one rank for all."""
@@ -52,6 +57,9 @@ def choose(votes: Sequence[Candidates], excluded: Collection[StepId] = ()) -> De
         return Decision(id, tiers, number)
     if _all_none(votes) and not excluded:
         return Decision(None, (), number)
+    if not excluded and _died_in_its_first_step(votes):
+        held = {one.id for vote in votes for one in vote.candidates}
+        return Decision(None, (), number, tuple(sorted(held)))
     raise _refusal(votes, offers, excluded)
 
 
@@ -75,6 +83,21 @@ def _world_changed(id: StepId, *, saved: int, now: int) -> WorldChangedError:
 
 def _all_none(votes: Sequence[Candidates]) -> bool:
     return all(vote.answer is Answer.NONE and not vote.candidates for vote in votes)
+
+
+def _died_in_its_first_step(votes: Sequence[Candidates]) -> bool:
+    """All that anybody holds are first steps, and none of them is held by all ranks.
+
+    The one exception to "step 0 needs NONE from every rank": a run that was killed between two
+    ranks' first seals could never start again. Since ranks move in lock step, at most one step
+    beyond a rank's first and only one can have been complete, so no more than that is lost.
+    """
+    return all(
+        (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
+        and all(one.id.step <= FIRST_STEP and one.world == len(votes) for one in vote.candidates)
+        and len({one.id.epoch for one in vote.candidates}) == len(vote.candidates)
+        for vote in votes
+    )
 
 
 def _refusal(
@@ -107,8 +130,8 @@ def _refusal(
     return NothingCommonError(
         f"no step is held by all {len(votes)} ranks. {_held(offers)}"
         + (f". Failed verification: {failed}" if failed else "")
-        + ". Bring back the storage of the ranks that hold nothing, or remove the run with "
-        "`keepstep rm` to begin anew"
+        + ". Bring back the storage that is missing, or remove the run with `keepstep rm` to "
+        "begin anew"
     )
 
 

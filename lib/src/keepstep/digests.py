@@ -205,7 +205,9 @@ def _scramble(accs: list[int]) -> None:
 
 def _merge(accs: list[int], secret: int, start: int) -> int:
     folds = (
-        _fold(accs[i] ^ _u64(_SECRET, secret + 8 * i), accs[i + 1] ^ _u64(_SECRET, secret + 8 * i + 8))
+        _fold(
+            accs[i] ^ _u64(_SECRET, secret + 8 * i), accs[i + 1] ^ _u64(_SECRET, secret + 8 * i + 8)
+        )
         for i in (0, 2, 4, 6)
     )
     return _avalanche(start + sum(folds) & _M64)

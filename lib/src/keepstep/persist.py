@@ -24,6 +24,8 @@ from keepstep.steps import StepId
 CALM_BEFORE_REFINING = 4
 """Targets in a row that took less than half an interval, before the grid is refined."""
 
+_DONE_KEPT = 64
+
 
 @dataclass(frozen=True)
 class Write:
@@ -55,11 +57,18 @@ class _Rank:
     gone: bool = False
 
     def can_have(self, id: StepId) -> bool:
-        """It holds the image, wrote it, is writing it, or may still come to seal it."""
-        return id in self.held or id in self.done or id == self.writing or self.may_seal(id)
+        """It has sealed this step, or may still come to."""
+        return self.has_sealed(id) or self.may_seal(id)
+
+    def has_sealed(self, id: StepId) -> bool:
+        """It holds the image, wrote it, or is writing it."""
+        return id in self.held or id in self.done or id == self.writing
 
     def may_seal(self, id: StepId) -> bool:
-        return not self.gone and (self.passed is None or self.passed < id)
+        """A trainer that died comes back in another epoch, and seals nothing more of this one."""
+        if self.passed is None:
+            return not self.gone
+        return self.passed < id and not (self.gone and self.passed.epoch == id.epoch)
 
 
 class PersistPlanner:
@@ -109,35 +118,24 @@ class PersistPlanner:
             self._pending.add(id)
         return self._advance()
 
-    def adopted(self, rank: int, id: StepId, *, durable: bool) -> None:
-        """The host came back and found this sealed slot; `durable`: and a shard of it on disk.
-
-        Nothing is written for it unless asked (`flush`): its trainer may be gone for good.
-        """
-        one = self._ranks[rank]
-        one.held.add(id)
-        one.passed = id if one.passed is None else max(one.passed, id)
-        if durable:
-            one.done.add(id)
-
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The slot that held this step was assigned anew; its image is as good as gone."""
         self._ranks[rank].held.discard(id)
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
-        """A `Write` ended. Not `ok`: it failed and is not tried again."""
+        """A `Write` ended, or a shard was found on disk. Not `ok`: failed, and not tried again."""
         one = self._ranks[rank]
         if one.writing == id:
             one.writing = None
         if ok:
-            one.done.add(id)
+            one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
         else:
             self._fail(rank, id)
         return self._advance()
 
     def gone(self, rank: int) -> tuple[Write, ...]:
-        """The trainer died: it will seal nothing more (until it does). What it sealed stays."""
+        """The trainer died: it will seal nothing more of this epoch. What it sealed stays."""
         self._ranks[rank].gone = True
         return self._advance()
 
@@ -186,9 +184,6 @@ class PersistPlanner:
         writes = self._each_at_its_pace() if self._every else self._one_in_flight()
         for write in writes:
             self._ranks[write.rank].writing = write.id
-        open_steps = self._pending | {self._target}
-        for one in self._ranks.values():
-            one.done &= one.held | open_steps
         return tuple(writes)
 
     def _one_in_flight(self) -> list[Write]:
@@ -197,6 +192,7 @@ class PersistPlanner:
             self._drop_target()
         if self._target is not None and self.is_durable(self._target):
             self._finish(self._target)
+        self._yield_to_flush()
         if self._target is None:
             self._choose()
         return [
@@ -222,11 +218,22 @@ class PersistPlanner:
         """The newest demanded step, else the newest due one; what is older was skipped."""
         if not self._pending:
             return
-        target = max(self._pending & self._demanded or self._pending)
+        demanded = self._pending & self._demanded
+        target = max(
+            {id for id in demanded if self._sealed_by_all(id)} or demanded or self._pending
+        )
         passed = {id for id in self._pending - self._demanded if id < target}
         self._pending -= {target, *passed}
         self._target = target
         self._skip(len(passed))
+
+    def _yield_to_flush(self) -> None:
+        """A target that some rank has yet to seal (or never will) does not hold up a flush."""
+        if self._target is None or self._sealed_by_all(self._target):
+            return
+        if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
+            self._pending.add(self._target)
+            self._target = None
 
     def _finish(self, id: StepId) -> None:
         self.counts.persisted += 1
@@ -269,6 +276,9 @@ class PersistPlanner:
         """The rank's image is no longer offered for writing, so the step becomes impossible."""
         self._ranks[rank].held.discard(id)
         self.counts.failed += 1
+
+    def _sealed_by_all(self, id: StepId) -> bool:
+        return all(one.has_sealed(id) for one in self._ranks.values())
 
     def _possible(self, id: StepId) -> bool:
         return all(one.can_have(id) for one in self._ranks.values())

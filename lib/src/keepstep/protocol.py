@@ -35,6 +35,7 @@ class LeaseRequest:
 
     `holding`: slots (by name) that this live trainer is filling, so that a sidecar that was
     restarted in between keeps them assigned. `attempt`: chance, constant for the trainer's life.
+    `local_world`: ranks on this machine (torchrun's LOCAL_WORLD_SIZE), 0: all of them.
     """
 
     rank: int
@@ -45,11 +46,15 @@ class LeaseRequest:
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     holding: tuple[str, ...] = ()
+    local_world: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseGranted:
-    """First line of the lease stream (JSON lines; later lines are `{}` pings)."""
+    """First line of the lease stream (JSON lines; later lines are `{}` pings).
+
+    `held`: those of `LeaseRequest.holding` that are still this trainer's to fill.
+    """
 
     lease: str
     run: str
@@ -57,6 +62,7 @@ class LeaseGranted:
     sidecar: str
     memory_dir: str
     stage_every: int = 1
+    held: tuple[str, ...] = ()
 
 
 # --- slots -----------------------------------------------------------------------------------

@@ -31,12 +31,14 @@ from keepstep.steps import StepId
 
 
 class SlotState(str, enum.Enum):
-    """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore."""
+    """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
+    `REMOVED`: there is no such slot any more; the indices of the others stay."""
 
     EMPTY = "empty"
     ASSIGNED = "assigned"
     LOADING = "loading"
     SEALED = "sealed"
+    REMOVED = "removed"
 
     def __str__(self) -> str:
         return self.value
@@ -89,6 +91,12 @@ class SlotTable:
         self._slots.append(Slot())
         return len(self._slots) - 1
 
+    def remove(self, index: int) -> None:
+        """This slot is gone. Raises ValueError if somebody reads it."""
+        if self._slots[index].pinned:
+            raise ValueError(f"slot {index} is pinned: somebody reads {self._slots[index].id}")
+        self._slots[index] = Slot(SlotState.REMOVED)
+
     # --- filling -------------------------------------------------------------------------
 
     def assign(self) -> int | None:
@@ -101,6 +109,12 @@ class SlotTable:
         self._slots[victim] = replace(self._slots[victim], state=SlotState.ASSIGNED)
         return victim
 
+    def hold(self, index: int) -> None:
+        """A live trainer was found filling this very slot. Raises ValueError if it cannot be."""
+        if self.assigned not in (None, index) or self._slots[index].pinned:
+            raise ValueError(f"slot {index} cannot be the one that is filled")
+        self._slots[index] = replace(self._slots[index], state=SlotState.ASSIGNED)
+
     def seal(self, index: int, id: StepId) -> None:
         """The image in an assigned or loading slot is complete. Raises ValueError otherwise."""
         slot = self._slots[index]
@@ -109,10 +123,14 @@ class SlotTable:
         self._slots[index] = replace(slot, state=SlotState.SEALED, id=id, dead=False)
 
     def release(self, index: int, keep: StepId | None = None) -> None:
-        """Nobody fills this slot any more. `keep`: what its control page still seals, if valid."""
+        """Nobody fills this slot any more. `keep`: what its control page still seals, if valid.
+
+        A sealed slot may be released, too, if nobody reads it: its image is dropped.
+        """
         slot = self._slots[index]
-        if slot.state is SlotState.SEALED and keep is None and slot.pinned:
-            raise ValueError(f"slot {index} is pinned: somebody reads {slot.id}")
+        sealed = slot.state is SlotState.SEALED and keep is not None
+        if slot.pinned or sealed or slot.state is SlotState.REMOVED:
+            raise ValueError(f"slot {index} cannot be released: {slot}")
         state = SlotState.EMPTY if keep is None else SlotState.SEALED
         dead = slot.dead and keep == slot.id and keep is not None
         self._slots[index] = replace(slot, state=state, id=keep, dead=dead)

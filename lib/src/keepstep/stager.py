@@ -262,7 +262,9 @@ class Stager:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next() is not None, timeout=self._nap())
+                self._changed.wait_for(
+                    lambda: self._closing or self._next() is not None, timeout=self._nap()
+                )
                 task = self._next()
                 if self._closing and self._pending is None:
                     return

@@ -1,8 +1,8 @@
 """The image: bytes of one rank's state that are a valid safetensors file (docs/format.md).
 
 Pure: no torch, no I/O but the reading of files in `verify`. `layout` says where every byte is,
-`control` what an image is and that it is complete, `extras` holds what is no tensor, `verify` proves
-that bytes are what they were.
+`control` what an image is and that it is complete, `extras` holds what is no tensor, `verify`
+proves that bytes are what they were.
 """
 
 from keepstep.image.control import ControlPage

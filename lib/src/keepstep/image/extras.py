@@ -1,9 +1,9 @@
 """Everything in a state that is no tensor, as JSON that gives back the same types.
 
 JSON holds what it can hold exactly; anything else is an object with one key that begins with `!`:
-`{"!tuple": [1, 2]}`. A dict that would look like that, or has keys that are no strings, is a list of
-pairs under `!dict`. So no text has two meanings, and reading runs no code: pickle is a tag too, and
-refused unless the caller trusts the file. Shared references become copies; OrderedDict and
+`{"!tuple": [1, 2]}`. A dict that would look like that, or has keys that are no strings, is a list
+of pairs under `!dict`. So no text has two meanings, and reading runs no code: pickle is a tag too,
+and refused unless the caller trusts the file. Shared references become copies; OrderedDict and
 defaultdict become dict.
 """
 
@@ -21,12 +21,23 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import arrays, strictjson
+from keepstep.image.strictjson import is_text
 
 MAX_DEPTH = 100
 """Nesting beyond this is taken for a tree that contains itself."""
 
 _BIG = 1 << 63
-_SAFE = (bool, type(None))
+_DICTS = (dict, OrderedDict, defaultdict)
+_SEQUENCES: dict[type, str] = {tuple: "!tuple", set: "!set", frozenset: "!frozenset"}
+_PATHS = {
+    kind.__name__: kind
+    for kind in (
+        pathlib.PosixPath,
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.WindowsPath,
+    )
+}
 
 
 def encode(value: Any, *, trusted: bool = False) -> bytes:
@@ -34,22 +45,163 @@ def encode(value: Any, *, trusted: bool = False) -> bytes:
 
     Raises FormatError that names the place in the tree of what cannot be held.
     """
-    tree = _Encoder(trusted).encode(value, MAX_DEPTH)
+    try:
+        tree = _Encoder(trusted).encode(value, MAX_DEPTH)
+    except _Unheld as error:
+        place = "".join(reversed(error.place)) or "the value itself"
+        raise FormatError(f"extras: {place}: {error.reason}") from None
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def decode(data: bytes | memoryview, *, trusted: bool = False) -> Any:
+def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> Any:
     """Inverse of `encode`; arrays are new and writable.
 
-    Raises FormatError for anything that `encode` cannot have made, and for pickles unless `trusted`.
+    Raises FormatError for what is damaged or hostile, and for pickles unless `trusted`.
     """
     return strictjson.loads(bytes(data), what="extras", hook=_Decoder(trusted).build)
 
 
 class _Unheld(Exception):
-    """What could not be encoded; collects its place in the tree on the way up."""
+    """Something cannot be encoded. Collects its place in the tree on the way up."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
         self.place: list[str] = []
+
+
+class _Encoder:
+    """Exact types only: a subclass may mean more than its value."""
+
+    def __init__(self, trusted: bool) -> None:
+        self._trusted = trusted
+
+    def encode(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            return value if -_BIG < value < _BIG else {"!int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
+        if kind is str:
+            return value if is_text(value) else {"!str": _base64(_surrogates(value))}
+        if depth == 0:
+            raise _Unheld(f"nested deeper than {MAX_DEPTH}, or it contains itself")
+        if kind in _DICTS:
+            return self._dict(value, depth - 1)
+        if kind is list:
+            return self._items(value, depth - 1)
+        if kind in _SEQUENCES:
+            return {_SEQUENCES[kind]: self._items(value, depth - 1)}
+        return self._leaf(value, kind)
+
+    def _leaf(self, value: Any, kind: type) -> Any:
+        if kind is bytes or kind is bytearray:
+            return {f"!{kind.__name__}": _base64(value)}
+        if kind is complex:
+            return {"!complex": struct.pack(">dd", value.real, value.imag).hex()}
+        if _PATHS.get(kind.__name__) is kind:
+            return {"!path": [kind.__name__, self.encode(str(value), 0)]}
+        if (tagged := arrays.encode(value)) is not None:
+            return tagged
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if not self._trusted:
+            raise _Unheld(f"{name} cannot be kept as data; pass trusted=True to pickle it")
+        try:
+            return {"!pickle": _base64(pickle.dumps(value, protocol=4))}
+        except Exception as error:  # a foreign __reduce__ may raise anything
+            raise _Unheld(f"{name} cannot be pickled: {error}") from error
+
+    def _items(self, items: Iterable[Any], depth: int) -> list[Any]:
+        encoded: list[Any] = []
+        try:
+            encoded.extend(self.encode(item, depth) for item in items)
+        except _Unheld as error:
+            error.place.append(f"[{len(encoded)}]")
+            raise
+        return encoded
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
+        plain: dict[str, Any] = {}
+        for key, one in value.items():
+            if type(key) is not str or key[:1] == "!" or not is_text(key):
+                return {"!dict": self._pairs(value, depth)}
+            plain[key] = self._value(key, one, depth)
+        return plain
+
+    def _pairs(self, value: dict[Any, Any], depth: int) -> list[Any]:
+        return [
+            [self._value(key, key, depth), self._value(key, one, depth)]
+            for key, one in value.items()
+        ]
+
+    def _value(self, key: Any, value: Any, depth: int) -> Any:
+        try:
+            return self.encode(value, depth)
+        except _Unheld as error:
+            error.place.append(f"[{key!r:.80}]")
+            raise
+
+
+class _Decoder:
+    """Builds objects innermost first, so what a tag holds is already decoded."""
+
+    def __init__(self, trusted: bool) -> None:
+        self._trusted = trusted
+
+    def build(self, pairs: strictjson.Pairs) -> Any:
+        if len(pairs) != 1 or pairs[0][0][:1] != "!":
+            return strictjson.unique(pairs)
+        tag, value = pairs[0]
+        if tag not in _BUILDERS:
+            raise FormatError(f"unknown tag {tag[:80]!r}")
+        if tag == "!pickle" and not self._trusted:
+            raise FormatError("holds a pickle: pass trusted=True if you trust who wrote it")
+        try:
+            return _BUILDERS[tag](value)
+        except Exception as error:  # a hostile value meets constructors of three libraries
+            raise FormatError(f"not a {tag[1:]}: {str(error)[:200]}") from None
+
+
+def _surrogates(value: str) -> bytes:
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _list_of(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"a list is needed, got {type(value).__name__}")
+    return value
+
+
+def _dict_of(value: Any) -> dict[Any, Any]:
+    pairs = _list_of(value)
+    built = dict(_list_of(pair) for pair in pairs)
+    if len(built) != len(pairs):
+        raise ValueError("a key comes twice")
+    return built
+
+
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "!int": lambda text: int(text, 16),
+    "!float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "!complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    "!str": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
+    "!bytes": _bytes,
+    "!bytearray": lambda text: bytearray(_bytes(text)),
+    "!tuple": lambda items: tuple(_list_of(items)),
+    "!set": lambda items: set(_list_of(items)),
+    "!frozenset": lambda items: frozenset(_list_of(items)),
+    "!dict": _dict_of,
+    "!path": lambda pair: _PATHS[pair[0]](pair[1]),
+    "!pickle": lambda text: pickle.loads(_bytes(text)),
+    **arrays.BUILDERS,
+}

@@ -13,6 +13,7 @@ from typing import Any
 
 from keepstep.errors import FormatError, VersionError
 from keepstep.image import strictjson
+from keepstep.image.strictjson import is_text
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Section, TensorSpec
 
 FORMAT_VERSION = 1
@@ -40,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a header says. `extras_bytes`, `digests_bytes`: sizes of the regions after the tensors."""
+    """What a header says. `extras_bytes`, `digests_bytes`: regions after the tensors."""
 
     rank: int
     world: int
@@ -151,6 +152,14 @@ def check_version(version: object) -> None:
         )
 
 
+def check_name(name: str) -> None:
+    """Raises FormatError for a tensor's name that we reserve or stock readers refuse."""
+    if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
+        raise FormatError(f"{quoted(name)}: this name is reserved")
+    if not is_text(name):
+        raise FormatError(f"{quoted(name)}: names must be valid Unicode")
+
+
 def _specs(
     tree: dict[str, Any], metadata: dict[str, Any], ours: dict[str, Any], rank: int
 ) -> list[TensorSpec]:
@@ -158,8 +167,8 @@ def _specs(
     names = list(tree)
     if tuple(names[-3:]) != reserved_names(rank):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
-    if foreign := next((one for one in names[:-3] if one.startswith(_RESERVED_PREFIX)), None):
-        raise FormatError(f"{quoted(foreign)}: names that begin with 'keepstep.' are reserved")
+    for name in names[:-3]:
+        check_name(name)
     boxes = _mapping(_inner(metadata, "DCP_SHARDING_INFO"), "DCP_SHARDING_INFO")
     if boxes.keys() != tree.keys():
         raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
@@ -231,7 +240,7 @@ def _check_place(spec: TensorSpec, offsets: object, at: int) -> int:
     if at % spec.element_bytes:
         raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
-    if offsets != [at, end] or end > _MAX_BYTES:
+    if _sizes(offsets, spec.name) != (at, end) or end > _MAX_BYTES:
         raise FormatError(
             f"{quoted(spec.name)}: has the bytes {quoted(offsets)}, must have [{at}, {end}]"
         )
@@ -307,7 +316,7 @@ def _sizes(value: object, name: str) -> tuple[int, ...]:
     if len(sizes) > _MAX_DIMENSIONS or not all(
         type(size) is int and 0 <= size <= _MAX_BYTES for size in sizes
     ):
-        raise FormatError(f"{quoted(name)}: {quoted(value)} is not a shape")
+        raise FormatError(f"{quoted(name)}: {quoted(value)} is not a row of sizes")
     return tuple(sizes)
 
 

@@ -40,8 +40,9 @@ __all__ = [
 class Layout:
     """A rank's image, byte by byte. All offsets count from the beginning of the image.
 
-    `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the state's
-    tree, opaque here. `entries`: the tensors in the order of their bytes, without the reserved ones.
+    `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the
+    state's tree, opaque here. `entries`: the tensors in the order of their bytes, without the
+    reserved ones.
     """
 
     header: bytes = field(repr=False)
@@ -168,8 +169,7 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         raise FormatError(f"two tensors are named {twice!r}")
     for name in names:
-        if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
-            raise FormatError(f"{name!r}: safetensors does not allow this name")
+        headers.check_name(name)
 
 
 def _chunk_count(size: int) -> int:

@@ -7,6 +7,7 @@ which a text can be bad ends in FormatError, the too deeply nested and the too l
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -38,10 +39,14 @@ def unique(pairs: Pairs) -> dict[str, Any]:
     """A dict of `pairs`. Raises FormatError at a key that comes twice."""
     built = dict(pairs)
     if len(built) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise FormatError(f"the key {twice[:80]!r} comes twice")
     return built
+
+
+def is_text(value: str) -> bool:
+    """Whether JSON gives it back: two lone surrogates would be joined to one character."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _refuse_constant(name: str) -> NoReturn:

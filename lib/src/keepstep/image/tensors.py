@@ -27,17 +27,17 @@ NATIVE_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL"), 1),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
 }
-"""Element sizes of the dtypes that stock safetensors and stock torch.distributed.checkpoint read."""
+"""Element sizes of the dtypes that stock safetensors and torch.distributed.checkpoint read."""
 
 OPAQUE_BYTES = {"C128": 16, "C32": 4, "F8_E8M0": 1, "F4_E2M1_X2": 1}
-"""Dtypes that one of them cannot hold: stored as U8 with one more dimension, the element's bytes."""
+"""Dtypes that one of them cannot hold: stored as U8, the element's bytes as a last dimension."""
 
 ELEMENT_BYTES = NATIVE_BYTES | OPAQUE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of one rank: the box at `offsets` of the tensor `global_shape`; by default all of it.
+    """A tensor of one rank: the box at `offsets` of the tensor `global_shape`, or all of it.
 
     `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`.
     """

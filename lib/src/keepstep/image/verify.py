@@ -1,8 +1,8 @@
 """Reads images, and proves that they are what they were.
 
 Every byte of a sealed shard is covered: the seal covers the control page, the page's `root` covers
-the digest table, the table covers every chunk before it, the header included. An image that was only
-staged has a seal and no digests: it lives in the memory that it was written to.
+the digest table, the table covers every chunk before it, the header included. An image that was
+only staged has a seal and no digests: it lives in the memory that it was written to.
 
 Nothing here holds the GIL for long or allocates with the size of the image: chunks are digested in
 place. Whoever reads or writes chunks itself uses the parts: `chunk_bounds`, `table_of`,

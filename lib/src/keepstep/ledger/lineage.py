@@ -5,7 +5,7 @@ gives segments: (epoch, last step of it that counts). What lies on the walk is *
 older epoch that are not on it are *dead*: a later life went on from before them, or from another
 branch.
 
-The walk ends at an epoch without a parent. When older epochs exist, that run began anew beside
+The walk ends at an epoch without a parent. When older steps exist, that run began anew beside
 them, perhaps because a volume was not mounted; until somebody acknowledges it, the older epochs'
 own newest chain is set *aside*: restored if the newer chain has nothing, and never retired.
 
@@ -79,6 +79,7 @@ def trace(
     acknowledged: Collection[EpochId] = (),
 ) -> Lineage:
     """Walk back from the newest epoch. `seen`: epochs of images, recorded or not."""
+    seen = set(seen)
     known = {*recorded, *seen}
     if not known:
         return Lineage()
@@ -87,14 +88,13 @@ def trace(
     standing, fresh = Standing.LIVE, None
     while True:
         segments.append(Segment(at, last, standing))
-        older = {id for id in known if id < at}
         if at not in recorded:
-            return Lineage(tuple(segments), at if older else None, fresh)
+            return Lineage(tuple(segments), at, fresh)
         parent = recorded[at].parent
         if parent is not None and parent.epoch < at:
             at, last = parent.epoch, parent.step
-        elif not older or at in acknowledged:
+        elif at in acknowledged or not any(id < at for id in seen):
             return Lineage(tuple(segments), None, fresh)
         else:
             standing, fresh = Standing.ASIDE, fresh or at
-            at, last = max(older), None
+            at, last = max(id for id in known if id < at), None
