@@ -185,6 +185,7 @@ class Checkpointer:
             raise UsageError(
                 f"step {step} comes after step {self._last_step}: steps only grow within an epoch"
             )
+        self._last_step = step
         stager.settle()
         taken = state.take(self._components)
         kept: dict[str, Any] = {"values": taken.values}
@@ -203,7 +204,6 @@ class Checkpointer:
         pending = imaging.begin(
             slot, taken, data, id=StepId(self._epoch.id, step), epoch=self._epoch, lazy=lazy
         )
-        self._last_step = step
         if not lazy:
             pending.copy()
             pending.judge()

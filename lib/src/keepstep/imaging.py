@@ -52,6 +52,7 @@ class Imaging:
     ) -> Pending:
         """Erase the slot, write what must be written now, and say what is left to copy."""
         grant, mapping = slot
+        assert mapping.layout.id == self.layout.id, "a slot of another layout"
         # zip: the agent thread must see exactly the tensors of this moment
         later = [leaf for leaf in taken.tensors if lazy and leaf.lazy and _may_wait(leaf.tensor)]
         names = {leaf.name for leaf in later}

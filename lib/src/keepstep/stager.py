@@ -385,8 +385,10 @@ class Stager:
                 return
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 mapping.register()
-            self._mappings[granted.path] = mapping
         with self._changed:
+            if self._layout is not layout:
+                return  # the training thread changed it while the slot was mapped
+            self._mappings[granted.path] = mapping
             self._ready = (granted, mapping)
             self._patient = True
             self._changed.notify_all()

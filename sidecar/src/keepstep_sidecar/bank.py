@@ -7,6 +7,7 @@ of the table: a trainer that is still alive may be filling one, and says so with
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keepstep.image import ControlPage, Layout
@@ -46,6 +47,7 @@ class Bank:
         self.files: list[SlotFile] = []
         self.orphans: dict[str, SlotFile] = {}
         self._uses: list[Use] = []
+        self._gone: set[int] = set()
 
     # --- slots come and go -------------------------------------------------------------------
 
@@ -74,47 +76,54 @@ class Bank:
         self.orphans.clear()
         return dropped
 
-    def replace(self, index: int, file: SlotFile) -> SlotFile:
-        """Put a new file in the place of an assigned slot, whose old one cannot be trusted."""
-        old, self.files[index] = self.files[index], file
+    def abandon(self, index: int) -> SlotFile:
+        """Give up the slot that is being filled: a straggler may still write there."""
         self.table.release(index)
-        return old
+        for other in self._reserve_until(index):
+            self.table.release(other)
+        self._gone.add(index)
+        return self.files[index]
 
-    def shrink(self, keep: int) -> list[SlotFile]:
-        """Give up every slot but those with the newest `keep` images. Returns the files.
+    def give_up(self, *, keep: int) -> list[SlotFile]:
+        """Give up every slot but those with the newest `keep` images, and what is in use.
 
-        Keeps what is pinned or being filled, too."""
-        newest = set(self.table.sealed()[-keep:]) if keep else set()
-        kept = [
-            index
-            for index, slot in enumerate(self.table.slots)
-            if slot.pinned or slot.live in newest or slot.state is SlotState.LOADING
-        ]
-        given_up = [file for index, file in enumerate(self.files) if index not in kept]
-        table, files, uses = SlotTable(0), self.files, self._uses
-        self.files, self._uses = [], []
-        for index in kept:
-            self._carry_over(table, self.table.slots[index].id)
-            self.files.append(files[index])
-            self._uses.append(uses[index])
-        given_up += self.drop_orphans()
-        self.table, self.wanted = table, len(self.files)
+        Returns the files; their indices are never used again.
+        """
+        sealed = self.table.sealed()
+        expendable = sealed[:-keep] if keep else sealed
+        given_up = self.drop_orphans()
+        while (index := self.table.reserve(expendable)) is not None:
+            # stays "loading" for good, so that no index of a slot in use ever changes
+            self._gone.add(index)
+            given_up.append(self.files[index])
+        self.wanted = len(self.files) - len(self._gone)
         return given_up
-
-    def _carry_over(self, table: SlotTable, id: StepId | None) -> None:
-        index = table.add()
-        if id is not None:
-            table.adopt(index, id)
 
     # --- the trainer fills -------------------------------------------------------------------
 
     def assign(self) -> Assigned | None:
-        """The next slot to fill, or None while there is none."""
+        """The next slot to fill, or None while there is none.
+
+        While slots are still being made, rather wait for one than give up one of the newest two
+        images: a crash would find no step in common.
+        """
+        if self.count < self.wanted and not self._has_spare():
+            return None
         if (index := self.table.assign()) is None:
             return None
         generation = next(_generations)
         self._uses[index] = Use(generation)
         return Assigned(index, generation, self.table.slots[index].id)
+
+    def _has_spare(self) -> bool:
+        """Whether a slot can be filled without the loss of one of the newest two images."""
+        newest = self.table.sealed()[-2:]
+        return any(
+            slot.state in (SlotState.EMPTY, SlotState.SEALED)
+            and not slot.pinned
+            and slot.live not in newest
+            for slot in self.table.slots
+        )
 
     def assigned(self) -> Assigned | None:
         """The slot that is being filled, as `assign` gave it."""
@@ -141,13 +150,19 @@ class Bank:
     def _assign_exactly(self, index: int) -> None:
         # `assign` takes the first empty slot, so the empty ones before it step aside
         self.table.release(index)
-        aside = []
-        while (other := self.table.reserve()) != index and other is not None:
-            aside.append(other)
+        aside = self._reserve_until(index)
         self.table.release(index)
         assert self.table.assign() == index
         for other in aside:
             self.table.release(other)
+
+    def _reserve_until(self, index: int) -> list[int]:
+        """Reserve empty slots in the table's order, up to this one. Returns those before it."""
+        before: list[int] = []
+        while (other := self.table.reserve()) != index:
+            assert other is not None
+            before.append(other)
+        return before
 
     def fills(self, name: str, generation: int) -> int | None:
         """The index of the slot, if it is being filled in this use of it."""
@@ -168,7 +183,10 @@ class Bank:
     # --- asking ------------------------------------------------------------------------------
 
     def index_of(self, name: str) -> int | None:
-        return next((i for i, file in enumerate(self.files) if file.name == name), None)
+        return next(
+            (i for i, file in enumerate(self.files) if i not in self._gone and file.name == name),
+            None,
+        )
 
     def tier(self, index: int) -> Tier:
         """Where the image in this slot came from."""
@@ -177,4 +195,13 @@ class Bank:
     @property
     def size_bytes(self) -> int:
         """Memory that this bank takes, once all wanted slots are made."""
-        return max(self.wanted, len(self.files) + len(self.orphans)) * self.layout.size_bytes
+        return max(self.wanted, self.count) * self.layout.size_bytes
+
+    @property
+    def count(self) -> int:
+        """Slots that are there."""
+        return len(self.files) - len(self._gone) + len(self.orphans)
+
+    def present(self) -> Iterator[tuple[int, SlotFile]]:
+        """(index, file) of the slots that are there, orphans left out."""
+        return ((i, file) for i, file in enumerate(self.files) if i not in self._gone)

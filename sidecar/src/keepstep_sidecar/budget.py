@@ -43,7 +43,9 @@ def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str
         )
     if count >= wanted:
         return ""
-    risk = "every staged step waits to be persisted" if count == LEAST_SLOTS else (
-        "after a crash, ranks may have no step in common in memory"
+    risk = (
+        "every staged step waits to be persisted"
+        if count == LEAST_SLOTS
+        else ("after a crash, ranks may have no step in common in memory")
     )
     return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"

@@ -69,9 +69,7 @@ class Leases:
         `peer_pid`: as the kernel tells it (SO_PEERCRED), 0 when it is in another pid namespace.
         Raises SidecarError `rank-taken` naming the other trainer's process.
         """
-        await self._changes.until(
-            lambda: request.rank not in self._by_rank, timeout_s=_HANDOVER_S
-        )
+        await self._changes.until(lambda: request.rank not in self._by_rank, timeout_s=_HANDOVER_S)
         if other := self._by_rank.get(request.rank):
             raise refuse(
                 "rank-taken",

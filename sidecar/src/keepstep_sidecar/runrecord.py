@@ -1,10 +1,24 @@
-"""`run.json`: the one thing that shards cannot tell, which epochs there were and their parents."""
+"""`run.json`: the one thing that shards cannot tell, which epochs there were and their parents.
+
+Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
+whoever reads it after a power cut finds one of the two.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from keepstep.steps import Epoch
+from keepstep.errors import ForeignError, FormatError, VersionError
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep_sidecar import faults
+from keepstep_sidecar.filesystem import Filesystem
+
+FORMAT_VERSION = 1
+_SIZE_LIMIT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,4 +30,67 @@ class RunRecord:
 
     def with_epoch(self, epoch: Epoch) -> RunRecord:
         """This record and `epoch`; the same record when it is known already."""
-        raise NotImplementedError
+        if epoch in self.epochs:
+            return self
+        others = (one for one in self.epochs if one.id != epoch.id)
+        return replace(self, epochs=tuple(sorted((*others, epoch), key=lambda one: one.id)))
+
+    def to_json(self) -> bytes:
+        """The text of `run.json`."""
+        epochs = [
+            {"id": str(one.id), "parent": None if one.parent is None else str(one.parent)}
+            for one in self.epochs
+        ]
+        record = {"format_version": FORMAT_VERSION, "run": self.run, "epochs": epochs}
+        return json.dumps(record, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, path: Path) -> RunRecord:
+        """Inverse of `to_json`. Raises FormatError, VersionError naming `path`."""
+        try:
+            record = json.loads(data)
+            version = int(record["format_version"])
+            if version > FORMAT_VERSION:
+                raise VersionError(f"format version {version}; upgrade keepstep", path=path)
+            return cls(run=str(record["run"]), epochs=tuple(map(_epoch, record["epochs"])))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            hint = "delete it if the epochs in the shards are enough"
+            raise FormatError(f"not a run record ({error}); {hint}", path=path) from error
+
+
+def _epoch(value: Any) -> Epoch:
+    parent = value["parent"]
+    return Epoch(EpochId.parse(value["id"]), None if parent is None else StepId.parse(parent))
+
+
+def load(path: Path, *, run: str) -> RunRecord:
+    """Read `path`; an empty record when there is none.
+
+    Raises FormatError, VersionError, ForeignError when it is another run's, OSError.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_SIZE_LIMIT_BYTES)
+    except FileNotFoundError:
+        return RunRecord(run=run)
+    record = RunRecord.from_json(data, path=path)
+    if record.run != run:
+        raise ForeignError(f"belongs to run {record.run!r}, not {run!r}", path=path)
+    return record
+
+
+def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
+    """Replace `path` by `record`, durably. Raises OSError; `path` is then as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    fd = filesystem.open(temporary, flags)
+    try:
+        faults.point("record.write")
+        filesystem.write(fd, memoryview(record.to_json()), 0)
+        filesystem.sync_data(fd)
+    finally:
+        filesystem.close(fd)
+    faults.point("record.rename")
+    filesystem.rename(temporary, path)
+    faults.point("record.sync")
+    filesystem.sync_directory(path.parent)

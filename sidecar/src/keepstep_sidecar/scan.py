@@ -6,12 +6,24 @@ here), so that `keepstep steps` can look at a volume beside a live sidecar or wi
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import ImageError
-from keepstep.image import Layout
+from keepstep.errors import ForeignError, FormatError, ImageError, TornError
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    Section,
+    check_control,
+    check_table,
+    read_control,
+    read_layout,
+)
 from keepstep.steps import StepId
+from keepstep_sidecar.tree import ShardName, Tree, is_shard, is_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,5 +67,84 @@ class Scan:
 
 
 def survey(root: Path, *, run: str) -> Scan:
-    """Look at every shard below `root` (`<dir>/<run>`); a missing root is an empty scan."""
-    raise NotImplementedError
+    """Look at every shard below `root` (`<dir>/<run>`); a missing root is an empty scan.
+
+    Raises OSError when a file cannot be read: unknown is not the same as absent.
+    """
+    tree = Tree(root.absolute())
+    shards: list[Found] = []
+    problems: list[Refused] = []
+    for path in _files(tree):
+        seen = _look(path, run=run, published=tree.is_published(path))
+        if isinstance(seen, Found):
+            shards.append(seen)
+        elif seen is not None:
+            problems.append(seen)
+    shards.sort(key=lambda shard: (shard.id, shard.rank))
+    return Scan(shards=tuple(shards), problems=tuple(problems))
+
+
+def step_directories(tree: Tree) -> Iterator[Path]:
+    """Directories of steps, published ones first. A volume with none, or no volume: nothing."""
+    for parent in (tree.root, tree.pending):
+        with contextlib.suppress(FileNotFoundError):
+            yield from sorted(path for path in parent.iterdir() if is_step(path.name))
+
+
+def _files(tree: Tree) -> Iterator[Path]:
+    """Whatever is named like a shard. Links stand for shards that other volumes hold."""
+    for directory in step_directories(tree):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in sorted(directory.iterdir()):
+                if is_shard(path.name) and not path.is_symlink():
+                    yield path
+
+
+def _look(path: Path, *, run: str, published: bool) -> Found | Refused | None:
+    """What a file is; None when the volume's owner moved or retired it meanwhile."""
+    try:
+        with path.open("rb") as file:
+            return _found(file.fileno(), path, run=run, published=published)
+    except ImageError as error:
+        return Refused(path=path, error=error)
+    except FileNotFoundError:
+        return None
+
+
+def _found(fd: int, path: Path, *, run: str, published: bool) -> Found:
+    layout, control = read_sealed(fd, path, run=run)
+    table = os.pread(fd, layout.control_begin - layout.digests_begin, layout.digests_begin)
+    check_table(control, layout, table, path=path)
+    return Found(
+        path=path,
+        id=control.id,
+        rank=control.rank,
+        world=control.world,
+        run=control.run,
+        bytes=layout.size_bytes,
+        layout=layout,
+        root=control.root or "",
+        params_digest=(control.sections or {}).get(Section.PARAMS.value),
+        published=published,
+    )
+
+
+def read_sealed(fd: int, path: Path, *, run: str) -> tuple[Layout, ControlPage]:
+    """Header and control page of an open shard, checked against each other, `run` and its name.
+
+    Raises FormatError, TornError, ForeignError, VersionError, all naming `path`; OSError.
+    """
+    try:
+        name = ShardName.parse(path)
+        layout = read_layout(fd)
+        control = read_control(fd, layout)
+        check_control(control, layout, run=run, id=name.id)
+        if (control.rank, control.world) != (name.rank, name.world):
+            raise ForeignError(f"holds rank {control.rank} of {control.world}, unlike its name")
+        if control.root is None or control.sections is None:
+            raise TornError("sealed in memory only: it has no digests")
+    except ImageError as error:
+        raise type(error)(error.reason, path=path) from None
+    except ValueError as error:
+        raise FormatError(str(error), path=path) from None
+    return layout, control

@@ -83,13 +83,14 @@ class Slotkeeper:
         return self.ranks[rank]
 
     @property
-    def taken_bytes(self) -> int:
-        return sum(slots.taken_bytes for slots in self.ranks.values())
+    def made_bytes(self) -> int:
+        """Memory that all slots take now."""
+        return sum(len(file.view) for file in self.files())
 
     def files(self) -> Iterator[SlotFile]:
         for slots in self.ranks.values():
             for bank in slots.banks.values():
-                yield from bank.files
+                yield from (file for _, file in bank.present())
                 yield from bank.orphans.values()
 
     # --- start and end -----------------------------------------------------------------------

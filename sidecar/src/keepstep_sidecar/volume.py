@@ -1,22 +1,51 @@
-"""One local volume: makes staged images durable, finds them again, brings them back."""
+"""One local volume: makes staged images durable, finds them again, brings them back.
+
+A shard is durable once `write` returns, and at rest in `pending/`. It moves by rename only, so
+that it is in exactly one place at any time; see `tree` for the places. Each method ends with
+the names it changed on the medium. Which steps are committed, and which may go, is not decided
+here: callers say `publish` and `retire`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keepstep.image import ControlPage, Layout
-from keepstep.steps import StepId
-from keepstep_sidecar.engine import Engine
+from keepstep.errors import (
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    UsageError,
+    VersionError,
+)
+from keepstep.image import PAGE_BYTES, ControlPage, Layout, check_control
+from keepstep.steps import StepId, shard_name
+from keepstep_sidecar import faults, runrecord
+from keepstep_sidecar.engine import Engine, Pace, probe
 from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.scan import Scan
+from keepstep_sidecar.scan import Refused, Scan, read_sealed, survey
+from keepstep_sidecar.shardfile import Sealed, ShardFile
+from keepstep_sidecar.shelves import Shelves
+from keepstep_sidecar.tree import Tree, temporary_name
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex."""
+    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex.
+
+    `seconds` is 0 when the shard was durable already.
+    """
 
     path: Path
     id: StepId
@@ -50,12 +79,33 @@ class Volume:
         Raises StorageError when another process owns it (the message names its pid) or when it
         cannot be written, ForeignError when it belongs to another run.
         """
-        self.root: Path = root
-        self.run: str = run
-        self.engine: Engine = Engine.DIRECT
-        self.engine_reason: str = ""
-        self.failed: str = ""
-        self.record: RunRecord = RunRecord(run=run)
+        self.root = root.absolute()
+        self.run = run
+        self.capacity_bytes = capacity_bytes
+        self.failed = ""
+        self._threads = io_threads
+        self._filesystem = filesystem or Filesystem()
+        self._tree = Tree(self.root)
+        self._shelves = Shelves(self._tree, self._filesystem)
+        self._lock = threading.RLock()
+        self._writing: dict[Path, int] = {}
+        self._files_made = 0
+        with self._translated(f"cannot use the volume {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._ownership = Ownership(self._tree.lock)
+            try:
+                self.record = runrecord.load(self._tree.record, run=run)
+                self.engine, self.engine_reason = self._choose(engine)
+            except BaseException:
+                self._ownership.release()
+                raise
+
+    def _choose(self, engine: Engine | None) -> tuple[Engine, str]:
+        if engine is not None:
+            return engine, "as configured"
+        return probe(self._filesystem, self.root)
+
+    # --- writing -----------------------------------------------------------------------------
 
     def write(
         self,
@@ -68,10 +118,128 @@ class Volume:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
 
         `view` is page aligned and stays unchanged meanwhile (the slot is pinned). Digests are
-        computed on the way and go into the file only. Raises NoSpaceError (the file is removed)
-        or StorageError (the file is quarantined); neither is ever retried here.
+        computed on the way and go into the file only. A shard that is durable already is left
+        as it is. Raises UsageError when `view`, `layout` and `control` do not belong together,
+        NoSpaceError (the file is removed) or StorageError (the file is quarantined); neither is
+        ever retried here.
         """
-        raise NotImplementedError
+        _check_arguments(view, layout, control, run=self.run)
+        if (durable := self._durable(control)) is not None:
+            return durable
+        started = time.perf_counter()
+        with self._reserved(control, layout.size_bytes) as temporary:
+            try:
+                sealed = self._write_file(temporary, view, layout, control, bytes_per_second)
+                path = self._give_name(temporary, control)
+            except OSError as error:
+                raise self._give_up(temporary, control, error) from error
+        faults.point("write.done")
+        self.failed = ""
+        return Written(
+            path=path,
+            id=control.id,
+            rank=control.rank,
+            bytes=layout.size_bytes,
+            seconds=time.perf_counter() - started,
+            cpu_s=sealed.cpu_s,
+            root=sealed.root,
+            sections=sealed.sections,
+        )
+
+    def _durable(self, control: ControlPage) -> Written | None:
+        """The shard that an earlier write of the same step and rank has left, if any."""
+        path = self._shelves.find(control.id, shard_name(control.rank, control.world))
+        if path is None:
+            return None
+        try:
+            with path.open("rb") as file:
+                layout, sealed = read_sealed(file.fileno(), path, run=self.run)
+        except (OSError, ImageError) as error:
+            self.quarantine(path, _reason(error))
+            return None
+        return Written(
+            path=path,
+            id=sealed.id,
+            rank=sealed.rank,
+            bytes=layout.size_bytes,
+            seconds=0.0,
+            cpu_s=0.0,
+            root=sealed.root or "",
+            sections=sealed.sections or {},
+        )
+
+    @contextlib.contextmanager
+    def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
+        """The name of a new temporary file, its space accounted for while it is written."""
+        with self._lock:
+            if self.capacity_bytes is not None:
+                free = self.capacity_bytes - self.used_bytes()
+                if size_bytes > free:
+                    raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
+            self._files_made += 1
+            shard = shard_name(control.rank, control.world)
+            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
+            temporary = self._tree.pending_step(control.id) / name
+            self._writing[temporary] = size_bytes
+        try:
+            yield temporary
+        finally:
+            with self._lock:
+                del self._writing[temporary]
+
+    def _write_file(
+        self,
+        temporary: Path,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        bytes_per_second: int | None,
+    ) -> Sealed:
+        with self._lock:
+            self._shelves.make_pending(control.id)
+        faults.point("write.create")
+        with self._opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+            return file.write(view, layout, control, Pace(bytes_per_second))
+
+    def _give_name(self, temporary: Path, control: ControlPage) -> Path:
+        path = self._tree.pending_shard(control.id, control.rank, control.world)
+        with self._lock:
+            faults.point("write.rename")
+            self._filesystem.rename(temporary, path)
+        try:
+            faults.point("write.directory-sync")
+            self._filesystem.sync_directory(path.parent)
+        except OSError:
+            # Nobody can tell whether the name would survive. As the caller will not count this
+            # shard, nor may a scan.
+            self._filesystem.rename(path, temporary)
+            raise
+        return path
+
+    def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> StorageError:
+        """Leave no half-written shard behind. A file that failed once is not written to again."""
+        if error.errno in _FULL:
+            with contextlib.suppress(OSError):
+                self._filesystem.unlink(temporary)
+            return self._no_space(control, error.strerror)
+        kept = ""
+        if temporary.exists():
+            with contextlib.suppress(StorageError):
+                kept = f"; what was written is kept as {self.quarantine(temporary, _reason(error))}"
+        self._fail(error)
+        return StorageError(
+            f"step {control.id}, rank {control.rank}: cannot write below {self.root}: {error}"
+            f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
+        )
+
+    def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
+        limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
+        return NoSpaceError(
+            f"step {control.id}, rank {control.rank}: no space on {self.root}{limit}: {why}. "
+            "Free space, raise the capacity, or keep fewer steps"
+        )
+
+    # --- reading -----------------------------------------------------------------------------
 
     def load(self, path: Path, view: memoryview) -> ControlPage:
         """Read a shard into the slot `view` and verify every byte; the seal comes last.
@@ -80,47 +248,164 @@ class Volume:
         DigestError, TornError, FormatError, ForeignError (the file is quarantined),
         VersionError (left alone), StorageError. After an error the slot holds no seal.
         """
-        raise NotImplementedError
+        view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
+        try:
+            with path.open("rb") as file:
+                layout, control = read_sealed(file.fileno(), path, run=self.run)
+            if len(view) != layout.size_bytes:
+                raise UsageError(f"{path}: a slot of {layout.size_bytes} bytes, not {len(view)}")
+            with self._opened(path, os.O_RDONLY) as shard:
+                shard.load(view, layout, control, path)
+        except VersionError:
+            raise
+        except ImageError as error:
+            self.quarantine(path, _reason(error))
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(f"{path}: it is gone; scan again") from error
+        except OSError as error:
+            self._fail(error)
+            with contextlib.suppress(KeepstepError):
+                self.quarantine(path, _reason(error))
+            raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
+        return control
 
     def scan(self) -> Scan:
-        """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers."""
-        raise NotImplementedError
+        """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers.
 
-    def publish(self, id: StepId) -> Path | None:
+        A step of which a shard had to be moved is hidden from readers (`published` is False).
+        """
+        with self._lock, self._translated(f"cannot scan {self.root}"):
+            self._shelves.sweep(keep=self._writing)
+            seen = survey(self.root, run=self.run)
+            moved = [self._settle(problem) for problem in seen.problems]
+            if all(problem.moved_to is None for problem in moved):
+                return replace(seen, problems=tuple(moved))
+            return replace(survey(self.root, run=self.run), problems=tuple(moved))
+
+    def _settle(self, problem: Refused) -> Refused:
+        if isinstance(problem.error, VersionError):
+            return problem
+        return replace(problem, moved_to=self.quarantine(problem.path, _reason(problem.error)))
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path, flags: int) -> Iterator[ShardFile]:
+        fd = self._filesystem.open(path, flags | self.engine.open_flags)
+        try:
+            yield ShardFile(filesystem=self._filesystem, fd=fd, threads=self._threads)
+            if self.engine is Engine.BUFFERED:
+                self._filesystem.forget_cache(fd)
+        finally:
+            self._filesystem.close(fd)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def publish(self, id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
         """Make a committed step visible to readers; returns its directory. Idempotent.
 
-        None when this volume holds nothing of the step. Call it only when the step is committed.
+        None when this volume holds nothing of the step. `elsewhere`: shards on other volumes,
+        which the directory then shows as links. Call it only when the step is committed. Raises
+        UsageError while a shard of the step is being written.
         """
-        raise NotImplementedError
+        with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
+            self._refuse_while_writing(id)
+            return self._shelves.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step again, because one of its shards is lost. Idempotent."""
-        raise NotImplementedError
+        with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
+            self._shelves.unpublish(id)
 
     def retire(self, id: StepId) -> int:
-        """Delete a step, durably invisible first. Returns the bytes freed, 0 when absent."""
-        raise NotImplementedError
+        """Delete a step, durably invisible first. Returns the bytes freed, 0 when absent.
+
+        Raises UsageError while a shard of the step is being written.
+        """
+        with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
+            self._refuse_while_writing(id)
+            doomed = self._shelves.retire(id)
+        with self._translated(f"cannot delete step {id} below {self.root}"):
+            return sum(map(self._shelves.delete, doomed))
+
+    def _refuse_while_writing(self, id: StepId) -> None:
+        if any(temporary.parent.name == str(id) for temporary in self._writing):
+            raise UsageError(f"step {id} is being written; wait for that")
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move a file aside; it is kept and never read again. Returns where it is now."""
-        raise NotImplementedError
+        """Move a file aside; it is kept and never read again. Returns where it is now.
+
+        A published step that loses a shard is hidden first. `path` may be from before the step was
+        published or hidden.
+        """
+        with self._lock, self._translated(f"cannot quarantine {path}"):
+            return self._shelves.quarantine(self._shelves.locate(path), reason)
+
+    def shards(self, id: StepId) -> tuple[Path, ...]:
+        """Where the shards of a step will be once it is published."""
+        with self._translated(f"cannot list {self.root}"):
+            return self._shelves.published_paths(id)
 
     def save_record(self, record: RunRecord) -> None:
         """Replace `run.json`, durably; `record` is the new `self.record`."""
-        raise NotImplementedError
+        with self._lock, self._translated(f"cannot write {self._tree.record}"):
+            runrecord.save(self._tree.record, record, filesystem=self._filesystem)
+            self.record = record
+
+    # --- space -------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Space that this volume's files take, quarantine included."""
-        raise NotImplementedError
+        """Space that this volume's files take, quarantine and writes in progress included."""
+        with self._lock, self._translated(f"cannot measure {self.root}"):
+            at_rest = self._shelves.used_bytes(besides=self._writing)
+            return at_rest + sum(self._writing.values())
 
     def free_bytes(self) -> int:
         """Space that is left: of the file system, or below the capacity limit if less."""
-        raise NotImplementedError
+        with self._lock, self._translated(f"cannot measure {self.root}"):
+            free = self._filesystem.free_bytes(self.root)
+            if self.capacity_bytes is None:
+                return free
+            return max(0, min(free, self.capacity_bytes - self.used_bytes()))
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
-        raise NotImplementedError
+        with self._translated(f"cannot list {self._tree.quarantine}"):
+            return self._shelves.quarantined()
 
     def close(self) -> None:
-        """Give the directory up. Call it when no other method is running."""
-        raise NotImplementedError
+        """Give the directory up. Call it when no other method is running. Idempotent."""
+        self._ownership.release()
+
+    # --- errors ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Turn an OSError into the StorageError that says what could not be done."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise NoSpaceError(f"{what}: {error.strerror}; free space") from error
+            self._fail(error)
+            raise StorageError(f"{what}: {error}") from error
+
+    def _fail(self, error: OSError) -> None:
+        self.failed = str(error)
+
+
+def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
+    if len(view) != layout.size_bytes:
+        raise UsageError(f"step {control.id}: {len(view)} bytes, not {layout.size_bytes}")
+    try:
+        check_control(control, layout, run=run)
+    except ImageError as error:
+        raise UsageError(f"step {control.id}, rank {control.rank}: {error.reason}") from error
+    if view[: len(layout.header)] != layout.header:
+        raise UsageError(f"step {control.id}, rank {control.rank}: the slot has another header")
+
+
+def _reason(error: Exception) -> str:
+    """The word in a quarantined file's name."""
+    if isinstance(error, OSError):
+        return errno.errorcode.get(error.errno or 0, "io")
+    return type(error).__name__.removesuffix("Error")

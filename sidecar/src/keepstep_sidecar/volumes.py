@@ -1,13 +1,20 @@
-"""Several volumes as one: ranks are spread over them, a step is on all of them."""
+"""Several volumes as one: ranks are spread over them, a step is on all of them.
+
+Each volume's directory of a published step shows every shard of this machine: its own as files,
+the others' as links, so that a stock reader can be pointed at any of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from keepstep.errors import ImageError, StorageError, UsageError, VersionError
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.scan import Scan
+from keepstep_sidecar.tree import is_step
 from keepstep_sidecar.volume import Volume, Written
 
 
@@ -15,11 +22,20 @@ class VolumeSet:
     """The volumes of one run on this machine, at least one. Blocking, as `Volume` is."""
 
     def __init__(self, volumes: Sequence[Volume]) -> None:
+        if not volumes:
+            raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
 
     def volume_for(self, rank: int) -> Volume:
-        """Where `rank` writes: its own volume, or another one once that has failed."""
-        raise NotImplementedError
+        """Where `rank` writes: its own volume, or a healthy one once that has failed.
+
+        With no healthy volume left it is its own again: every step is a new file, and a new try.
+        """
+        home = self.volumes[rank % len(self.volumes)]
+        healthy = [volume for volume in self.volumes if not volume.failed]
+        if home in healthy or not healthy:
+            return home
+        return healthy[rank % len(healthy)]
 
     def write(
         self,
@@ -30,36 +46,88 @@ class VolumeSet:
         bytes_per_second: int | None = None,
     ) -> Written:
         """`Volume.write` on the volume of `control.rank`."""
-        raise NotImplementedError
+        volume = self.volume_for(control.rank)
+        return volume.write(view, layout, control, bytes_per_second=bytes_per_second)
 
     def load(self, path: Path, view: memoryview) -> ControlPage:
         """`Volume.load` from the volume that holds `path`; on failure the step is hidden."""
-        raise NotImplementedError
+        try:
+            return self._holder(path).load(path, view)
+        except VersionError:
+            raise
+        except (ImageError, StorageError):
+            self._hide(path)
+            raise
 
     def scan(self) -> Scan:
-        """All volumes' scans as one."""
-        raise NotImplementedError
+        """All volumes' scans as one. Raises StorageError when one of them cannot be read."""
+        scans = [volume.scan() for volume in self.volumes]
+        problems = tuple(problem for scan in scans for problem in scan.problems)
+        lost = [problem.path for problem in problems if problem.moved_to is not None]
+        if lost and len(self.volumes) > 1:
+            for path in lost:
+                self._hide(path)
+            scans = [volume.scan() for volume in self.volumes]
+        shards = sorted(
+            (shard for scan in scans for shard in scan.shards),
+            key=lambda shard: (shard.id, shard.rank),
+        )
+        return Scan(shards=tuple(shards), problems=problems)
 
     def publish(self, id: StepId) -> Path | None:
         """Make a committed step visible; returns the directory that shows all its shards."""
-        raise NotImplementedError
+        parts = [(volume, volume.shards(id)) for volume in self.volumes]
+        shown = [
+            volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
+            for volume, own in parts
+            if own
+        ]
+        return shown[0] if shown else None
 
     def retire(self, id: StepId) -> int:
         """Delete a step everywhere. Returns the bytes freed."""
-        raise NotImplementedError
+        return sum(volume.retire(id) for volume in self.volumes)
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard aside and hide its step on every volume."""
-        raise NotImplementedError
+        moved_to = self._holder(path).quarantine(path, reason)
+        self._hide(path)
+        return moved_to
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that any volume knows of, oldest first."""
-        raise NotImplementedError
+        known = {epoch.id: epoch for volume in self.volumes for epoch in volume.record.epochs}
+        return tuple(known[id] for id in sorted(known))
 
     def save_epoch(self, epoch: Epoch) -> None:
-        """Record an epoch, durably on every healthy volume; StorageError when on none."""
-        raise NotImplementedError
+        """Record an epoch, durably on every volume that works; StorageError when on none."""
+        failures = [_save_epoch(volume, epoch) for volume in self.volumes]
+        if (first := failures[0]) is not None and None not in failures:
+            raise first
 
     def close(self) -> None:
         """Close all volumes."""
-        raise NotImplementedError
+        for volume in self.volumes:
+            volume.close()
+
+    def _holder(self, path: Path) -> Volume:
+        for volume in self.volumes:
+            if path.is_relative_to(volume.root):
+                return volume
+        raise UsageError(f"{path}: on none of the volumes of this run")
+
+    def _hide(self, path: Path) -> None:
+        """Hide the step of `path` on every volume; a failed volume keeps what it shows."""
+        if not is_step(path.parent.name):
+            return
+        for volume in self.volumes:
+            with contextlib.suppress(StorageError):
+                volume.unpublish(StepId.parse(path.parent.name))
+
+
+def _save_epoch(volume: Volume, epoch: Epoch) -> StorageError | None:
+    try:
+        volume.save_record(volume.record.with_epoch(epoch))
+    except StorageError as error:
+        return error
+    return None

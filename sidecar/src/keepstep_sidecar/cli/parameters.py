@@ -63,8 +63,7 @@ directory_option: Final = click.option(
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     default=DEFAULT_DIR,
-    show_default="./.keepstep",
-    help="Where runs are kept.",
+    help="Where runs are kept.  [default: ./.keepstep]",
 )
 
 json_option: Final = click.option(

@@ -165,7 +165,9 @@ def load_service(directory: Path, run: str) -> Service:
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{places.record} cannot be read ({error}); start the run again") from error
+        raise UsageError(
+            f"{places.record} cannot be read ({error}); start the run again"
+        ) from error
 
 
 def _options(body: dict[str, Any]) -> Options:
@@ -186,7 +188,9 @@ def find_service(directory: Path, run: str | None) -> Service:
     if not names:
         raise UsageError(f"no run is kept in {directory}; choose another place with --dir DIR")
     if len(names) > 1:
-        raise UsageError(f"{directory} keeps {len(names)} runs; choose one with --run: {_list(names)}")
+        raise UsageError(
+            f"{directory} keeps {len(names)} runs; choose one with --run: {_list(names)}"
+        )
     return load_service(directory, names[0])
 
 

@@ -1,8 +1,8 @@
 """Processes of a run: how they are started, watched and ended. The only module that does so.
 
-Signals stay blocked in this process and are taken one at a time (`next_event` in supervisor.py),
+Signals stay blocked in this process and are taken one at a time (supervisor.py),
 so the children are started with an empty mask. As the *subreaper* of what it starts, the
-supervisor inherits processes whose parent died, which is how `leftovers` can find all of them.
+supervisor inherits processes whose parent died, which is how `descendants` can find all of them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ def become_subreaper() -> None:
 
 
 def spawn_command(
-    path: str, command: Sequence[str], environment: Mapping[str, str], *, own_group: bool
+    path: str, command: tuple[str, ...], environment: Mapping[str, str], *, own_group: bool
 ) -> int:
     """Start `command` with our stdin, stdout and stderr and no signal blocked; returns its pid.
 
     `own_group` False: it shares our process group, so that it may read from the terminal.
     Raises OSError when the program cannot be executed.
     """
-    defaults = [signal.SIGPIPE, signal.SIGINT, signal.SIGQUIT]
+    # Python ignores these two, and what is ignored stays so across exec
+    defaults = [signal.SIGPIPE, signal.SIGXFSZ]
     if own_group:
         return os.posix_spawn(
             path, command, environment, setpgroup=0, setsigmask=(), setsigdef=defaults
@@ -45,8 +46,9 @@ def spawn_command(
     return os.posix_spawn(path, command, environment, setsigmask=(), setsigdef=defaults)
 
 
-def spawn_service(command: Sequence[str], *, log: Path) -> int:
-    """Start a process that outlives us: own session, no stdin, output appended to `log`."""
+def spawn_service(arguments: Sequence[str], *, log: Path) -> int:
+    """Start this Python with `arguments`, as a process that outlives us: own session, no stdin,
+    output appended to `log`. Returns its pid. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -55,7 +57,7 @@ def spawn_service(command: Sequence[str], *, log: Path) -> int:
     ]
     return os.posix_spawn(
         sys.executable,
-        command,
+        (sys.executable, *arguments),
         os.environ,
         file_actions=actions,
         setsid=True,

@@ -58,7 +58,11 @@ def format_duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
     whole = round(seconds)
-    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+    for size, unit, smaller, name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= size:
             rest = whole % size // smaller
             return f"{whole // size}{unit}" + (f"{rest:02d}{name}" if rest else "")

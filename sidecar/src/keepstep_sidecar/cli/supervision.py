@@ -3,9 +3,10 @@
 No I/O, no clock, no process here; `supervisor.py` turns what happens into events and carries the
 actions out. The life of a run:
 
-    RUNNING --command ended--> SWEEPING --nothing left--> CLOSING    it ended with 0: stop, forget
-                                                      |-> FLUSHING   it failed, no restart is left
-                                                      |-> RUNNING    restart, once the sidecar is up
+    WAITING --sidecar up--> RUNNING --command ended--> SWEEPING --nothing is left of it-->
+        CLOSING    the command ended with 0: flush, stop the sidecar, free its memory
+        FLUSHING   it failed and no restart is left: flush, memory stays
+        WAITING    it failed: restart, at once when the sidecar is up
     CLOSING, FLUSHING --done, or interrupted--> ENDED
 
 Sweeping ends what the command left behind (torchrun killed by SIGKILL leaves its workers, which
@@ -28,6 +29,9 @@ PASSED_SIGNALS: Final = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
 SIDECAR_ATTEMPTS: Final = 5
 """Failed starts in a row after which a command that waits for its sidecar is given up."""
 
+NOT_STARTED: Final = 125
+"""Exit code when the command never ran (that of env(1), timeout(1) and docker run)."""
+
 _STEADY_S: Final = 60.0
 """A sidecar that lived this long starts the count of its failures anew."""
 
@@ -37,9 +41,9 @@ _LONGEST_DELAY_S: Final = 30.0
 class Phase(enum.Enum):
     """Where the run is; see the module's picture."""
 
+    WAITING = "waiting"
     RUNNING = "running"
     SWEEPING = "sweeping"
-    RESTARTING = "restarting"
     FLUSHING = "flushing"
     CLOSING = "closing"
     ENDED = "ended"
@@ -171,12 +175,12 @@ class Supervision:
     """The state. `stopping`: a stop signal came. `interrupts`: how many SIGINT came."""
 
     restarts: int
-    phase: Phase = Phase.RUNNING
+    phase: Phase = Phase.WAITING
     attempt: int = 0
-    code: int = 0
+    code: int = NOT_STARTED
     stopping: bool = False
     interrupts: int = 0
-    sidecar_up: bool = True
+    sidecar_up: bool = False
     sidecar_failures: int = 0
 
     def step(self, event: Event) -> tuple[Supervision, tuple[Action, ...]]:
@@ -204,7 +208,7 @@ class Supervision:
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
         if not self.sidecar_up:
-            return replace(self, phase=Phase.RESTARTING, attempt=attempt), (announce,)
+            return replace(self, phase=Phase.WAITING, attempt=attempt), (announce,)
         return self._running(attempt), (announce, StartCommand(attempt))
 
     def _running(self, attempt: int) -> Supervision:
@@ -222,15 +226,21 @@ class Supervision:
             return after, ()
         if self.phase is Phase.SWEEPING:
             return after, (Sweep(now=True),) if interrupts > 1 else ()
-        if self.phase is Phase.RESTARTING:
-            return replace(after, phase=Phase.FLUSHING), (Flush(),)
+        if self.phase is Phase.WAITING:
+            return after._give_up_waiting(event.number)
         if self.phase in (Phase.FLUSHING, Phase.CLOSING):
             return replace(after, phase=Phase.ENDED), (Exit(self.code, interrupted=True),)
         return after, ()
 
+    def _give_up_waiting(self, number: signal.Signals) -> tuple[Supervision, tuple[Action, ...]]:
+        if self.attempt == 0:  # nothing ran: what earlier lives left in memory is not ours to end
+            after = replace(self, phase=Phase.ENDED, code=128 + number)
+            return after, (Exit(after.code, interrupted=True),)
+        return replace(self, phase=Phase.FLUSHING), (Flush(),)
+
     def _sidecar_up(self) -> tuple[Supervision, tuple[Action, ...]]:
         after = replace(self, sidecar_up=True)
-        if self.phase is Phase.RESTARTING:
+        if self.phase is Phase.WAITING:
             return after._running(self.attempt), (StartCommand(self.attempt),)
         return after, ()
 
@@ -239,7 +249,9 @@ class Supervision:
         after = replace(self, sidecar_up=False, sidecar_failures=failures)
         if self.phase in (Phase.FLUSHING, Phase.CLOSING, Phase.ENDED):
             return after, ()
-        if self.phase is Phase.RESTARTING and failures >= SIDECAR_ATTEMPTS:
+        # before the first start it is a mistake in the options, which trying again does not mend
+        allowed = 1 if self.attempt == 0 else SIDECAR_ATTEMPTS
+        if self.phase is Phase.WAITING and failures >= allowed:
             return replace(after, phase=Phase.ENDED), (Exit(self.code),)
         return after, (StartSidecar(_delay_s(failures)),)
 

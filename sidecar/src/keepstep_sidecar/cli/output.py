@@ -1,0 +1,79 @@
+"""How results reach the user: one JSON document, or tables and plain lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep.steps import EpochId, StepId
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON knows it; steps and epochs by their names, as commands take them."""
+    if isinstance(value, StepId | EpochId | Path):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(one) for one in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout."""
+    click.echo(json.dumps(plain(value), indent=2))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Tables keep their full width when they are piped, so that nothing is cut off."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not made.is_terminal:
+        made.width = 240
+    return made
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table; columns in `right` are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="fold",
+            no_wrap=column in right,
+        )
+    return made
+
+
+def ranks_text(ranks: tuple[int, ...], world: int) -> str:
+    """`all 8`, or which: `0-2,5 of 8`."""
+    if ranks == tuple(range(world)):
+        return f"all {world}"
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{text or 'none'} of {world}"

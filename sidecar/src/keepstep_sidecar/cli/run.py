@@ -1,0 +1,163 @@
+"""`keepstep run`: a command beside a sidecar that outlives it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import click
+
+from keepstep.errors import UsageError
+from keepstep_sidecar.cli.parameters import (
+    directory_option,
+    duration_option,
+    run_option,
+    size_option,
+)
+from keepstep_sidecar.cli.places import Options, Places, Service, places_of, run_name, save_service
+
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@directory_option
+@click.option(
+    "--volume",
+    "volumes",
+    multiple=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory on a local drive for durable steps; may be repeated, ranks are spread over"
+    " them.  [default: DIR]",
+)
+@run_option(default="stem of the first *.py in COMMAND")
+@click.option(
+    "--slots",
+    type=click.IntRange(min=2),
+    default=4,
+    show_default=True,
+    help="Images of each rank in memory; with 4 a restart always finds a common step there.",
+)
+@size_option(
+    "--memory-limit", help="Memory for all slots, like 32Gi.  [default: what /dev/shm has]"
+)
+@click.option(
+    "--stage-every",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Stage every Kth step in memory.",
+)
+@click.option(
+    "--persist-every",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Make every Kth step durable.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Committed steps that stay on the volumes.",
+)
+@size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Start COMMAND again up to N times when it fails.",
+)
+@duration_option(
+    "--linger", default="15m", help="How long memory stays after a failure; see `keepstep stop`."
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    directory: Path,
+    volumes: tuple[Path, ...],
+    run: str | None,
+    slots: int,
+    memory_limit: int | None,
+    stage_every: int,
+    persist_every: int,
+    keep: int,
+    capacity: int | None,
+    restarts: int,
+    linger: float,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND beside a sidecar that keeps its steps, and return its exit code.
+
+    The sidecar outlives COMMAND: started again, it goes on from memory. When COMMAND ends with 0,
+    nothing stays behind but the committed steps. A first Ctrl-C is COMMAND's; a second one kills
+    it. Exit codes: COMMAND's own, 128+n when signal n killed it, 125 when the sidecar does not
+    start, 126 and 127 when COMMAND cannot be executed or found.
+
+    \b
+    Examples:
+      keepstep run -- python train.py
+      keepstep run --restarts 3 -- torchrun --nproc-per-node 8 train.py
+      keepstep run --dir /scratch/ckpt --volume /nvme0 --volume /nvme1 \\
+          --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
+    """
+    program = _program(command[0])
+    places = places_of(directory, run or run_name(command), volumes)
+    options = Options(
+        slots=slots,
+        memory_limit_bytes=memory_limit,
+        stage_every=stage_every,
+        persist_every=persist_every,
+        keep=keep,
+        capacity_bytes=capacity,
+        linger_s=linger,
+    )
+    service = Service(places=places, options=options)
+    ctx.exit(_supervise(service, program=program, command=command, restarts=restarts))
+
+
+def _program(name: str) -> str:
+    """The file to execute. Ends this process with 126 or 127, as a shell does, when there is
+    none: before a sidecar is started for nothing."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    exists = os.path.exists(name)
+    click.echo(f"keepstep: {name}: {'not executable' if exists else 'command not found'}", err=True)
+    raise SystemExit(_NOT_EXECUTABLE if exists else _NOT_FOUND)
+
+
+def _supervise(service: Service, *, program: str, command: tuple[str, ...], restarts: int) -> int:
+    from keepstep_sidecar.cli import attendance
+    from keepstep_sidecar.cli.supervisor import Supervisor
+
+    _make_home(service.places)
+    with attendance.supervising(service.places):
+        adopted = attendance.adopt(service)
+        save_service(service)
+        return Supervisor(
+            service, path=program, command=command, restarts=restarts, adopted=adopted
+        ).run()
+
+
+def _make_home(places: Places) -> None:
+    try:
+        places.home.mkdir(parents=True, exist_ok=True)
+        _keep_out_of_git(places.home.parent)
+    except OSError as error:
+        raise UsageError(
+            f"cannot keep a run in {places.home.parent} ({error.strerror}); choose --dir DIR"
+        ) from error
+
+
+def _keep_out_of_git(directory: Path) -> None:
+    """The default directory lies in the user's project; its gigabytes are not for commits."""
+    if directory.name == ".keepstep":
+        (directory / ".gitignore").write_text("*\n")

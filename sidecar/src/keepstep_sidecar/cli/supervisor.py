@@ -1,0 +1,308 @@
+"""`keepstep run` as a process: turns what happens into events, and actions into system calls.
+
+One thread takes signals with sigtimedwait(2), so that nothing is ever interrupted in the middle
+and each signal comes with its sender. What takes long (ending leftovers, a flush) runs on a thread
+that posts an event when it is done and wakes the first one with a SIGCHLD.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import click
+
+from keepstep.errors import KeepstepError
+from keepstep.protocol import SOCKET_ENV
+from keepstep_sidecar.cli import attendance, calls, holdings, processes, report, supervision
+from keepstep_sidecar.cli.holdings import Holdings
+from keepstep_sidecar.cli.places import Service
+from keepstep_sidecar.cli.processes import Process
+from keepstep_sidecar.cli.supervision import (
+    Action,
+    AnnounceRestart,
+    Close,
+    CommandEnded,
+    Event,
+    Exit,
+    Finished,
+    Flush,
+    Forward,
+    KillCommand,
+    SidecarEnded,
+    SidecarUp,
+    Signalled,
+    StartCommand,
+    StartSidecar,
+    Supervision,
+    Sweep,
+    Swept,
+)
+
+_SIGNALS: Final = frozenset({*supervision.PASSED_SIGNALS, signal.SIGCHLD})
+_SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
+_TICK_S: Final = 0.5
+_GRACE_S: Final = 5.0
+_LOG_CHECK_S: Final = 10.0
+
+
+def say(text: str) -> None:
+    """One line on stderr; stdout is the command's."""
+    click.echo(f"keepstep: {text}", err=True)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Supervisor:
+    """Runs one command beside the sidecar of `service` until both are done.
+
+    `path`: the program's file; `command`: its words. `adopted`: a sidecar that runs already.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        path: str,
+        command: Sequence[str],
+        restarts: int,
+        adopted: Process | None = None,
+    ) -> None:
+        self._service = service
+        self._places = service.places
+        self._path = path
+        self._command = tuple(command)
+        self._state = Supervision(restarts=restarts)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._main = threading.get_ident()
+        self._own_group = not _in_foreground()
+        self._command_pid = 0
+        self._sidecar = adopted
+        self._adopted = adopted is not None
+        self._sidecar_since = time.monotonic()
+        self._sidecar_due: float | None = None
+        self._sidecar_seen = False
+        self._hurry = threading.Event()
+        self._log_checked = time.monotonic()
+        self._exit: int | None = None
+        self._closed = False
+
+    def run(self) -> int:
+        """Returns the exit code for this process."""
+        processes.become_subreaper()
+        with _blocked():
+            if self._sidecar is None:
+                self._start_sidecar(0.0)
+            else:
+                self._await_sidecar(self._sidecar)
+            while self._exit is None:
+                for event in self._next():
+                    self._state, actions = self._state.step(event)
+                    for action in actions:
+                        self._carry_out(action)
+            return self._exit
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _next(self) -> Iterator[Event]:
+        """What happened, at the latest after a tick."""
+        information = signal.sigtimedwait(_SIGNALS, self._wait_s())
+        if information is not None and information.si_signo != signal.SIGCHLD:
+            delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
+            yield Signalled(signal.Signals(information.si_signo), delivered)
+        yield from self._deaths()
+        while not self._events.empty():
+            event = self._events.get()
+            if not (isinstance(event, SidecarUp) and self._sidecar is None):  # it died since
+                yield event
+        self._tick()
+
+    def _wait_s(self) -> float:
+        due = self._sidecar_due
+        return _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
+
+    def _deaths(self) -> Iterator[Event]:
+        for pid, code in processes.reap().items():
+            if pid == self._command_pid:
+                self._command_pid = 0
+                yield CommandEnded(code)
+        # an adopted sidecar is not our child: it is watched by looking
+        if self._sidecar is not None and not self._sidecar.alive():
+            self._sidecar = None
+            yield SidecarEnded(time.monotonic() - self._sidecar_since)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._sidecar_due is not None and now >= self._sidecar_due:
+            self._sidecar_due = None
+            self._launch_sidecar()
+        if now - self._log_checked > _LOG_CHECK_S:
+            self._log_checked = now
+            attendance.bound_log(self._places.log)
+
+    def _in_background(self, name: str, work: Callable[[], Event | None]) -> None:
+        """Run `work`; its event, if any, is taken by the main thread."""
+
+        def body() -> None:
+            event = work()
+            if event is not None:
+                self._events.put(event)
+                signal.pthread_kill(self._main, signal.SIGCHLD)
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+
+    # --- actions -----------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case StartCommand():
+                self._start_command(action.attempt)
+            case Forward(number):
+                if self._command_pid:
+                    processes.send(self._command_pid, number)
+            case KillCommand():
+                self._kill_all()
+            case Sweep(now):
+                self._sweep(now)
+            case StartSidecar(delay_s):
+                self._start_sidecar(delay_s)
+            case AnnounceRestart(attempt, code):
+                self._announce(attempt, code)
+            case Flush():
+                self._in_background("flush", self._flush)
+            case Close():
+                self._in_background("close", self._close)
+            case Exit():
+                self._finish(action)
+
+    def _start_command(self, attempt: int) -> None:
+        if attempt == 0:
+            say(report.started(self._service, self._held(), adopted=self._adopted))
+        environment: Mapping[str, str] = {**os.environ, SOCKET_ENV: str(self._places.socket)}
+        try:
+            self._command_pid = processes.spawn_command(
+                self._path, self._command, environment, own_group=self._own_group
+            )
+        except OSError as error:
+            say(f"{self._command[0]}: {error.strerror}")
+            self._events.put(CommandEnded(126))
+
+    def _kill_all(self) -> None:
+        for process in self._descendants():
+            processes.send(process.pid, signal.SIGKILL)
+
+    def _descendants(self) -> tuple[Process, ...]:
+        spare = () if self._sidecar is None else (self._sidecar.pid,)
+        return processes.descendants(os.getpid(), spare=spare)
+
+    def _sweep(self, now: bool) -> None:
+        if now:
+            self._hurry.set()
+        else:
+            self._hurry.clear()
+            self._in_background("sweep", self._end_leftovers)
+
+    def _end_leftovers(self) -> Event:
+        deadline = time.monotonic() + _GRACE_S
+        asked: set[Process] = set()
+        while left := self._descendants():
+            late = self._hurry.is_set() or time.monotonic() > deadline
+            for process in left:
+                if late:
+                    processes.send(process.pid, signal.SIGKILL)
+                elif process not in asked:
+                    processes.send(process.pid, signal.SIGTERM)
+                    asked.add(process)
+            self._hurry.wait(0.02) if not late else time.sleep(0.02)
+        return Swept()
+
+    def _announce(self, attempt: int, code: int) -> None:
+        restarts = self._state.restarts
+        say(report.restarted(self._held(), code=code, attempt=attempt, restarts=restarts))
+
+    def _flush(self) -> Event:
+        try:
+            if attendance.wait_up(self._places, None, timeout_s=_GRACE_S):
+                calls.flush(self._places.socket, timeout_s=attendance.DRAIN_S)
+        except KeepstepError as error:
+            say(f"not flushed: {error}")
+        return Finished()
+
+    def _close(self) -> Event:
+        try:
+            attendance.wait_up(self._places, None, timeout_s=_GRACE_S)
+            self._closed = attendance.end(self._places)
+        except KeepstepError as error:
+            say(f"not closed: {error}")
+        return Finished()
+
+    def _finish(self, action: Exit) -> None:
+        self._exit = action.code
+        if self._state.attempt == 0 and not self._sidecar_seen:
+            if not action.interrupted:
+                tail = attendance.log_tail(self._places.log)
+                say(f"the sidecar does not start; the end of {self._places.log}:\n{tail}")
+            return
+        if action.interrupted:
+            say("interrupted: the flush was not awaited")
+        held = self._held()
+        say(report.ended(self._service, held, code=action.code, freed=self._closed))
+
+    def _held(self) -> Holdings | None:
+        """What there is; None when it cannot be told. Never in the way of the command."""
+        try:
+            return holdings.read(self._places)
+        except KeepstepError:
+            return None
+
+    # --- the sidecar -------------------------------------------------------------------------
+
+    def _start_sidecar(self, delay_s: float) -> None:
+        if self._sidecar_seen:
+            say(report.sidecar_replaced(self._places))
+        self._sidecar_due = time.monotonic() + delay_s
+
+    def _launch_sidecar(self) -> None:
+        self._sidecar_since = time.monotonic()
+        try:
+            process = Process.of(attendance.launch(self._service))
+        except (OSError, KeepstepError) as error:
+            say(f"the sidecar cannot be started: {error}")
+            process = None
+        self._sidecar = process
+        if process is None:
+            self._events.put(SidecarEnded(0.0))
+        else:
+            self._await_sidecar(process)
+
+    def _await_sidecar(self, process: Process) -> None:
+        def wait() -> Event | None:
+            if attendance.wait_up(self._places, process):
+                self._sidecar_seen = True
+                return SidecarUp()
+            processes.send(process.pid, signal.SIGKILL)  # then its death is the event
+            return None
+
+        self._in_background("wait for the sidecar", wait)
+
+
+def _in_foreground() -> bool:
+    """Whether the terminal on stdin gives this process group its keys."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(0) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,118 @@
+"""Makes slots in the background: the first of every rank before the second of any.
+
+Touching pages takes seconds per GiB, so it happens on threads of low priority, never on the event
+loop; a slot is at hand as soon as it is ready, the others follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from keepstep.errors import NoMemoryError
+from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.memory import (
+    SlotFile,
+    lower_priority,
+    rank_directory,
+    slot_name,
+    slot_number,
+)
+
+_MOST_THREADS = 4
+
+
+class Maker:
+    """Fills banks up to their `wanted` slots. `run` is its worker, one task per thread."""
+
+    def __init__(self, memory_dir: Path, changes: Changes) -> None:
+        self.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._memory_dir = memory_dir
+        self._changes = changes
+        self._stop = threading.Event()
+        self._numbers = itertools.count(1)
+        self._queue: asyncio.PriorityQueue[tuple[int, int, Bank | SlotFile]] = (
+            asyncio.PriorityQueue()
+        )
+        self._making: dict[int, int] = {}
+        self._executor = ThreadPoolExecutor(
+            self.threads, thread_name_prefix="slots", initializer=lower_priority
+        )
+
+    def fill(self, bank: Bank) -> None:
+        """Order the slots that this bank lacks."""
+        ordered = self._making.get(id(bank), 0)
+        for position in range(bank.count + ordered, bank.wanted):
+            self._making[id(bank)] = self._making.get(id(bank), 0) + 1
+            self._queue.put_nowait((position, next(self._numbers), bank))
+
+    def grow(self, bank: Bank, *, most: int) -> None:
+        """Order one more slot, unless one is on its way or there are `most`."""
+        if bank.count >= bank.wanted and bank.wanted < most:
+            bank.wanted += 1
+            self.fill(bank)
+
+    def settle(self, file: SlotFile) -> None:
+        """Map and lock an adopted slot, when there is nothing better to do."""
+        self._queue.put_nowait((1 << 30, next(self._numbers), file))
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        loop = asyncio.get_running_loop()
+        while not self._stop.is_set():
+            _, _, order = await self._queue.get()
+            if isinstance(order, SlotFile):
+                await loop.run_in_executor(self._executor, order.settle)
+            else:
+                await self._make(order)
+
+    async def _make(self, bank: Bank) -> None:
+        loop = asyncio.get_running_loop()
+        path = None
+        try:
+            path = self._free_path(bank)
+            file = await loop.run_in_executor(
+                self._executor, lambda: SlotFile.create(path, bank.layout, stop=self._stop)
+            )
+        except (NoMemoryError, OSError) as error:
+            bank.failure = str(error)
+            bank.wanted = bank.count
+            warn("slot not made", path=str(path), reason=str(error))
+            return
+        finally:
+            self._making[id(bank)] -= 1
+            if not self._making[id(bank)]:
+                del self._making[id(bank)]
+            self._changes.ring()
+        if bank.count >= bank.wanted:
+            file.unlink()  # the layout was dropped meanwhile
+            return
+        bank.add(file)
+        say(
+            "slot made",
+            rank=bank.layout.rank,
+            slot=file.name,
+            bytes=len(file.view),
+            locked=file.locked or "yes",
+        )
+        self._changes.ring()
+
+    def _free_path(self, bank: Bank) -> Path:
+        directory = rank_directory(self._memory_dir, bank.layout.rank)
+        taken = {slot_number(path.name.removesuffix(".new")) for path in directory.iterdir()}
+        # also above what other threads are making: their files are there, under another name
+        number = next(n for n in itertools.count() if n not in taken)
+        path = directory / slot_name(bank.layout, number)
+        path.with_name(path.name + ".new").touch()
+        return path
+
+    def stop(self) -> None:
+        """Give up what is being made; for the end of the process."""
+        self._stop.set()
+        self._executor.shutdown(wait=True, cancel_futures=True)

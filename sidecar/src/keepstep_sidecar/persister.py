@@ -1,0 +1,224 @@
+"""Makes staged images durable: carries out what `PersistPlanner` decides.
+
+The slot is pinned while it is written, so nobody fills it. One exception cannot be excluded, an
+image that a new sidecar found while its trainer was about to fill the slot; but a trainer zeroes
+the seal before it writes anything else, so a seal that is still there after the write proves that
+the bytes were whole, and a file without that proof is quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.errors import NoSpaceError
+from keepstep.image import ControlPage
+from keepstep.persist import PersistCounts, PersistPlanner, Write
+from keepstep.schedule import Grid
+from keepstep.steps import StepId
+from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.budget import LEAST_SLOTS
+from keepstep_sidecar.catalog import Catalog
+from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.slotkeeper import Slotkeeper
+from keepstep_sidecar.volume import Written
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+
+
+@dataclass
+class PersistTotals:
+    """Since the start, over all ranks."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    failed: int = 0
+
+
+class Persister:
+    """The writes of this machine's ranks."""
+
+    def __init__(
+        self,
+        keeper: Slotkeeper,
+        *,
+        grid: Grid,
+        executor: Executor,
+        changes: Changes,
+        spawn: Spawn,
+    ) -> None:
+        self.totals = PersistTotals()
+        self.trouble = ""
+        self.failed: StepId | None = None
+        self.catalog: Catalog
+        self._keeper = keeper
+        self._waiting = False
+        self._executor = executor
+        self._changes = changes
+        self._spawn = spawn
+        self._ranks: frozenset[int] = frozenset()
+        self._writing: set[tuple[int, StepId]] = set()
+        self.planner = PersistPlanner((), grid)
+
+    # --- events ------------------------------------------------------------------------------
+
+    def plan_for(self, ranks: Iterable[int], *, slots: int) -> None:
+        """These are this machine's ranks, with so many slots each at least.
+
+        When that changed, what they hold is planned anew. Nothing before the scan: until then
+        nobody knows what is durable already.
+        """
+        new = (frozenset(ranks), slots <= LEAST_SLOTS)
+        if new == (self._ranks, self._waiting) or not self.catalog.scanned:
+            return
+        self._ranks, self._waiting = new
+        old = self.planner
+        self.planner = PersistPlanner(self._ranks, old.grid, slots=slots)
+        self.planner.counts = old.counts
+        for rank in sorted(self._ranks):
+            self._recall(rank)
+
+    def _recall(self, rank: int) -> None:
+        """Tell a new planner what is there of this rank."""
+        for id, held in self.catalog.shards.items():
+            if rank in held:
+                self._start(self.planner.written(rank, id))
+        if self._keeper.rank(rank).settled:
+            self.settled(rank)
+
+    def settled(self, rank: int) -> None:
+        """It is known now which images of this rank stay: they may be written."""
+        if rank in self._ranks:
+            for id in self._keeper.rank(rank).sealed():
+                if not self.catalog.ledger.is_dead(id):
+                    self.sealed(rank, id)
+
+    def sealed(self, rank: int, id: StepId) -> None:
+        if rank in self._ranks:
+            self._start(self.planner.sealed(rank, id))
+
+    def overwritten(self, rank: int, id: StepId) -> None:
+        if rank in self._ranks:
+            self._start(self.planner.overwritten(rank, id))
+
+    def gone(self, rank: int) -> None:
+        """The rank's trainer has ended."""
+        if rank in self._ranks:
+            self._start(self.planner.gone(rank))
+
+    def forget(self, dead: Callable[[StepId], bool]) -> None:
+        """A new epoch began."""
+        self._start(self.planner.forget(dead))
+
+    def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> None:
+        """Persist these steps, or the newest common ones, now."""
+        self._start(self.planner.flush(ids, newest=newest))
+
+    # --- asking ------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._writing and self.planner.idle
+
+    @property
+    def counts(self) -> PersistCounts:
+        return self.planner.counts
+
+    def busy(self, id: StepId) -> bool:
+        """Whether this step is on its way to the volumes."""
+        return id == self.planner.target or any(one == id for _, one in self._writing)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def _start(self, writes: Iterable[Write]) -> None:
+        for write in writes:
+            if (write.rank, write.id) not in self._writing:
+                self._begin(write)
+
+    def _begin(self, write: Write) -> None:
+        found = self._keeper.rank(write.rank).find(write.id)
+        if found is None:
+            self._spawn(self._end(write, ok=False), f"unwritten {write.id}")
+            return
+        bank, index = found
+        control = bank.files[index].control()
+        # pinned before anything else can run: nobody may be given this slot meanwhile
+        bank.table.pin(index)
+        self._writing.add((write.rank, write.id))
+        self._spawn(self._write(write, bank, index, control), f"write {write.id} {write.rank}")
+
+    async def _write(
+        self, write: Write, bank: Bank, index: int, control: ControlPage | None
+    ) -> None:
+        written = None
+        table, file = bank.table, bank.files[index]
+        try:
+            if control is not None and control.id == write.id:
+                fresh = await self._write_with_room(bank, index, control)
+                if file.control() == control:
+                    written = fresh
+                else:
+                    await self._distrust(fresh)
+        except Exception as error:  # whatever it is: the planner must hear of the end
+            self.trouble, self.failed = str(error), write.id
+            self.totals.failed += 1
+            warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+        finally:
+            table.unpin(index)
+        if written is not None and control is not None:
+            self._count(write, written)
+            self.catalog.wrote(written, bank.layout, control)
+        # with nothing awaited since the pin was taken back: the next image is pinned before its
+        # slot can be assigned
+        await self._end(write, ok=written is not None)
+
+    async def _write_with_room(self, bank: Bank, index: int, control: ControlPage) -> Written:
+        try:
+            return await self._write_once(bank, index, control)
+        except NoSpaceError:
+            if not await self.catalog.make_room():
+                raise
+            return await self._write_once(bank, index, control)
+
+    async def _write_once(self, bank: Bank, index: int, control: ControlPage) -> Written:
+        view = bank.files[index].view
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self.catalog.volumes.write, view, bank.layout, control
+        )
+
+    async def _distrust(self, written: Written) -> None:
+        warn("overwritten while it was written", path=str(written.path))
+        await self.catalog.blocking(
+            lambda: self.catalog.volumes.quarantine(written.path, "overwritten")
+        )
+
+    def _count(self, write: Write, written: Written) -> None:
+        self.trouble = ""
+        self.totals.bytes += written.bytes
+        self.totals.seconds += written.seconds
+        self.totals.cpu_s += written.cpu_s
+        say(
+            "durable",
+            rank=write.rank,
+            step=str(write.id),
+            bytes=written.bytes,
+            seconds=round(written.seconds, 4),
+            level=logging.DEBUG,
+        )
+
+    async def _end(self, write: Write, *, ok: bool) -> None:
+        if write.rank in self._ranks:
+            self._start(self.planner.written(write.rank, write.id, ok=ok))
+        self._changes.ring()
+        try:
+            if ok:
+                await self.catalog.refresh()
+        finally:
+            self._writing.discard((write.rank, write.id))
+            self._changes.ring()

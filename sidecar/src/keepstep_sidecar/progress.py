@@ -1,0 +1,119 @@
+"""Waiting for steps to become staged, durable, committed; and the flush before an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from keepstep.protocol import Flushed, Waited, WaitRequest
+from keepstep.steps import State, StepId
+from keepstep_sidecar.catalog import Catalog
+from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.leases import Lease
+from keepstep_sidecar.persister import Persister
+from keepstep_sidecar.problems import refuse
+from keepstep_sidecar.slotkeeper import Slotkeeper
+from keepstep_sidecar.trainers import Trainers
+
+_NEWEST = 2
+"""Two: whatever dies in between, one of them was sealed by every rank."""
+
+
+class Progress:
+    """Long polls on the state of steps."""
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        *,
+        keeper: Slotkeeper,
+        catalog: Catalog,
+        persister: Persister,
+        changes: Changes,
+    ) -> None:
+        self._trainers = trainers
+        self._keeper = keeper
+        self._catalog = catalog
+        self._persister = persister
+        self._changes = changes
+
+    async def wait(self, request: WaitRequest) -> Waited:
+        """Until the step has the state. Raises SidecarError `bad-request` for no such state."""
+        lease = self._trainers.leases.require(request.lease)
+        reached = self._predicate(lease, request)
+        if request.flush and not reached():
+            self._persister.flush({request.id})
+        counters = self._trainers.of(lease.rank)
+
+        def settled() -> bool:
+            # a step that could not be written is not tried again: only a later one can help
+            return reached() or self._persister.failed == request.id == counters.staged
+
+        await self._changes.until(settled, timeout_s=request.timeout_s)
+        if reached():
+            return Waited(reached=True)
+        return Waited(reached=False, reason=self._missing(request.id))
+
+    def _predicate(self, lease: Lease, request: WaitRequest) -> Callable[[], bool]:
+        rank, id = lease.rank, request.id
+        try:
+            state = State(request.state)
+        except ValueError as error:
+            raise refuse("bad-request", str(error)) from error
+        if state is State.STAGED:
+            return lambda: self._staged(rank, id)
+        if state is State.DURABLE:
+            return lambda: self._catalog.durable_from(rank, id)
+        return lambda: self._catalog.committed_from(id)
+
+    def _staged(self, rank: int, id: StepId) -> bool:
+        return (
+            self._trainers.of(rank).staged == id
+            or self._keeper.rank(rank).find(id) is not None
+            or self._catalog.holds(rank, id) is not None
+        )
+
+    def _missing(self, id: StepId) -> str:
+        """Why the step is not where it should be."""
+        if self._persister.trouble:
+            return self._persister.trouble
+        unstaged: list[int] = []
+        unwritten: list[int] = []
+        for rank in sorted(self._keeper.ranks):
+            if self._catalog.holds(rank, id) is None:
+                (unwritten if self._staged(rank, id) else unstaged).append(rank)
+        if unstaged:
+            return f"step {id} was not staged, or not kept, by ranks {unstaged}"
+        if unwritten:
+            return f"step {id} is staged, but not yet durable for ranks {unwritten}"
+        return f"step {id} is durable here, but not committed: some rank of the run lacks it"
+
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """Make the newest two steps that all ranks hold durable. Best effort, in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if not await self._changes.until(lambda: self._catalog.scanned, timeout_s=timeout_s):
+            return Flushed(reason="the volumes are still being scanned")
+        self._settle_orphaned()
+        wanted = self._persister.planner.common()[-_NEWEST:]
+        self._persister.flush(newest=_NEWEST)
+        left_s = deadline - asyncio.get_running_loop().time()
+        await self._changes.until(lambda: self._persister.idle, timeout_s=left_s)
+        durable = tuple(id for id in wanted if self._durable(id))
+        missing = [id for id in wanted if id not in durable]
+        return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
+
+    def _settle_orphaned(self) -> None:
+        """Ranks whose trainer never came back: what they left is final."""
+        for rank, slots in self._keeper.ranks.items():
+            if not slots.settled and self._trainers.leases.of(rank) is None:
+                slots.settled = True
+                self._persister.settled(rank)
+        self._trainers.plan_persists()
+
+    def _durable(self, id: StepId) -> bool:
+        ranks = [rank for rank, slots in self._keeper.ranks.items() if slots.banks]
+        return all(self._catalog.holds(rank, id) is not None for rank in ranks)
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is being written. False when the time is up."""
+        return await self._changes.until(lambda: self._persister.idle, timeout_s=timeout_s)

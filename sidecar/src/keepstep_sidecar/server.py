@@ -1,0 +1,160 @@
+"""The routes: JSON in, one call to the service, JSON or a `Problem` out. Nothing else.
+
+Types are those of `keepstep.protocol`, decoded strictly by msgspec; a field that this version does
+not know is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from keepstep.errors import KeepstepError
+from keepstep.protocol import (
+    CandidatesRequest,
+    DiscardRequest,
+    FlushRequest,
+    LayoutRequest,
+    LeaseRequest,
+    OpenRequest,
+    Problem,
+    RestoredRequest,
+    SkippedRequest,
+    SlotRequest,
+    StagedRequest,
+    StopRequest,
+    WaitRequest,
+)
+from keepstep_sidecar.leases import Lease
+from keepstep_sidecar.problems import answer
+from keepstep_sidecar.service import Service
+from keepstep_sidecar.status import status
+from keepstep_sidecar.tasks import Tasks
+
+_LARGEST_REQUEST_BYTES = 256 << 20
+"""A layout's header, base64: a hundred bytes a tensor."""
+
+_PING_S = 10.0
+_log = logging.getLogger("keepstep.sidecar")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def application(service: Service, tasks: Tasks) -> web.Application:
+    """All routes of protocol version 1."""
+    app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_problems])
+    routes = _Routes(service, tasks)
+    app.add_routes(
+        [
+            web.post("/v1/lease", routes.lease),
+            _post("/v1/layout", LayoutRequest, service.trainers.layout),
+            _post("/v1/slot", SlotRequest, service.trainers.slot),
+            _post("/v1/staged", StagedRequest, service.trainers.staged),
+            _post("/v1/discard", DiscardRequest, service.trainers.discard),
+            _post("/v1/skipped", SkippedRequest, service.trainers.skipped),
+            _post("/v1/candidates", CandidatesRequest, service.candidates),
+            _post("/v1/restore", OpenRequest, service.open),
+            _post("/v1/restored", RestoredRequest, service.restored),
+            _post("/v1/wait", WaitRequest, service.progress.wait),
+            _post("/v1/flush", FlushRequest, service.flush),
+            _post("/v1/stop", StopRequest, service.stop),
+            web.get("/v1/status", routes.status),
+            web.get("/metrics", routes.metrics),
+            web.get("/healthz", routes.healthz),
+        ]
+    )
+    return app
+
+
+def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDef:
+    """A route that decodes a `kind`, calls, and encodes what comes back."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+
+    async def handle(request: web.Request) -> web.Response:
+        result = call(decoder.decode(await request.read()))
+        if isinstance(result, Awaitable):
+            result = await result
+        return _json(result if result is not None else {})
+
+    return web.post(path, handle)
+
+
+class _Routes:
+    """The routes that do not fit the pattern."""
+
+    def __init__(self, service: Service, tasks: Tasks) -> None:
+        self._service = service
+        self._tasks = tasks
+        self._decode_lease = msgspec.json.Decoder(LeaseRequest).decode
+
+    async def lease(self, request: web.Request) -> web.StreamResponse:
+        """Stream until the trainer's connection or process ends; aiohttp then cancels this."""
+        service = self._service
+        service.require_running()
+        wanted = self._decode_lease(await request.read())
+        lease, granted = await service.trainers.lease(wanted, peer_pid=_peer_pid(request))
+        try:
+            response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+            await response.prepare(request)
+            await response.write(msgspec.json.encode(granted) + b"\n")
+            while not await service.changes.until(lambda: self._over(lease), timeout_s=_PING_S):
+                await response.write(b"{}\n")
+        except ConnectionResetError:
+            _log.debug("a lease's connection is gone")
+        finally:
+            self._tasks.spawn(service.trainers.ended(lease), f"lease of rank {lease.rank} ended")
+        return response
+
+    def _over(self, lease: Lease) -> bool:
+        return lease.ended or lease.died or self._service.ending
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(await status(self._service))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        from keepstep_sidecar import metrics
+
+        text = metrics.render(await status(self._service))
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves as a `Problem`."""
+    try:
+        return await handler(request)
+    except KeepstepError as error:
+        answered = answer(error)
+        return _json(answered.problem, status=answered.status)
+    except msgspec.DecodeError as error:
+        return _json(Problem(code="bad-request", message=f"{request.path}: {error}"), status=400)
+    except web.HTTPException as error:
+        problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
+        return _json(problem, status=error.status)
+    except Exception as error:
+        _log.exception("request failed", extra={"fields": {"route": request.path}})
+        problem = Problem(code="internal", message=f"{type(error).__name__}: {error}")
+        return _json(problem, status=500)
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )
+
+
+def _peer_pid(request: web.Request) -> int:
+    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace."""
+    assert request.transport is not None
+    peer = request.transport.get_extra_info("socket")
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])

@@ -1,0 +1,166 @@
+"""`GET /v1/status`: one look at everything, as `protocol.Status`."""
+
+from __future__ import annotations
+
+import os
+
+from keepstep.image import PAGE_BYTES
+from keepstep.protocol import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    RankStatus,
+    SlotStatus,
+    Status,
+    StepStatus,
+    VolumeStatus,
+)
+from keepstep.slots import SlotState
+from keepstep.steps import StepId, Tier
+from keepstep_sidecar import __version__
+from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.service import Service
+from keepstep_sidecar.slotkeeper import RankSlots
+from keepstep_sidecar.volume import Volume
+
+
+async def status(service: Service) -> Status:
+    """The state now. Asks the volumes for their space, so it may take a few milliseconds."""
+    volumes = await service.catalog.blocking(
+        lambda: tuple(_volume(one, service) for one in service.catalog.volumes.volumes)
+    )
+    catalog, persister = service.catalog, service.persister
+    ledger = catalog.look()
+    marks = {tier: ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
+    newest = max(
+        (one.staged.step for one in service.trainers.counters.values() if one.staged), default=0
+    )
+    return Status(
+        run=service.config.run,
+        sidecar=__version__,
+        pid=os.getpid(),
+        started_at=service.started_at,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        locked=_locked(service),
+        epoch=catalog.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
+        watermarks={str(tier): id for tier, id in marks.items() if id is not None},
+        committed_at=catalog.committed_at,
+        persist_every=persister.planner.grid.interval(newest),
+        stage_every=service.config.stage_every,
+        persisted=persister.counts.persisted,
+        persist_skipped=persister.counts.skipped + persister.counts.abandoned,
+        persist_seconds=persister.totals.seconds,
+        persist_bytes=persister.totals.bytes,
+        ranks=tuple(_rank(service, one) for _, one in sorted(service.keeper.ranks.items())),
+        volumes=volumes,
+        steps=tuple(_steps(service)),
+        survives=survives(memory=marks[Tier.MEMORY], local=marks[Tier.LOCAL]),
+        warnings=_warnings(service),
+    )
+
+
+def survives(*, memory: StepId | None, local: StepId | None) -> tuple[str, ...]:
+    """What the run would outlive now, beyond the loss of a step. Pure.
+
+    One machine without a peer or an archive never survives its own loss.
+    """
+    outlived = ("ContainerRestart",) if memory or local else ()
+    return (*outlived, "PodRestart") if local else outlived
+
+
+def _volume(volume: Volume, service: Service) -> VolumeStatus:
+    reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
+    return VolumeStatus(
+        path=str(volume.root),
+        engine=f"{volume.engine}{reason}",
+        used_bytes=volume.used_bytes(),
+        free_bytes=volume.free_bytes(),
+        capacity_bytes=service.config.capacity_bytes,
+        failed=volume.failed,
+        quarantined=volume.quarantined(),
+    )
+
+
+def _rank(service: Service, slots: RankSlots) -> RankStatus:
+    lease = service.trainers.leases.of(slots.rank)
+    counters = service.trainers.of(slots.rank)
+    return RankStatus(
+        rank=slots.rank,
+        world=slots.world,
+        alive=lease is not None,
+        pid=lease.request.pid if lease else 0,
+        staged=counters.staged or max(slots.sealed(), default=None),
+        durable=max(
+            (id for id, held in service.catalog.shards.items() if slots.rank in held), default=None
+        ),
+        slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
+        slots=tuple(one for bank in slots.banks.values() for one in _slots(bank)),
+        saves=counters.saves,
+        skipped=sum(counters.skipped.values()),
+        discarded=counters.discarded,
+        blocked_s=counters.blocked_s,
+        copy_s=counters.copy_s,
+        warning=slots.warning,
+    )
+
+
+def _slots(bank: Bank) -> list[SlotStatus]:
+    orphans = [SlotStatus(slot=name, state="orphan") for name in bank.orphans]
+    table = bank.table.slots
+    return orphans + [
+        SlotStatus(
+            slot=file.name,
+            state=str(table[index].state),
+            id=table[index].id if table[index].state is SlotState.SEALED else None,
+            pinned=table[index].pinned,
+        )
+        for index, file in bank.present()
+    ]
+
+
+def _steps(service: Service) -> list[StepStatus]:
+    """Newest first."""
+    catalog, keeper = service.catalog, service.keeper
+    ids = {id for slots in keeper.ranks.values() for id in slots.sealed()} | set(catalog.shards)
+    return [_step(service, id) for id in sorted(ids, reverse=True)]
+
+
+def _step(service: Service, id: StepId) -> StepStatus:
+    catalog, ranks = service.catalog, service.keeper.ranks
+    local = catalog.shards.get(id, {})
+    memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
+    sizes = {rank: bank.layout.size_bytes for rank, (bank, _) in memory.items()}
+    sizes |= {rank: found.bytes for rank, found in local.items()}
+    worlds = [found.world for found in local.values()]
+    worlds += [bank.layout.world for bank, _ in memory.values()]
+    return StepStatus(
+        id=id,
+        world=max(worlds),
+        memory_ranks=tuple(sorted(memory)),
+        local_ranks=tuple(sorted(local)),
+        bytes=sum(sizes.values()),
+        committed=id in catalog.published,
+        path=catalog.published.get(id, ""),
+        dead=catalog.ledger.is_dead(id),
+    )
+
+
+def _locked(service: Service) -> str:
+    files = list(service.keeper.files())
+    reasons = sorted({file.locked for file in files if file.locked})
+    if not files:
+        return "no slots yet"
+    return f"not locked: {', '.join(reasons)}" if reasons else "locked"
+
+
+def _warnings(service: Service) -> tuple[str, ...]:
+    found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]
+    found += [service.persister.trouble, service.catalog.unreadable, *service.catalog.alarms]
+    return tuple(dict.fromkeys(one for one in found if one))
+
+
+def resident_bytes() -> int:
+    """This process's own memory, without the shared memory of slots (see proc(5), statm)."""
+    with open("/proc/self/statm") as statm:
+        _, resident, shared, *_ = statm.read().split()
+    return (int(resident) - int(shared)) * PAGE_BYTES

@@ -1,0 +1,315 @@
+"""What trainers ask for while they train: a lease, slots, and that their images are noted.
+
+Runs once per training step and rank, so nothing here touches a disk or lists a directory.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+from dataclasses import dataclass, field
+
+from keepstep.errors import ImageError
+from keepstep.image import Layout
+from keepstep.protocol import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    DiscardRequest,
+    LayoutAccepted,
+    LayoutRequest,
+    LeaseGranted,
+    LeaseRequest,
+    SkippedRequest,
+    SlotGranted,
+    SlotRequest,
+    StagedRequest,
+)
+from keepstep.slots import SlotState
+from keepstep.steps import StepId
+from keepstep_sidecar import __version__
+from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.catalog import Catalog
+from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.config import Config
+from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.leases import Lease, Leases
+from keepstep_sidecar.maker import Maker
+from keepstep_sidecar.persister import Persister
+from keepstep_sidecar.problems import refuse
+from keepstep_sidecar.restorer import Restorer
+from keepstep_sidecar.sizing import Sizing
+from keepstep_sidecar.slotkeeper import RankSlots, Slotkeeper
+
+
+@dataclass
+class RankCounters:
+    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed."""
+
+    saves: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    copy_s: float = 0.0
+    staged: StepId | None = None
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+class Trainers:
+    """The trainer's side of the protocol, apart from restore and waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        keeper: Slotkeeper,
+        catalog: Catalog,
+        persister: Persister,
+        maker: Maker,
+        changes: Changes,
+    ) -> None:
+        self.leases = Leases(changes)
+        self.counters: dict[int, RankCounters] = {}
+        self.restorer: Restorer
+        self._config = config
+        self._keeper = keeper
+        self._catalog = catalog
+        self._persister = persister
+        self._maker = maker
+        self._changes = changes
+        self._last: dict[int, Lease] = {}
+        self._sizing = Sizing(config, keeper)
+
+    # --- lease -------------------------------------------------------------------------------
+
+    async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
+        """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
+        version = _common_version(request)
+        lease = await self.leases.take(request, peer_pid=peer_pid)
+        try:
+            held = await self._settle(lease)
+        except BaseException:  # cancelled, as the trainer has gone already
+            self.leases.end(lease)
+            raise
+        say("lease", rank=lease.rank, world=lease.world, pid=request.pid, attempt=lease.attempt)
+        return lease, LeaseGranted(
+            lease=lease.token,
+            run=self._config.run,
+            protocol=version,
+            sidecar=__version__,
+            memory_dir=str(self._config.memory_dir),
+            stage_every=self._config.stage_every,
+            held=held,
+        )
+
+    async def _settle(self, lease: Lease) -> tuple[str, ...]:
+        """Find out which slots this trainer fills, and take back what its predecessor filled."""
+        slots = self._keeper.rank(lease.rank)
+        before = self._last.get(lease.rank)
+        self._last[lease.rank] = lease
+        same = before is not None and before.attempt == lease.attempt
+        filling = slots.filling()
+        if filling is not None and before is not None:
+            bank, index = filling
+            if same and bank.files[index].name in lease.request.holding:
+                pass
+            elif same or await self.leases.certain_death(before):
+                self._take_back(lease.rank)
+            else:
+                self._keeper.unlink([bank.abandon(index)])
+                self._maker.fill(bank)
+        if before is not None:
+            self.leases.unwatch(before)
+        slots.world = lease.world
+        held = self._keeper.settle(
+            lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
+        )
+        self.plan_persists()
+        self._persister.settled(lease.rank)
+        self._changes.ring()
+        return held
+
+    async def ended(self, lease: Lease) -> None:
+        """A trainer's connection or process is gone."""
+        if not self.leases.end(lease):
+            return
+        say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
+        self.restorer.let_go(lease.rank)
+        self._persister.gone(lease.rank)
+        if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
+            self._take_back(lease.rank)
+
+    def _take_back(self, rank: int) -> None:
+        kept = self._keeper.take_back(rank)
+        if kept is not None and not self._catalog.ledger.is_dead(kept):
+            self._persister.sealed(rank, kept)
+        self._changes.ring()
+
+    def plan_persists(self) -> None:
+        """The ranks of this machine: those with a trainer, and those with something in memory."""
+        ranks = {rank for rank, slots in self._keeper.ranks.items() if slots.banks}
+        ranks |= {rank for rank in self._last if self.leases.of(rank)}
+        worlds = [lease.world for lease in self._last.values() if not lease.ended]
+        fewest = min(
+            (one.current.wanted for one in self._keeper.ranks.values() if one.current),
+            default=self._config.slots,
+        )
+        self._persister.plan_for(
+            (rank for rank in ranks if not worlds or rank < max(worlds)), slots=fewest
+        )
+
+    # --- layout ------------------------------------------------------------------------------
+
+    def layout(self, request: LayoutRequest) -> LayoutAccepted:
+        """This rank's images look like this from now on; its slots are made in the background.
+
+        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
+        """
+        lease = self.leases.require(request.lease)
+        layout = _parse_layout(request.header)
+        if (layout.rank, layout.world) != (lease.rank, lease.world):
+            raise refuse(
+                "bad-image",
+                f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
+                f" {lease.rank} of {lease.world}",
+            )
+        slots = self._keeper.rank(lease.rank)
+        bank = slots.banks.get(layout.id) or Bank(layout)
+        slots.warning = self._sizing.fit(slots, bank, lease)
+        slots.banks[layout.id] = slots.current = bank
+        self._maker.fill(bank)
+        self.plan_persists()
+        return LayoutAccepted(
+            layout=layout.id,
+            slots=bank.wanted,
+            slot_bytes=layout.size_bytes,
+            warning=slots.warning,
+        )
+
+    def grow(self, slots: RankSlots, bank: Bank) -> None:
+        """One more slot to restore into, unless one is on its way already."""
+        lease = self.leases.of(slots.rank)
+        self._maker.grow(bank, most=self._sizing.most(slots, bank, lease))
+
+    # --- slots -------------------------------------------------------------------------------
+
+    async def slot(self, request: SlotRequest) -> SlotGranted:
+        """The next slot to fill; waits for one. Asked again, the same one."""
+        lease = self.leases.require(request.lease)
+        slots = self._keeper.rank(lease.rank)
+        if slots.current is None or slots.current.layout.id != request.layout:
+            raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
+        granted = SlotGranted(slot=None)
+
+        def given() -> bool:
+            nonlocal granted
+            if lease.ended:
+                return True
+            granted = self._next(slots)
+            return granted.slot is not None
+
+        await self._changes.until(given, timeout_s=request.timeout_s)
+        if granted.slot is None and slots.current.failure:
+            raise refuse("no-memory", slots.current.failure)
+        return granted
+
+    def _next(self, slots: RankSlots) -> SlotGranted:
+        """The slot that is being filled, or a new one, or none for now."""
+        bank, filling = slots.current, slots.filling()
+        if bank is None:
+            return SlotGranted(slot=None)
+        if filling is not None and filling[0] is not bank:
+            self._take_back(slots.rank)  # of the layout before: the trainer has moved on
+        assigned = bank.assigned() or bank.assign()
+        if assigned is None:
+            return SlotGranted(slot=None)
+        if assigned.lost is not None and slots.find(assigned.lost) is None:
+            self._persister.overwritten(slots.rank, assigned.lost)
+        file = bank.files[assigned.index]
+        return SlotGranted(slot=file.name, path=str(file.path), generation=assigned.generation)
+
+    def staged(self, request: StagedRequest) -> SlotGranted:
+        """An image is complete. Returns the next slot, if there is one right now.
+
+        Raises SidecarError `stale-slot` (not this trainer's to fill any more) or `bad-image`.
+        """
+        lease = self.leases.require(request.lease)
+        slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
+        bank, index = self._filled(slots, request, id)
+        if bank.table.slots[index].state is SlotState.ASSIGNED:
+            self._seal(slots, request, bank, index)
+        return self._next(slots)
+
+    def _filled(self, slots: RankSlots, request: StagedRequest, id: StepId) -> tuple[Bank, int]:
+        found = slots.named(request.slot)
+        if found is None:
+            raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
+        bank, index = found
+        known = bank.fills(request.slot, request.generation) is not None or (
+            bank.table.slots[index].live == id and bank.used(index, request.generation)
+        )
+        if not known:
+            raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
+        control = bank.files[index].control()
+        if control is None or control.id != id or control.run != self._config.run:
+            raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
+        return bank, index
+
+    def _seal(self, slots: RankSlots, request: StagedRequest, bank: Bank, index: int) -> None:
+        id = StepId(request.epoch.id, request.step)
+        bank.seal(index, id)
+        counters = self.of(slots.rank)
+        counters.saves += 1
+        counters.blocked_s += request.blocked_s
+        counters.copy_s += request.copy_s
+        counters.staged = id
+        self._catalog.see_epoch(request.epoch)
+        say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
+        common = self._keeper.protect_common()
+        if common is not None and len(slots.banks) > 1:
+            self._keeper.drop_old_layouts(common)
+        self._persister.sealed(slots.rank, id)
+        self._changes.ring()
+
+    def discard(self, request: DiscardRequest) -> SlotGranted:
+        """The image is not valid; the slot is free. Returns the next one, as `staged` does."""
+        lease = self.leases.require(request.lease)
+        slots = self._keeper.rank(lease.rank)
+        found = slots.named(request.slot)
+        if found is not None and found[0].fills(request.slot, request.generation) is not None:
+            bank, index = found
+            bank.files[index].erase()
+            bank.table.release(index)
+            self.of(lease.rank).discarded += 1
+            warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
+            self._changes.ring()
+        return self._next(slots)
+
+    def skipped(self, request: SkippedRequest) -> None:
+        """A save that could not be staged."""
+        lease = self.leases.require(request.lease)
+        reasons = self.of(lease.rank).skipped
+        reasons[request.reason] = reasons.get(request.reason, 0) + 1
+
+    def of(self, rank: int) -> RankCounters:
+        """A rank's counters."""
+        return self.counters.setdefault(rank, RankCounters())
+
+
+def _common_version(request: LeaseRequest) -> int:
+    version = min(PROTOCOL_MAX, request.protocol_max)
+    if version < max(PROTOCOL_MIN, request.protocol_min):
+        raise refuse(
+            "protocol",
+            f"the library {request.library} speaks protocol {request.protocol_min} to"
+            f" {request.protocol_max}, this sidecar ({__version__}) {PROTOCOL_MIN} to"
+            f" {PROTOCOL_MAX}: bring both within two minor versions of each other",
+        )
+    return version
+
+
+def _parse_layout(header: str) -> Layout:
+    try:
+        data = base64.b64decode(header, validate=True)
+        return Layout.parse(memoryview(data))
+    except (binascii.Error, ImageError) as error:
+        raise refuse("bad-image", f"the layout's header is not valid: {error}") from error
