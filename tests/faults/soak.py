@@ -161,7 +161,7 @@ class Soak:
 
         self.eventually(ready, within_s=60, what="trainers to make steps")
 
-    def check_life(self, life: Life, *, memory_survived: bool, before: Life | None) -> None:
+    def check_life(self, life: Life, *, all_kept: bool, before: Life | None) -> None:
         """Everything that must hold of a life that began after a kill."""
         starts = [life.events(rank)[0] for rank in range(WORLD)]
         assert all(one["event"] == "restored" for one in starts)
@@ -181,7 +181,7 @@ class Soak:
             steps = life.steps(rank)
             assert steps == sorted(set(steps)), "steps never go back within an epoch"
         assert start["step"] >= self.watermark, "a committed step was lost"
-        if before is not None and memory_survived:
+        if before is not None and all_kept:
             finished = min(max(before.steps(rank), default=-1) for rank in range(WORLD))
             self.lost_steps.append(finished - start["step"])
 
@@ -197,24 +197,33 @@ class Soak:
 
     def check_volume(self) -> int:
         """Verify every committed step on disk, byte by byte. Returns how many there are."""
-        from keepstep.image import read_layout, verify_image
         from keepstep.steps import StepId
 
         committed = []
         for directory in sorted(self.sidecar.root.glob("[0-9]*-[0-9]*")):
             id = StepId.parse(directory.name)
-            shards = sorted(directory.glob("*.safetensors"))
-            assert len(shards) == WORLD, f"{directory}: a committed step lacks a shard"
-            for rank, shard in enumerate(shards):
-                data = memoryview(shard.read_bytes())
-                layout = read_layout(shard)
-                control = verify_image(data, layout, path=shard)
-                assert control.id == id, "a step mixes epochs or steps"
-                assert control.rank == rank
-                self._check_content(data, layout, id.step)
+            try:
+                self._check_step(directory, id)
+            except (AssertionError, FileNotFoundError):
+                if directory.exists():
+                    raise
+                continue  # retired while we read it, as a whole
             committed.append(id)
         newest = max((one.step for one in committed), default=-1)
         return self._raise_watermark(newest, len(committed))
+
+    def _check_step(self, directory: Path, id: Any) -> None:
+        from keepstep.image import read_layout, verify_image
+
+        shards = sorted(directory.glob("*.safetensors"))
+        assert len(shards) == WORLD, f"{directory}: a committed step lacks a shard"
+        for rank, shard in enumerate(shards):
+            data = memoryview(shard.read_bytes())
+            layout = read_layout(shard)
+            control = verify_image(data, layout, path=shard)
+            assert control.id == id, "a step mixes epochs or steps"
+            assert control.rank == rank
+            self._check_content(data, layout, id.step)
 
     def _raise_watermark(self, newest: int, count: int) -> int:
         if count:

@@ -22,10 +22,10 @@ def held_copy(monkeypatch):
     gate = threading.Event()
     run = copying.run
 
-    def held(moves, copies=(), *, threads=1):
+    def held(transfers, *, threads=1):
         if threading.current_thread().name == "keepstep-agent":
             assert gate.wait(30)
-        run(moves, copies, threads=threads)
+        run(transfers, threads=threads)
 
     monkeypatch.setattr(copying, "run", held)
     yield gate

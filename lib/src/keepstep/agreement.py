@@ -14,8 +14,8 @@ from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError
 from keepstep.protocol import Candidate, Candidates
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
-FIRST_STEP = 1
-"""The highest number that a run's first step has: loops begin at 0 or at 1."""
+LAST_EARLY_STEP = 2
+"""The highest second step of a run: loops begin at 0 or at 1."""
 
 _RANKS_NAMED = 8
 _STEPS_NAMED = 3
@@ -57,7 +57,7 @@ def choose(votes: Sequence[Candidates], excluded: Collection[StepId] = ()) -> De
         return Decision(id, tiers, number)
     if _all_none(votes) and not excluded:
         return Decision(None, (), number)
-    if not excluded and _died_in_its_first_step(votes):
+    if not excluded and _died_in_its_first_steps(votes):
         held = {one.id for vote in votes for one in vote.candidates}
         return Decision(None, (), number, tuple(sorted(held)))
     raise _refusal(votes, offers, excluded)
@@ -85,19 +85,30 @@ def _all_none(votes: Sequence[Candidates]) -> bool:
     return all(vote.answer is Answer.NONE and not vote.candidates for vote in votes)
 
 
-def _died_in_its_first_step(votes: Sequence[Candidates]) -> bool:
-    """All that anybody holds are first steps, and none of them is held by all ranks.
+def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
+    """No rank holds more than the first two steps of an epoch, and none is held by all ranks.
 
-    The one exception to "step 0 needs NONE from every rank": a run that was killed between two
-    ranks' first seals could never start again. Since ranks move in lock step, at most one step
-    beyond a rank's first and only one can have been complete, so no more than that is lost.
+    The one exception to "step 0 needs NONE from every rank": a run that was killed before the
+    slowest rank sealed its first image could never start again. Ranks move in lock step: when a
+    rank has sealed its second step, every other one has at least begun to copy its first.
     """
     return all(
         (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
-        and all(one.id.step <= FIRST_STEP and one.world == len(votes) for one in vote.candidates)
-        and len({one.id.epoch for one in vote.candidates}) == len(vote.candidates)
+        and all(one.world == len(votes) for one in vote.candidates)
+        and all(_early(steps) for steps in _steps_by_epoch(vote).values())
         for vote in votes
     )
+
+
+def _early(steps: set[int]) -> bool:
+    return len(steps) <= 2 and max(steps) <= LAST_EARLY_STEP
+
+
+def _steps_by_epoch(vote: Candidates) -> dict[EpochId, set[int]]:
+    steps: dict[EpochId, set[int]] = {}
+    for one in vote.candidates:
+        steps.setdefault(one.id.epoch, set()).add(one.id.step)
+    return steps
 
 
 def _refusal(

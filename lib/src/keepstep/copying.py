@@ -44,6 +44,14 @@ class Copy:
     source: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What to copy: plain moves, and whatever needs torch."""
+
+    moves: Sequence[Move] = ()
+    copies: Sequence[Copy] = ()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes, as they lie in memory, are its value in row-major order."""
     return (
@@ -54,8 +62,9 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def run(moves: Sequence[Move], copies: Iterable[Copy] = (), *, threads: int = 1) -> None:
+def run(transfers: Transfers, *, threads: int = 1) -> None:
     """Do them all, the plain moves on up to `threads` threads; returns when done."""
+    moves, copies = transfers.moves, transfers.copies
     total = sum(move.bytes for move in moves)
     threads = min(threads, max(1, total // _PARALLEL_BYTES))
     if threads == 1:

@@ -53,7 +53,6 @@ class Imaging:
         """Erase the slot, write what must be written now, and say what is left to copy."""
         grant, mapping = slot
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
-        # zip: the agent thread must see exactly the tensors of this moment
         later = [leaf for leaf in taken.tensors if lazy and leaf.lazy and _may_wait(leaf.tensor)]
         names = {leaf.name for leaf in later}
         now = [leaf for leaf in taken.tensors if leaf.name not in names]
@@ -70,7 +69,7 @@ class Imaging:
             mapping.erase()
             mapping.write_extras(extras)
             self._copy_now(mapping, now)
-            pending.moves, pending.copies = self._transfers(mapping, later)
+            pending.transfers = functools.partial(self._transfers, mapping, later)
         else:
             self._begin_cuda(pending, device, now, later, extras)
         return pending
@@ -141,9 +140,7 @@ class Imaging:
             self._fingerprint = pointers, Fingerprint([leaf.tensor for leaf in leaves])
         return self._fingerprint[1]
 
-    def _transfers(
-        self, mapping: SlotMapping, leaves: list[TensorLeaf]
-    ) -> tuple[list[copying.Move], list[copying.Copy]]:
+    def _transfers(self, mapping: SlotMapping, leaves: list[TensorLeaf]) -> copying.Transfers:
         moves, copies = [], []
         for leaf in leaves:
             entry = self.layout.entries[leaf.name]
@@ -153,11 +150,11 @@ class Imaging:
                 moves.append(copying.Move(target, leaf.tensor.data_ptr(), size))
             else:
                 copies.append(copying.Copy(mapping.view(entry), leaf.tensor))
-        return moves, copies
+        return copying.Transfers(moves, copies)
 
     def _copy_now(self, mapping: SlotMapping, leaves: list[TensorLeaf]) -> None:
-        moves, copies = self._transfers(mapping, leaves)
-        copying.run(moves, copies, threads=copying.default_threads())
+        transfers = self._transfers(mapping, leaves)
+        copying.run(transfers, threads=copying.default_threads())
 
 
 def _may_wait(tensor: torch.Tensor) -> bool:

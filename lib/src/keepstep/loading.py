@@ -1,7 +1,7 @@
 """From a verified slot back into the live objects, in place.
 
-Two phases: `plan` compares everything and changes nothing (a MismatchError lists all differences
-at once); `Loading.run` then copies, and cannot fail half-way for a reason that could have been seen.
+Two phases: `plan` compares everything and changes nothing (a MismatchError lists all differences at
+once); `Loading.run` then copies, and cannot fail half-way for a reason that could have been seen.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loading:
                 )
             else:
                 copies.append(copying.Copy(target, source))
-        copying.run(moves, copies, threads=copying.default_threads())
+        copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
         for target, _ in self.pairs:
             if copying.is_plain(target):
                 # memmove is no torch operation: whoever watches versions must see the change

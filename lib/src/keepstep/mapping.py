@@ -89,7 +89,7 @@ class SlotMapping:
         return ControlPage.from_bytes(self.memory[self.layout.control_begin :])
 
     def register(self) -> None:
-        """Pin the memory for CUDA (about 0.3 s/GiB). Without success copies are slower, not wrong."""
+        """Pin the memory for CUDA. Without success copies are slower, not wrong."""
         if self.registered:
             return
         runtime = torch.cuda.cudart()

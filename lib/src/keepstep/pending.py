@@ -72,7 +72,11 @@ class Guard:
 
 @dataclass(eq=False)
 class Pending:
-    """One image on its way; see the module. `late`: bytes for the slot that must wait for the GPU."""
+    """One image on its way; see the module.
+
+    `transfers`: what is left to copy, worked out on the agent thread. `late`: bytes for the slot
+    that must wait for the GPU.
+    """
 
     id: StepId
     epoch: Epoch
@@ -80,8 +84,7 @@ class Pending:
     slot: SlotMapping
     control: ControlPage
     guard: Guard | None
-    moves: list[copying.Move] = field(default_factory=list)
-    copies: list[copying.Copy] = field(default_factory=list)
+    transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], None]] = field(default_factory=list)
     cuda_done: torch.cuda.Event | None = None
     thread: int = field(default_factory=threading.get_ident)
@@ -97,7 +100,8 @@ class Pending:
     def copy(self) -> None:
         """Move the bytes (agent thread)."""
         started = time.perf_counter()
-        copying.run(self.moves, self.copies)
+        if self.transfers is not None:
+            copying.run(self.transfers())
         if self.cuda_done is not None:
             self.cuda_done.synchronize()
         for write in self.late:
@@ -134,7 +138,7 @@ class Pending:
         """The end of this image, whatever it was; lets go of all tensors."""
         self.verdict = verdict
         self.guard = None
-        self.moves, self.copies, self.late = [], [], []
+        self.transfers, self.late = None, []
         self.judged.set()
         self.ended.set()
 

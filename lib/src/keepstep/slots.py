@@ -7,18 +7,17 @@ A slot that was assigned still holds the image it had until the trainer zeroes i
 which it does in stream order after the step's global collective. So an attempt that dies before
 that leaves the old image whole: `release(slot, keep=...)` takes it back.
 
-What `assign` never takes: an assigned slot (at most one image of a rank is unsealed), a pinned one
-(somebody reads it), and as much of this as the slots allow:
+`assign` takes an empty or dead slot, else the oldest image, but never
 
-    1. the newest two sealed images, and the protected ones
-    2. the newest one, and the protected ones
-    3. the newest one
+    - while another slot is assigned: at most one image of a rank is unsealed;
+    - a pinned one: somebody reads it;
+    - the newest one;
+    - a protected one, as long as there is any other choice.
 
-With four slots and at most one pinned, the first line always holds, and with it the guarantee that
-a lock-step run has a step in common in memory (proof: docs/ledger.md). With three slots, one of
-them pinned, or with two, `assign` falls to the lower lines rather than stop the training; then
-there are moments without a common step in memory, and a crash in one falls back to the newest
-commit.
+So with four slots and at most one pinned, the newest two always stay, and with them a step that all
+ranks of a lock-step run have in common (proof: docs/ledger.md). With three slots, one of them
+pinned, or with two, the second newest may be taken rather than stop the training: then there are
+moments without a common step in memory, and a crash in one falls back to the newest commit.
 """
 
 from __future__ import annotations
@@ -214,12 +213,8 @@ class SlotTable:
     def _victim(self) -> int | None:
         if free := self._free():
             return free[0]
-        held = self.sealed()
-        for kept in (
-            self._protected.union(held[-2:]),
-            self._protected.union(held[-1:]),
-            frozenset(held[-1:]),
-        ):
+        newest = frozenset(self.sealed()[-1:])
+        for kept in (self._protected | newest, newest):
             victims = [
                 (slot.live, i)
                 for i, slot in enumerate(self._slots)

@@ -80,7 +80,10 @@ def unwrap(component: Any) -> Any:
 
 
 def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same mapping, so that replacing an entry later is seen. Raises UsageError for what can be neither taken nor put back."""
+    """The same mapping, so that replacing an entry later is seen.
+
+    Raises UsageError for what can be neither taken nor put back.
+    """
     if not isinstance(state, Mapping) or not state:
         raise UsageError(
             'Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}'

@@ -34,10 +34,11 @@ def _from_numpy(value: Any) -> dict[str, Any] | None:
     scalar = isinstance(value, numpy.generic)
     if not scalar and type(value) is not numpy.ndarray:
         return None
-    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+    array = numpy.asarray(value)  # an empty string's own dtype has no size, its array's has
+    if not _NUMPY_DTYPE.fullmatch(array.dtype.str):
         return None
-    data = base64.b64encode(value.tobytes()).decode("ascii")
-    return {"!numpy": [value.dtype.str, None if scalar else list(value.shape), data]}
+    data = base64.b64encode(array.tobytes()).decode("ascii")
+    return {"!numpy": [array.dtype.str, None if scalar else list(array.shape), data]}
 
 
 def _from_torch(value: Any) -> dict[str, Any] | None:

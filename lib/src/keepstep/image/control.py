@@ -16,7 +16,8 @@ from typing import Any
 from keepstep.digests import xxh3_128
 from keepstep.errors import FormatError, TornError
 from keepstep.image import strictjson
-from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version, quoted
+from keepstep.image.fields import quoted
+from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version
 from keepstep.steps import Epoch, EpochId, StepId
 
 _SEAL_BEGIN = PAGE_BYTES - 32

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FormatError, VersionError
-from keepstep.image import strictjson
+from keepstep.image import fields, strictjson
+from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.image.strictjson import is_text
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Section, TensorSpec
 
@@ -24,8 +25,6 @@ PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Stock safetensors refuses longer ones."""
 
-_MAX_DIMENSIONS = 64
-_MAX_BYTES = 1 << 62
 _MAX_WORLD = 1 << 31
 _RESERVED_PREFIX = "keepstep."
 
@@ -126,17 +125,17 @@ def parse(header: bytes) -> Header:
     if header[8:9] != b"{":
         raise FormatError("the header is not a JSON object")
     tree = strictjson.loads(header[8:], what="header")
-    metadata = _mapping(tree.pop("__metadata__", None), "__metadata__")
-    ours = _mapping(_inner(metadata, "keepstep"), "keepstep")
+    metadata = fields.mapping(tree.pop("__metadata__", None), "__metadata__")
+    ours = fields.mapping(_inner(metadata, "keepstep"), "keepstep")
     check_version(ours.get("format_version"))
-    world = _integer(ours.get("world"), "world", 1, _MAX_WORLD)
-    rank = _integer(ours.get("rank"), "rank", 0, world - 1)
+    world = fields.integer(ours.get("world"), "world", 1, _MAX_WORLD)
+    rank = fields.integer(ours.get("rank"), "rank", 0, world - 1)
     *specs, extras, digests, _ = _specs(tree, metadata, ours, rank)
     return Header(
         rank=rank,
         world=world,
         aliases=_aliases(ours.get("aliases"), {spec.name for spec in specs}),
-        skeleton=_text(ours.get("skeleton"), "skeleton"),
+        skeleton=fields.text(ours.get("skeleton"), "skeleton"),
         specs=tuple(specs),
         extras_bytes=extras.size_bytes,
         digests_bytes=digests.size_bytes,
@@ -145,7 +144,7 @@ def parse(header: bytes) -> Header:
 
 def check_version(version: object) -> None:
     """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
-    if _integer(version, "format_version", 1, _MAX_WORLD) > FORMAT_VERSION:
+    if fields.integer(version, "format_version", 1, _MAX_WORLD) > FORMAT_VERSION:
         raise VersionError(
             f"format version {version}, but this keepstep reads only up to {FORMAT_VERSION}:"
             " read it with a newer one"
@@ -169,17 +168,19 @@ def _specs(
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
     for name in names[:-3]:
         check_name(name)
-    boxes = _mapping(_inner(metadata, "DCP_SHARDING_INFO"), "DCP_SHARDING_INFO")
+    boxes = fields.mapping(_inner(metadata, "DCP_SHARDING_INFO"), "DCP_SHARDING_INFO")
     if boxes.keys() != tree.keys():
         raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
     reader = _SpecReader(
-        dtypes=_mapping(ours.get("dtypes"), "dtypes"),
-        global_shapes=_mapping(ours.get("global_shapes"), "global_shapes"),
+        dtypes=fields.mapping(ours.get("dtypes"), "dtypes"),
+        global_shapes=fields.mapping(ours.get("global_shapes"), "global_shapes"),
     )
     sections = (*_sections(ours.get("sections"), len(names) - 3), *[Section.REST] * 3)
     at, specs = 0, []
     for name, section in zip(names, sections, strict=True):
-        spec = reader.read(name, section, _mapping(tree[name], name), _mapping(boxes[name], name))
+        spec = reader.read(
+            name, section, fields.mapping(tree[name], name), fields.mapping(boxes[name], name)
+        )
         at = _check_place(spec, tree[name].get("data_offsets"), at)
         specs.append(spec)
     if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
@@ -199,17 +200,17 @@ class _SpecReader:
     ) -> TensorSpec:
         if entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise FormatError(f"{quoted(name)}: not an entry of safetensors")
-        stored, shape = entry["dtype"], _sizes(entry["shape"], name)
+        stored, shape = entry["dtype"], fields.sizes(entry["shape"], name)
         if not isinstance(stored, str) or stored not in NATIVE_BYTES:
             raise FormatError(f"{quoted(name)}: unknown dtype {quoted(stored)}")
-        offsets = _sizes(box.get("saved_offsets"), name)
+        offsets = fields.sizes(box.get("saved_offsets"), name)
         if len(offsets) != len(shape):
             raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
         dtype = self.dtypes.get(name, stored)
         if dtype != stored:
             shape, offsets = _opaque(name, dtype, stored, shape, offsets)
         whole = self.global_shapes.get(name)
-        box_of = (shape, offsets, shape if whole is None else _sizes(whole, name))
+        box_of = (shape, offsets, shape if whole is None else fields.sizes(whole, name))
         return TensorSpec(name, dtype, shape, section, *_box(name, *box_of))
 
 
@@ -240,7 +241,7 @@ def _check_place(spec: TensorSpec, offsets: object, at: int) -> int:
     if at % spec.element_bytes:
         raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
-    if _sizes(offsets, spec.name) != (at, end) or end > _MAX_BYTES:
+    if fields.sizes(offsets, spec.name) != (at, end) or end > MAX_BYTES:
         raise FormatError(
             f"{quoted(spec.name)}: has the bytes {quoted(offsets)}, must have [{at}, {end}]"
         )
@@ -248,7 +249,7 @@ def _check_place(spec: TensorSpec, offsets: object, at: int) -> int:
 
 
 def _aliases(value: object, names: set[str]) -> dict[str, str]:
-    aliases = _mapping(value, "aliases")
+    aliases = fields.mapping(value, "aliases")
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in names:
             raise FormatError(f"the alias {quoted(alias)} means no tensor of this image")
@@ -271,10 +272,10 @@ def _runs(specs: Sequence[TensorSpec]) -> list[list[Any]]:
 def _sections(value: object, count: int) -> list[Section]:
     """Inverse of `_runs`."""
     sections: list[Section] = []
-    for run in _list(value, "sections"):
+    for run in fields.array(value, "sections"):
         if not isinstance(run, list) or len(run) != 2 or run[0] not in Section._value2member_map_:
             raise FormatError(f"sections: {quoted(run)} is not a section and a count")
-        sections += [Section(run[0])] * _integer(run[1], "sections", 1, count - len(sections))
+        sections += [Section(run[0])] * fields.integer(run[1], "sections", 1, count - len(sections))
     if len(sections) != count:
         raise FormatError(f"sections: {len(sections)} tensors, but the header has {count}")
     return sections
@@ -285,47 +286,6 @@ def _inner(metadata: dict[str, Any], key: str) -> Any:
     if not isinstance(text, str):
         raise FormatError(f"no {key} in __metadata__: this file was not written by keepstep")
     return strictjson.loads(text.encode("utf-8", "surrogatepass"), what=key)
-
-
-def _mapping(value: object, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FormatError(f"{quoted(what)} is not a JSON object")
-    return value
-
-
-def _list(value: object, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise FormatError(f"{quoted(what)}: {quoted(value)} is not a JSON array")
-    return value
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"{what} is not a string")
-    return value
-
-
-def _integer(value: object, what: str, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise FormatError(f"{what}: {quoted(value)} is not an integer from {low} to {high}")
-    return value
-
-
-def _sizes(value: object, name: str) -> tuple[int, ...]:
-    sizes = _list(value, name)
-    if len(sizes) > _MAX_DIMENSIONS or not all(
-        type(size) is int and 0 <= size <= _MAX_BYTES for size in sizes
-    ):
-        raise FormatError(f"{quoted(name)}: {quoted(value)} is not a row of sizes")
-    return tuple(sizes)
-
-
-def quoted(value: object) -> str:
-    """For messages: what a hostile file says, but not more than fits a line."""
-    if isinstance(value, list):
-        value = value[:20]
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _dumps(value: object) -> str:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
-from keepstep.errors import DigestError, ForeignError, FormatError, TornError
+from keepstep.errors import DigestError, ForeignError, FormatError, TornError, VersionError
 from keepstep.image.control import ControlPage
 from keepstep.image.headers import PAGE_BYTES, read_length, reserved_names
 from keepstep.image.layout import Layout
@@ -75,7 +75,7 @@ def _named(file: Where | None) -> Iterator[None]:
     """Errors from inside name the file."""
     try:
         yield
-    except (FormatError, TornError, ForeignError) as error:
+    except (FormatError, TornError, ForeignError, VersionError) as error:
         if file is None or isinstance(file, int) or error.path is not None:
             raise
         raise type(error)(error.reason, path=file) from None
