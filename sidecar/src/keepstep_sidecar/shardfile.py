@@ -7,8 +7,9 @@ business, not ours.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,17 +24,17 @@ from keepstep.image import (
     seal_for_disk,
 )
 from keepstep_sidecar import faults
-from keepstep_sidecar.engine import WRITER_NICENESS, Pace, aligned_buffer, for_each_chunk
+from keepstep_sidecar.engine import WRITER_NICENESS, Engine, Pace, aligned_buffer, for_each_chunk
 from keepstep_sidecar.filesystem import Filesystem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
-    """A shard that is on the medium. Digests in hex, `cpu_s` of all threads."""
+    """A shard that is on the medium. Digests in hex, CPU seconds of the threads."""
 
     root: str
     sections: Mapping[str, str]
-    cpu_s: float
+    threads_cpu_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,6 @@ class ShardFile:
 
     def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Sealed:
         """Write the image in `view` with its digests, and seal it. Raises OSError."""
-        started = time.thread_time()
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
         digests, cpu_s = self._write_data(view, layout, pace)
@@ -64,8 +64,7 @@ class ShardFile:
         faults.point("write.control-sync")
         self.filesystem.sync_data(self.fd)
         sealed = ControlPage.from_bytes(seal)
-        cpu_s += time.thread_time() - started
-        return Sealed(root=sealed.root or "", sections=sealed.sections or {}, cpu_s=cpu_s)
+        return Sealed(root=sealed.root or "", sections=sealed.sections or {}, threads_cpu_s=cpu_s)
 
     def _write_data(
         self, view: memoryview, layout: Layout, pace: Pace
@@ -121,3 +120,17 @@ class ShardFile:
     def _read(self, into: memoryview, offset: int, path: Path) -> None:
         if self.filesystem.read(self.fd, into, offset) < len(into):
             raise TornError(f"truncated: it ends before byte {offset + len(into)}", path=path)
+
+
+@contextlib.contextmanager
+def open_shard(
+    path: Path, flags: int, *, filesystem: Filesystem, engine: Engine, threads: int
+) -> Iterator[ShardFile]:
+    """Open `path` as `engine` wants it. Raises OSError."""
+    fd = filesystem.open(path, flags | engine.open_flags)
+    try:
+        yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)
+        if engine is Engine.BUFFERED:
+            filesystem.forget_cache(fd)
+    finally:
+        filesystem.close(fd)

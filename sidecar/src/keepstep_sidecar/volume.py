@@ -12,9 +12,9 @@ import contextlib
 import errno
 import os
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.errors import (
@@ -25,36 +25,20 @@ from keepstep.errors import (
     UsageError,
     VersionError,
 )
-from keepstep.image import PAGE_BYTES, ControlPage, Layout, check_control
-from keepstep.steps import StepId, shard_name
-from keepstep_sidecar import faults, runrecord
+from keepstep.image import PAGE_BYTES, ControlPage, Layout
+from keepstep.steps import StepId
+from keepstep_sidecar import runrecord
 from keepstep_sidecar.engine import Engine, Pace, probe
 from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Refused, Scan, read_sealed, survey
-from keepstep_sidecar.shardfile import Sealed, ShardFile
+from keepstep_sidecar.shardfile import ShardFile, open_shard
 from keepstep_sidecar.shelves import Shelves
-from keepstep_sidecar.tree import Tree, temporary_name
+from keepstep_sidecar.tree import Tree
+from keepstep_sidecar.writer import FULL, Writer, Written
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex.
-
-    `seconds` is 0 when the shard was durable already.
-    """
-
-    path: Path
-    id: StepId
-    rank: int
-    bytes: int
-    seconds: float
-    cpu_s: float
-    root: str
-    sections: Mapping[str, str]
+__all__ = ["Volume", "Written"]
 
 
 class Volume:
@@ -88,8 +72,6 @@ class Volume:
         self._tree = Tree(self.root)
         self._shelves = Shelves(self._tree, self._filesystem)
         self._lock = threading.RLock()
-        self._writing: dict[Path, int] = {}
-        self._files_made = 0
         with self._translated(f"cannot use the volume {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._ownership = Ownership(self._tree.lock)
@@ -99,6 +81,16 @@ class Volume:
             except BaseException:
                 self._ownership.release()
                 raise
+        self._writer = Writer(
+            tree=self._tree,
+            shelves=self._shelves,
+            filesystem=self._filesystem,
+            lock=self._lock,
+            run=run,
+            engine=self.engine,
+            threads=io_threads,
+            capacity_bytes=capacity_bytes,
+        )
 
     def _choose(self, engine: Engine | None) -> tuple[Engine, str]:
         if engine is not None:
@@ -123,121 +115,15 @@ class Volume:
         NoSpaceError (the file is removed) or StorageError (the file is quarantined); neither is
         ever retried here.
         """
-        _check_arguments(view, layout, control, run=self.run)
-        if (durable := self._durable(control)) is not None:
-            return durable
-        started = time.perf_counter()
-        with self._reserved(control, layout.size_bytes) as temporary:
-            try:
-                sealed = self._write_file(temporary, view, layout, control, bytes_per_second)
-                path = self._give_name(temporary, control)
-            except OSError as error:
-                raise self._give_up(temporary, control, error) from error
-        faults.point("write.done")
-        self.failed = ""
-        return Written(
-            path=path,
-            id=control.id,
-            rank=control.rank,
-            bytes=layout.size_bytes,
-            seconds=time.perf_counter() - started,
-            cpu_s=sealed.cpu_s,
-            root=sealed.root,
-            sections=sealed.sections,
-        )
-
-    def _durable(self, control: ControlPage) -> Written | None:
-        """The shard that an earlier write of the same step and rank has left, if any."""
-        path = self._shelves.find(control.id, shard_name(control.rank, control.world))
-        if path is None:
-            return None
         try:
-            with path.open("rb") as file:
-                layout, sealed = read_sealed(file.fileno(), path, run=self.run)
-        except (OSError, ImageError) as error:
-            self.quarantine(path, _reason(error))
-            return None
-        return Written(
-            path=path,
-            id=sealed.id,
-            rank=sealed.rank,
-            bytes=layout.size_bytes,
-            seconds=0.0,
-            cpu_s=0.0,
-            root=sealed.root or "",
-            sections=sealed.sections or {},
-        )
-
-    @contextlib.contextmanager
-    def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
-        """The name of a new temporary file, its space accounted for while it is written."""
-        with self._lock:
-            if self.capacity_bytes is not None:
-                free = self.capacity_bytes - self.used_bytes()
-                if size_bytes > free:
-                    raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
-            self._files_made += 1
-            shard = shard_name(control.rank, control.world)
-            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
-            temporary = self._tree.pending_step(control.id) / name
-            self._writing[temporary] = size_bytes
-        try:
-            yield temporary
-        finally:
-            with self._lock:
-                del self._writing[temporary]
-
-    def _write_file(
-        self,
-        temporary: Path,
-        view: memoryview,
-        layout: Layout,
-        control: ControlPage,
-        bytes_per_second: int | None,
-    ) -> Sealed:
-        with self._lock:
-            self._shelves.make_pending(control.id)
-        faults.point("write.create")
-        with self._opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-            return file.write(view, layout, control, Pace(bytes_per_second))
-
-    def _give_name(self, temporary: Path, control: ControlPage) -> Path:
-        path = self._tree.pending_shard(control.id, control.rank, control.world)
-        with self._lock:
-            faults.point("write.rename")
-            self._filesystem.rename(temporary, path)
-        try:
-            faults.point("write.directory-sync")
-            self._filesystem.sync_directory(path.parent)
-        except OSError:
-            # Nobody can tell whether the name would survive. As the caller will not count this
-            # shard, nor may a scan.
-            self._filesystem.rename(path, temporary)
+            written = self._writer.write(view, layout, control, Pace(bytes_per_second))
+        except NoSpaceError:
             raise
-        return path
-
-    def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> StorageError:
-        """Leave no half-written shard behind. A file that failed once is not written to again."""
-        if error.errno in _FULL:
-            with contextlib.suppress(OSError):
-                self._filesystem.unlink(temporary)
-            return self._no_space(control, error.strerror)
-        kept = ""
-        if temporary.exists():
-            with contextlib.suppress(StorageError):
-                kept = f"; what was written is kept as {self.quarantine(temporary, _reason(error))}"
-        self._fail(error)
-        return StorageError(
-            f"step {control.id}, rank {control.rank}: cannot write below {self.root}: {error}"
-            f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
-        )
-
-    def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
-        limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
-        return NoSpaceError(
-            f"step {control.id}, rank {control.rank}: no space on {self.root}{limit}: {why}. "
-            "Free space, raise the capacity, or keep fewer steps"
-        )
+        except StorageError as error:
+            self.failed = str(error.__cause__ or error)
+            raise
+        self.failed = ""
+        return written
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -254,7 +140,7 @@ class Volume:
                 layout, control = read_sealed(file.fileno(), path, run=self.run)
             if len(view) != layout.size_bytes:
                 raise UsageError(f"{path}: a slot of {layout.size_bytes} bytes, not {len(view)}")
-            with self._opened(path, os.O_RDONLY) as shard:
+            with self._opened(path) as shard:
                 shard.load(view, layout, control, path)
         except VersionError:
             raise
@@ -270,13 +156,22 @@ class Volume:
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
         return control
 
+    def _opened(self, path: Path) -> AbstractContextManager[ShardFile]:
+        return open_shard(
+            path,
+            os.O_RDONLY,
+            filesystem=self._filesystem,
+            engine=self.engine,
+            threads=self._threads,
+        )
+
     def scan(self) -> Scan:
         """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers.
 
         A step of which a shard had to be moved is hidden from readers (`published` is False).
         """
         with self._lock, self._translated(f"cannot scan {self.root}"):
-            self._shelves.sweep(keep=self._writing)
+            self._shelves.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)
             moved = [self._settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
@@ -287,16 +182,6 @@ class Volume:
         if isinstance(problem.error, VersionError):
             return problem
         return replace(problem, moved_to=self.quarantine(problem.path, _reason(problem.error)))
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path, flags: int) -> Iterator[ShardFile]:
-        fd = self._filesystem.open(path, flags | self.engine.open_flags)
-        try:
-            yield ShardFile(filesystem=self._filesystem, fd=fd, threads=self._threads)
-            if self.engine is Engine.BUFFERED:
-                self._filesystem.forget_cache(fd)
-        finally:
-            self._filesystem.close(fd)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -328,7 +213,7 @@ class Volume:
             return sum(map(self._shelves.delete, doomed))
 
     def _refuse_while_writing(self, id: StepId) -> None:
-        if any(temporary.parent.name == str(id) for temporary in self._writing):
+        if any(temporary.parent.name == str(id) for temporary in self._writer.in_progress):
             raise UsageError(f"step {id} is being written; wait for that")
 
     def quarantine(self, path: Path, reason: str) -> Path:
@@ -355,13 +240,12 @@ class Volume:
 
     def used_bytes(self) -> int:
         """Space that this volume's files take, quarantine and writes in progress included."""
-        with self._lock, self._translated(f"cannot measure {self.root}"):
-            at_rest = self._shelves.used_bytes(besides=self._writing)
-            return at_rest + sum(self._writing.values())
+        with self._translated(f"cannot measure {self.root}"):
+            return self._writer.used_bytes()
 
     def free_bytes(self) -> int:
         """Space that is left: of the file system, or below the capacity limit if less."""
-        with self._lock, self._translated(f"cannot measure {self.root}"):
+        with self._translated(f"cannot measure {self.root}"):
             free = self._filesystem.free_bytes(self.root)
             if self.capacity_bytes is None:
                 return free
@@ -384,24 +268,13 @@ class Volume:
         try:
             yield
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise NoSpaceError(f"{what}: {error.strerror}; free space") from error
             self._fail(error)
             raise StorageError(f"{what}: {error}") from error
 
     def _fail(self, error: OSError) -> None:
         self.failed = str(error)
-
-
-def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
-    if len(view) != layout.size_bytes:
-        raise UsageError(f"step {control.id}: {len(view)} bytes, not {layout.size_bytes}")
-    try:
-        check_control(control, layout, run=run)
-    except ImageError as error:
-        raise UsageError(f"step {control.id}, rank {control.rank}: {error.reason}") from error
-    if view[: len(layout.header)] != layout.header:
-        raise UsageError(f"step {control.id}, rank {control.rank}: the slot has another header")
 
 
 def _reason(error: Exception) -> str:

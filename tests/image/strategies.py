@@ -1,0 +1,55 @@
+"""Layouts and states, as Hypothesis finds them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from keepstep.image import ELEMENT_BYTES, Section, TensorSpec
+
+names = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
+    lambda name: name != "__metadata__" and not name.startswith("keepstep.")
+)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> TensorSpec:
+    """A tensor: whole, or a box of a larger one."""
+    shape = draw(shapes)
+    name, dtype = draw(names), draw(st.sampled_from(sorted(ELEMENT_BYTES)))
+    section = draw(st.sampled_from(Section))
+    before = tuple(draw(st.integers(0, 3)) for _ in shape)
+    after = [draw(st.integers(0, 3)) for _ in shape]
+    whole = tuple(a + b + c for a, b, c in zip(before, shape, after, strict=True))
+    if whole == shape:
+        return TensorSpec(name, dtype, shape, section)
+    return TensorSpec(name, dtype, shape, section, before, whole)
+
+
+tensor_lists = st.lists(specs(), max_size=12, unique_by=lambda spec: spec.name)
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([(1 << 63) - 1, 1 << 63, -(1 << 63), 1 - (1 << 63), 7 << 900]),
+    st.floats(),
+    st.text(st.characters(exclude_categories=())),
+    st.binary(max_size=20),
+    st.complex_numbers(),
+    st.sampled_from(["!tuple", "!", "\ud83d\ude00", "\ud800", ""]),
+)
+hashables = st.recursive(
+    scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
+)
+states = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=4), inner, max_size=4),
+        st.dictionaries(hashables, inner, max_size=4),
+        st.sets(hashables, max_size=3),
+    ),
+    max_leaves=20,
+)

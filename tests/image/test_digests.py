@@ -1,0 +1,50 @@
+"""The pure digest is the fast one, byte for byte."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+
+import pytest
+import xxhash
+
+from keepstep import digests
+
+
+@pytest.mark.parametrize("size", [*range(420), 1023, 1024, 1025, 1088, 2048, 4064, 4096, 65_537])
+def test_the_pure_digest_equals_that_of_xxhash(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    assert digests.pure_xxh3_128(data) == xxhash.xxh3_128_digest(data)
+
+
+def test_any_contiguous_buffer_is_digested_as_bytes() -> None:
+    data = bytes(range(256)) * 2
+    wanted = xxhash.xxh3_128_digest(data)
+    for buffer in (data, bytearray(data), memoryview(data), memoryview(data).cast("I")):
+        assert digests.xxh3_128(buffer) == wanted
+        assert digests.pure_xxh3_128(buffer) == wanted
+
+
+def test_other_threads_run_while_a_chunk_is_digested() -> None:
+    data = memoryview(bytearray(256 << 20))
+    ticks, stop = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.wait(0.0002):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick, name="ticker")
+    interval = sys.getswitchinterval()
+    # Nobody takes the GIL away by force: the ticker moves only if the digest gives it up.
+    sys.setswitchinterval(60)
+    ticker.start()
+    try:
+        before = ticks
+        digests.xxh3_128(data)
+        assert ticks > before
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        ticker.join()

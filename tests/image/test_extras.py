@@ -1,0 +1,212 @@
+"""Extras: whatever a state holds besides tensors comes back with its types."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from keepstep.errors import FormatError
+from keepstep.image import extras
+from tests.image.strategies import states
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equal with types, the signs of zeros, the bits of NaNs, and the order of dicts."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", two)
+    if isinstance(one, complex):
+        return same(one.real, two.real) and same(one.imag, two.imag)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return same(list(one), list(two)) and same(list(one.values()), list(two.values()))
+    if isinstance(one, set | frozenset):
+        return sorted(map(_key, one)) == sorted(map(_key, two))
+    return bool(one == two)
+
+
+def _key(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(_key, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {[_key(one) for one in value]}"
+    return f"{type(value).__name__} {hex(value) if type(value) is int else value!r}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(states)
+def test_a_state_comes_back_with_its_types(state: Any) -> None:
+    assert same(extras.decode(extras.encode(state)), state)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *[pathlib.PurePosixPath("a/b"), pathlib.Path("/x\udcff"), pathlib.PureWindowsPath("c:\\")],
+        *[bytearray(b"\0\xff"), torch.float8_e5m2, torch.Size([2, 0]), torch.device("cuda:1")],
+        *[np.float32(1.5), np.int64(-3), np.bool_(True), np.str_(""), np.str_("ä"), np.bytes_(b"")],
+        *[np.datetime64("2024-01-02"), np.complex128(1j)],
+    ],
+    ids=repr,
+)
+def test_small_values_of_libraries_come_back(value: Any) -> None:
+    back = extras.decode(extras.encode({"at": value}))["at"]
+    assert type(back) is type(value)
+    assert back == value
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3))[:, ::2],
+        np.array(3.0),
+        np.zeros((2, 0), np.uint8),
+        np.array(["a", "bcd"]),
+        np.array([b"", b"x"]),
+        np.array([True, False]),
+        np.array([np.nan, -0.0, np.inf], np.float16),
+    ],
+    ids=lambda array: f"{array.dtype.str}{array.shape}",
+)
+def test_arrays_come_back_writable_and_bit_equal(array: np.ndarray) -> None:
+    back = extras.decode(extras.encode(array))
+    assert (back.dtype.str, back.shape) == (array.dtype.str, array.shape)
+    assert back.tobytes() == array.tobytes()
+    assert back.flags.writeable
+
+
+TENSORS = [
+    torch.get_rng_state(),
+    torch.tensor(3, dtype=torch.int64),
+    torch.zeros(2, 0),
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
+    torch.tensor([1.5]).to(torch.float8_e4m3fn),
+    torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
+    torch.tensor([True, False]),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype}{tuple(one.shape)}")
+def test_small_tensors_come_back_bit_equal(tensor: torch.Tensor) -> None:
+    back = extras.decode(extras.encode(tensor))
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    wanted = tensor.resolve_conj().contiguous().flatten().view(torch.uint8)
+    assert torch.equal(back.contiguous().flatten().view(torch.uint8), wanted)
+
+
+def test_random_states_of_all_libraries_come_back() -> None:
+    kept = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    back = extras.decode(extras.encode(kept))
+    random.setstate(back["random"])
+    np.random.set_state(back["numpy"])
+    assert random.getstate() == kept["random"]
+
+
+def test_other_dicts_become_plain_ones() -> None:
+    value = {"a": OrderedDict(b=1), "c": defaultdict(list, d=[2])}
+    assert same(extras.decode(extras.encode(value)), {"a": {"b": 1}, "c": {"d": [2]}})
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"loader": [{"workers": (0, object())}]}, r"\['loader'\]\[0\]\['workers'\]\[1\]: "),
+        ({3: {"x": print}}, r"\[3\]\['x'\]: builtins.builtin_function"),
+        (object(), "the value itself: builtins.object"),
+        ({"a": np.array([object()])}, r"\['a'\]: numpy.ndarray"),
+        ({"a": torch.zeros(2).to_sparse()}, r"\['a'\]: torch.Tensor"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_by_its_place_and_the_way_out(value, place) -> None:
+    with pytest.raises(FormatError, match=rf"extras: {place}.*pass trusted=True"):
+        extras.encode(value)
+
+
+def test_a_tree_that_contains_itself_is_refused() -> None:
+    tree: dict[str, Any] = {}
+    tree["self"] = [tree]
+    with pytest.raises(FormatError, match="contains itself"):
+        extras.encode(tree)
+
+
+def test_the_deepest_tree_that_is_written_is_read() -> None:
+    tree: Any = 1
+    for _ in range(extras.MAX_DEPTH):
+        tree = {1: tree}
+    assert extras.decode(extras.encode(tree)) == tree
+    with pytest.raises(FormatError, match="nested deeper"):
+        extras.encode([tree])
+
+
+class Loader:
+    """Something that only pickle holds."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Loader)
+
+    __hash__ = None
+
+
+def test_a_pickle_is_written_and_read_only_when_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Loader", Loader)
+    data = extras.encode({"loader": Loader()}, trusted=True)
+    assert extras.decode(data, trusted=True) == {"loader": Loader()}
+    monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle was loaded"))
+    with pytest.raises(FormatError, match="trusted=True"):
+        extras.decode(data)
+
+
+def test_an_instance_that_pickle_refuses_is_named() -> None:
+    with pytest.raises(FormatError, match=r"\['f'\]: builtins.function cannot be pickled"):
+        extras.encode({"f": lambda: None}, trusted=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(states)
+def test_a_damaged_text_is_refused_or_read_but_never_crashes(state: Any) -> None:
+    data = bytearray(extras.encode(state))
+    chance = random.Random(len(data))
+    data[chance.randrange(len(data))] = chance.randrange(256)
+    with contextlib.suppress(FormatError):
+        extras.decode(data)
+
+
+@pytest.mark.parametrize(
+    "value", [1 << 20_000, -(1 << 20_000), 10**5000 + 1], ids=["large", "small", "odd"]
+)
+def test_integers_have_no_limit(value: int) -> None:
+    # Not `==` in an assert: Python refuses to print integers of this size.
+    assert extras.decode(extras.encode([value]))[0] - value == 0
+
+
+def test_json_that_is_not_ours_is_exact_or_refused() -> None:
+    assert math.copysign(1, extras.decode(b"-0.0")) == -1
+    for text in (b"NaN", b"Infinity", b"[1,]", b"\xff", b"", b"1" * 5000):
+        with pytest.raises(FormatError):
+            extras.decode(text)
+
+
+def test_neither_torch_nor_numpy_is_imported_for_plain_values() -> None:
+    script = (
+        "import sys; from keepstep.image import extras;"
+        "extras.decode(extras.encode({'a': (1, b'x', {2: 3})}));"
+        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

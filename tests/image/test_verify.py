@@ -1,0 +1,194 @@
+"""Every byte of a shard is vouched for, and what is damaged is named."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepstep.digests import CHUNK_BYTES, xxh3_128
+from keepstep.errors import DigestError, ForeignError, FormatError, TornError, VersionError
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    Section,
+    TensorSpec,
+    digest_table,
+    read_control,
+    read_layout,
+    section_digests,
+    tensors_in_chunk,
+    verify_image,
+    verify_range,
+)
+from keepstep.steps import StepId
+from tests.image.images import EPOCH, noise, seal, stage
+
+SMALL = Layout.build(
+    [
+        TensorSpec("moment", "F64", (3,), Section.OPTIMIZER),
+        TensorSpec("weight", "F32", (5,), Section.PARAMS),
+        TensorSpec("mask", "BOOL", (3,), Section.REST),
+    ],
+    rank=0,
+    world=1,
+    extras_capacity_bytes=10,
+)
+LARGE = Layout.build(
+    [
+        TensorSpec("moment", "U8", (CHUNK_BYTES * 5 // 2,), Section.OPTIMIZER),
+        TensorSpec("weight", "U8", (CHUNK_BYTES,), Section.PARAMS),
+        TensorSpec("none", "U8", (0,), Section.PARAMS),
+    ],
+    rank=0,
+    world=1,
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> bytes:
+    return bytes(seal(SMALL, stage(SMALL, noise(SMALL), kept={"epoch": 7})))
+
+
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    data = bytearray(LARGE.size_bytes)
+    data[: len(LARGE.header)] = LARGE.header
+    for at in range(len(LARGE.header), LARGE.extras_begin, 4099):
+        data[at] = at % 251
+    data[LARGE.control_begin :] = stage(SMALL, {})[SMALL.control_begin :]
+    page = ControlPage.from_bytes(memoryview(data)[LARGE.control_begin :])
+    data[LARGE.control_begin :] = replace(page, layout=LARGE.id).to_bytes()
+    return bytes(seal(LARGE, data))
+
+
+def test_a_sealed_image_passes_and_says_what_it_is(small: bytes) -> None:
+    control = verify_image(memoryview(small), SMALL)
+    assert control.id == StepId(EPOCH.id, 1200)
+    assert control.sections is not None
+    assert control.sections.keys() == {"optimizer", "params", "rest"}
+
+
+def test_one_flipped_bit_in_any_byte_is_found(small: bytes) -> None:
+    regions = [
+        range(0, 64),
+        range(64, len(SMALL.header), 61),
+        range(len(SMALL.header), SMALL.extras_begin + 40),
+        range(SMALL.extras_begin + 40, SMALL.digests_begin, 61),
+        range(SMALL.digests_begin, SMALL.digests_begin + 32),
+        range(SMALL.digests_begin + 32, SMALL.control_begin, 61),
+        range(SMALL.control_begin, SMALL.size_bytes, 61),
+        [SMALL.digests_begin - 1, SMALL.control_begin - 1, SMALL.size_bytes - 1],
+    ]
+    for at in itertools.chain(*regions):
+        data = bytearray(small)
+        data[at] ^= 1 << at % 8
+        with pytest.raises((DigestError, TornError)):
+            verify_image(memoryview(data), SMALL)
+
+
+def test_a_damaged_chunk_is_named_with_the_tensors_in_it(large: bytes) -> None:
+    data = bytearray(large)
+    data[2 * CHUNK_BYTES + 5] ^= 1
+    with pytest.raises(DigestError, match=r"chunk 2 .*moment, weight") as caught:
+        verify_image(memoryview(data), LARGE, path="shard")
+    assert caught.value.chunk == 2
+    assert caught.value.tensors == ("moment", "weight")
+    assert str(caught.value).startswith("shard: ")
+
+
+def test_a_range_is_verified_without_the_rest(large: bytes) -> None:
+    data = bytearray(large)
+    data[2 * CHUNK_BYTES + 5] ^= 1
+    view = memoryview(data)
+    verify_range(view, LARGE, 0, 2 * CHUNK_BYTES)
+    verify_range(view, LARGE, 3 * CHUNK_BYTES, LARGE.digests_begin)
+    for begin, end in [(0, 2 * CHUNK_BYTES + 1), (3 * CHUNK_BYTES - 1, 3 * CHUNK_BYTES)]:
+        with pytest.raises(DigestError):
+            verify_range(view, LARGE, begin, end)
+    with pytest.raises(FormatError, match="not a range"):
+        verify_range(view, LARGE, 0, LARGE.control_begin)
+
+
+def test_progress_is_reported_for_each_chunk(large: bytes) -> None:
+    seen: list[int] = []
+    verify_image(memoryview(large), LARGE, on_chunk=seen.append)
+    assert seen == list(range(LARGE.chunk_count)) == [0, 1, 2, 3]
+
+
+def test_chunks_know_their_tensors() -> None:
+    assert tensors_in_chunk(LARGE, 0) == ("moment",)
+    assert tensors_in_chunk(LARGE, 3) == ("weight", "keepstep.extras.0")
+
+
+def test_a_sections_digest_is_that_of_its_chunks_and_fragments(large: bytes) -> None:
+    view, table = memoryview(large), digest_table(LARGE, memoryview(large))
+    entry = LARGE.entries["moment"]
+    pieces = [
+        xxh3_128(view[entry.begin : CHUNK_BYTES]),
+        table[16:32],
+        xxh3_128(view[2 * CHUNK_BYTES : entry.end]),
+    ]
+    found = section_digests(LARGE, view, table)
+    assert found["optimizer"] == xxh3_128(b"".join(pieces)).hex()
+    assert found.keys() == {"optimizer", "params"}
+
+
+@pytest.mark.parametrize("changed", ["moment", "weight", "mask"])
+def test_a_sections_digest_changes_with_its_tensors_only(changed: str) -> None:
+    content = noise(SMALL)
+    before = _sections(content)
+    content[changed] = bytes(len(content[changed]))
+    after = _sections(content)
+    section = SMALL.entries[changed].spec.section.value
+    assert {name for name in before if before[name] != after[name]} == {section}
+
+
+def _sections(content: dict[str, bytes]) -> dict[str, str]:
+    view = memoryview(stage(SMALL, content))
+    return section_digests(SMALL, view, digest_table(SMALL, view))
+
+
+def test_an_image_that_was_only_staged_passes_only_on_request() -> None:
+    view = memoryview(stage(SMALL, noise(SMALL)))
+    assert verify_image(view, SMALL, require_digests=False).root is None
+    with pytest.raises(DigestError, match="staged only"):
+        verify_image(view, SMALL)
+    view[9] ^= 1
+    with pytest.raises(ForeignError, match="header"):
+        verify_image(view, SMALL, require_digests=False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "says"),
+    [({"run": "other"}, "of run demo, not of other"), ({"id": StepId(EPOCH.id, 7)}, "of step")],
+)
+def test_an_image_of_something_else_is_foreign(small: bytes, expected, says) -> None:
+    with pytest.raises(ForeignError, match=says):
+        verify_image(memoryview(small), SMALL, **expected)
+
+
+def test_files_are_read_by_path_and_by_descriptor(small: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(small)
+    layout = read_layout(path)
+    assert layout == SMALL
+    with path.open("rb") as file:
+        assert read_layout(file.fileno()) == layout
+        assert read_control(file.fileno(), layout) == read_control(path, layout)
+        assert not file.closed
+
+
+def test_errors_of_files_name_them(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"")
+    with pytest.raises(TornError, match=r"/shard: truncated") as caught:
+        read_layout(path)
+    assert caught.value.path == path
+    path.write_bytes(
+        SMALL.header.replace(b'format_version\\":1', b'format_version\\":2') + bytes(9000)
+    )
+    with pytest.raises(VersionError, match=r"/shard: format version 2.*newer one"):
+        read_layout(path)

@@ -1,0 +1,67 @@
+"""Small images as a trainer leaves them in a slot: sealed, without digests."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from dataclasses import dataclass
+
+from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.steps import Epoch, EpochId, StepId
+
+RUN = "gpt"
+EPOCH = Epoch(EpochId(1, "1f9c2d7a"))
+CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One staged image. `view` is page aligned, as O_DIRECT wants it."""
+
+    view: memoryview
+    layout: Layout
+    control: ControlPage
+
+    @property
+    def id(self) -> StepId:
+        return self.control.id
+
+
+def step_id(step: int) -> StepId:
+    return StepId(EPOCH.id, step)
+
+
+def make_layout(*, rank: int = 0, world: int = 2, parameters: int = 6000) -> Layout:
+    """`parameters` in F32, as many again in the optimizer, and a counter."""
+    tensors = [
+        TensorSpec("model.weight", "F32", (parameters,), Section.PARAMS),
+        TensorSpec("optimizer.exp_avg", "F32", (parameters,), Section.OPTIMIZER),
+        TensorSpec("progress.batches", "I64", (), Section.REST),
+    ]
+    return Layout.build(tensors, rank=rank, world=world)
+
+
+def empty_slot(layout: Layout) -> memoryview:
+    return memoryview(mmap.mmap(-1, layout.size_bytes))
+
+
+def staged(layout: Layout, step: int, *, run: str = RUN, seed: int | None = None) -> Slot:
+    """The image of `step`: bytes that depend on rank, step and `seed`."""
+    view = empty_slot(layout)
+    view[: len(layout.header)] = layout.header
+    noise = random.Random(f"{layout.rank}/{step}/{seed}")
+    for begin in range(len(layout.header), layout.digests_begin, 1 << 20):
+        end = min(begin + (1 << 20), layout.digests_begin)
+        view[begin:end] = noise.randbytes(end - begin)
+    control = ControlPage(
+        run=run,
+        layout=layout.id,
+        epoch=EPOCH,
+        rank=layout.rank,
+        world=layout.world,
+        step=step,
+        extras_bytes=100,
+        staged_at=1.7e9 + step,
+    )
+    view[layout.control_begin :] = control.to_bytes()
+    return Slot(view, layout, control)

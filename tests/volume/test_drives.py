@@ -1,0 +1,197 @@
+"""Drives that refuse, fill up or fail: real file systems on loop devices (root)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from keepstep.errors import NoSpaceError, StorageError
+from keepstep_sidecar.engine import Engine, for_each_chunk, probe
+from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.volume import Volume
+from tests.volume.images import RUN, empty_slot, make_layout, staged
+
+MIB = 1 << 20
+
+
+def command(*words: str | Path) -> None:
+    subprocess.run(list(map(str, words)), check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts things below the test's directory; skips where that is not allowed."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4 to make a small drive")
+    points: list[Path] = []
+
+    def mount(name: str, *words: str | Path) -> Path:
+        point = tmp_path / name
+        point.mkdir()
+        try:
+            command("mount", *words, point)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"cannot mount here: {error.stderr.decode().strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in reversed(points):
+        command("umount", "--lazy", point)
+
+
+def small_drive(mounted: Callable[..., Path], image: Path, *, size_bytes: int) -> Path:
+    """An ext4 of its own in the file `image`."""
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    command("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", image)
+    return mounted("drive", "-o", "loop", image)
+
+
+@pytest.mark.root
+def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
+    volume = Volume(drive / RUN, run=RUN)
+    layout = make_layout(parameters=int(1.5 * MIB))
+    first, second, third = (staged(layout, step) for step in (1, 2, 3))
+    volume.write(first.view, layout, first.control)
+    volume.write(second.view, layout, second.control)
+    with pytest.raises(NoSpaceError, match="keep fewer steps"):
+        volume.write(third.view, layout, third.control)
+    assert [shard.id.step for shard in volume.scan().shards] == [1, 2]
+    assert (volume.quarantined(), volume.failed) == (0, "")
+    volume.retire(first.id)
+    written = volume.write(third.view, layout, third.control)
+    view = empty_slot(layout)
+    volume.load(written.path, view)
+    assert view[: layout.digests_begin] == third.view[: layout.digests_begin]
+    volume.close()
+
+
+def fill(file: IO[bytes]) -> None:
+    while True:
+        file.write(bytes(4096))
+
+
+@pytest.mark.root
+def test_a_drive_that_is_full_to_the_last_block_can_still_be_restored_from(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
+    volume = Volume(drive / RUN, run=RUN)
+    slot = staged(make_layout(), 1)
+    volume.write(slot.view, slot.layout, slot.control)
+    volume.close()
+    filler = drive / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        fill(file)
+    volume = Volume(drive / RUN, run=RUN)
+    (shard,) = volume.scan().shards
+    volume.load(shard.path, empty_slot(slot.layout))
+    later = staged(slot.layout, 2)
+    with pytest.raises(NoSpaceError):
+        volume.write(later.view, later.layout, later.control)
+    volume.close()
+
+
+@pytest.mark.root
+def test_a_drive_that_fails_below_the_file_system_never_yields_a_durable_step(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The drive claims 64 MiB, but only 8 MiB are behind it: later writes fail in hardware."""
+    behind = mounted("behind", "-t", "tmpfs", "-o", "size=8m", "tmpfs")
+    drive = small_drive(mounted, behind / "image", size_bytes=64 * MIB)
+    volume = Volume(drive / RUN, run=RUN)
+    slot = staged(make_layout(parameters=3 * MIB), 1)
+    with pytest.raises(StorageError):
+        volume.write(slot.view, slot.layout, slot.control)
+    assert not list((volume.root / "pending").rglob("rank-*"))
+    volume.close()
+
+
+@pytest.mark.root
+def test_a_file_system_without_direct_io_is_written_through_the_cache(
+    mounted: Callable[..., Path],
+) -> None:
+    """ramfs has no O_DIRECT and no fallocate."""
+    drive = mounted("ram", "-t", "ramfs", "ramfs")
+    volume = Volume(drive / RUN, run=RUN)
+    assert volume.engine is Engine.BUFFERED
+    assert volume.engine_reason == f"O_DIRECT refused: {os.strerror(errno.EINVAL)}"
+    slot = staged(make_layout(), 1)
+    written = volume.write(slot.view, slot.layout, slot.control)
+    volume.load(written.path, empty_slot(slot.layout))
+    volume.close()
+
+
+def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    engine, reason = probe(Filesystem(), tmp_path)
+    assert engine in Engine
+    assert reason
+    assert list(tmp_path.iterdir()) == []
+
+
+class Refusing(Filesystem):
+    """Says what overlay and some network file systems say to O_DIRECT."""
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().open(path, flags)
+
+
+def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., Volume]) -> None:
+    volume = open_volume(filesystem=Refusing())
+    assert (volume.engine, volume.engine_reason) == (
+        Engine.BUFFERED,
+        "O_DIRECT refused: Invalid argument",
+    )
+    slot = staged(make_layout(), 1)
+    written = volume.write(slot.view, slot.layout, slot.control)
+    volume.load(written.path, empty_slot(slot.layout))
+
+
+def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:4096]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:4096]], at))
+    volume = Volume(tmp_path / RUN, run=RUN)
+    slot = staged(make_layout(), 1)
+    written = volume.write(slot.view, slot.layout, slot.control)
+    view = empty_slot(slot.layout)
+    volume.load(written.path, view)
+    assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
+    volume.close()
+
+
+def test_the_first_error_of_a_thread_ends_the_others_and_is_raised() -> None:
+    done: list[int] = []
+
+    def work(index: int) -> None:
+        if index == 3:
+            raise OSError(errno.EIO, "chunk 3")
+        done.append(index)
+
+    with pytest.raises(OSError, match="chunk 3"):
+        for_each_chunk(work, 10_000, threads=4)
+    assert len(done) < 10_000
+
+
+def test_writers_give_way_to_training_and_others_do_not_notice() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    before, seen = niceness(), []
+    cpu_s = for_each_chunk(lambda index: seen.append(niceness()), 4, threads=1, niceness=10)
+    assert seen == [10] * 4
+    assert niceness() == before
+    assert 0 <= cpu_s < 1

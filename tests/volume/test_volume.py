@@ -1,0 +1,230 @@
+"""What a volume does when nothing fails: write, find, load, publish, retire."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
+from keepstep.image import Section, verify_image
+from keepstep.steps import shard_name
+from keepstep_sidecar.engine import Engine
+from keepstep_sidecar.scan import survey
+from keepstep_sidecar.volume import Volume, Written
+from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged, step_id
+
+THREE_CHUNKS = 2_300_000
+"""Parameters that make an image of two whole chunks and a part."""
+
+
+def write(volume: Volume, slot: Slot) -> Written:
+    return volume.write(slot.view, slot.layout, slot.control)
+
+
+@pytest.mark.parametrize("engine", list(Engine))
+@pytest.mark.parametrize("parameters", [1, 6000, THREE_CHUNKS])
+def test_what_was_staged_comes_back_bit_equal(
+    open_volume: Callable[..., Volume], engine: Engine, parameters: int
+) -> None:
+    volume = open_volume(engine=engine)
+    slot = staged(make_layout(parameters=parameters), 7)
+    written = write(volume, slot)
+    view = empty_slot(slot.layout)
+    control = volume.load(written.path, view)
+    assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
+    assert verify_image(view, slot.layout) == control
+    assert replace(control, root=None, sections=None, written_at=None) == slot.control
+    assert (control.root, control.sections) == (written.root, written.sections)
+
+
+def test_the_slot_is_not_changed_by_writing_it(volume: Volume) -> None:
+    slot = staged(make_layout(), 7)
+    before = bytes(slot.view)
+    write(volume, slot)
+    assert slot.view == before
+
+
+def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
+    slots = [staged(make_layout(rank=rank), step) for step in (2, 1) for rank in (1, 0)]
+    written = {slot.control.id: write(volume, slot) for slot in slots}
+    volume.publish(step_id(1))
+    scan = volume.scan()
+    assert scan.problems == ()
+    told = [(shard.id.step, shard.rank, shard.published) for shard in scan.shards]
+    assert told == [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False)]
+    first = scan.shards[2]
+    assert first.root == written[step_id(2)].root
+    assert first.params_digest == written[step_id(2)].sections[Section.PARAMS.value]
+    assert (first.world, first.run, first.layout) == (2, RUN, slots[1].layout)
+    assert first.bytes == first.path.stat().st_size == slots[1].layout.size_bytes
+    assert survey(volume.root, run=RUN) == scan
+
+
+def test_a_volume_that_was_never_used_holds_nothing(volume: Volume, tmp_path: Path) -> None:
+    assert volume.scan().shards == ()
+    assert survey(tmp_path / "absent", run=RUN).shards == ()
+
+
+def test_readers_see_a_step_only_while_it_is_published(volume: Volume) -> None:
+    for rank in range(2):
+        write(volume, staged(make_layout(rank=rank), 1))
+    shown = volume.root / str(step_id(1))
+    assert not shown.exists()
+    assert volume.publish(step_id(1)) == shown
+    assert sorted(path.name for path in shown.iterdir()) == [shard_name(0, 2), shard_name(1, 2)]
+    assert volume.publish(step_id(1)) == shown
+    volume.unpublish(step_id(1))
+    assert not shown.exists()
+    assert [shard.published for shard in volume.scan().shards] == [False, False]
+
+
+def test_publishing_what_is_not_there_says_so(volume: Volume) -> None:
+    assert volume.publish(step_id(1)) is None
+
+
+def test_losing_a_shard_hides_the_step_and_writing_it_again_shows_it(volume: Volume) -> None:
+    slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
+    paths = [write(volume, slot).path for slot in slots]
+    shown = volume.publish(step_id(1))
+    volume.quarantine(paths[1], "digest")
+    assert shown is not None
+    assert not shown.exists()
+    write(volume, slots[1])
+    assert volume.publish(step_id(1)) == shown
+    assert len(volume.scan().shards) == 2
+
+
+def test_a_shard_written_beside_a_published_step_joins_it(volume: Volume) -> None:
+    write(volume, staged(make_layout(rank=0), 1))
+    volume.publish(step_id(1))
+    write(volume, staged(make_layout(rank=1), 1))
+    volume.publish(step_id(1))
+    assert [shard.published for shard in volume.scan().shards] == [True, True]
+    assert not (volume.root / "pending" / str(step_id(1))).exists()
+
+
+def test_a_shard_that_is_durable_already_is_left_as_it_is(volume: Volume) -> None:
+    slot = staged(make_layout(), 1)
+    first = write(volume, slot)
+    inode = first.path.stat().st_ino
+    again = write(volume, slot)
+    assert (again.root, again.seconds, again.path.stat().st_ino) == (first.root, 0.0, inode)
+
+
+def test_a_retired_step_is_gone_but_whoever_maps_it_keeps_it(volume: Volume) -> None:
+    slot = staged(make_layout(), 1)
+    path = write(volume, slot).path
+    with path.open("rb") as reader:
+        freed = volume.retire(step_id(1))
+        assert freed >= slot.layout.size_bytes
+        assert reader.read()[: len(slot.layout.header)] == slot.layout.header
+    assert volume.scan().shards == ()
+    assert list((volume.root / "retired").iterdir()) == []
+    assert volume.retire(step_id(1)) == 0
+
+
+def test_arguments_that_do_not_belong_together_are_refused(volume: Volume) -> None:
+    slot, other = staged(make_layout(), 1), staged(make_layout(rank=1, parameters=9000), 1)
+    with pytest.raises(UsageError, match="bytes, not"):
+        volume.write(other.view, slot.layout, slot.control)
+    with pytest.raises(UsageError, match="of layout"):
+        volume.write(other.view, other.layout, slot.control)
+    with pytest.raises(UsageError, match="of run"):
+        volume.write(slot.view, slot.layout, replace(slot.control, run="another"))
+    slot.view[20] ^= 1
+    with pytest.raises(UsageError, match="another header"):
+        write(volume, slot)
+    assert [path for path in volume.root.rglob("*") if "rank" in path.name] == []
+
+
+def test_a_slot_of_the_wrong_size_is_refused_and_the_shard_stays(volume: Volume) -> None:
+    written = write(volume, staged(make_layout(), 1))
+    with pytest.raises(UsageError, match="a slot of"):
+        volume.load(written.path, empty_slot(make_layout(parameters=9000)))
+    assert written.path.exists()
+
+
+def test_the_capacity_limit_holds_before_a_byte_is_written(
+    open_volume: Callable[..., Volume],
+) -> None:
+    slot = staged(make_layout(), 1)
+    volume = open_volume(capacity_bytes=int(1.5 * slot.layout.size_bytes) + 8192)
+    write(volume, slot)
+    assert 0 < volume.free_bytes() < slot.layout.size_bytes
+    with pytest.raises(NoSpaceError, match=r"step 0001.*rank 0.*limit .* raise the capacity"):
+        write(volume, staged(make_layout(), 2))
+    assert [shard.id.step for shard in volume.scan().shards] == [1]
+    volume.retire(step_id(1))
+    write(volume, staged(make_layout(), 2))
+    assert volume.failed == ""
+
+
+def test_a_second_owner_is_told_who_the_first_is(
+    open_volume: Callable[..., Volume], volume: Volume
+) -> None:
+    with pytest.raises(StorageError, match=f"pid {os.getpid()}"):
+        open_volume()
+    volume.close()
+    open_volume()
+
+
+def test_a_volume_of_another_run_is_left_alone(volume: Volume) -> None:
+    volume.save_record(volume.record)
+    volume.close()
+    with pytest.raises(ForeignError, match="'gpt', not 'bert'"):
+        Volume(volume.root, run="bert")
+    Volume(volume.root, run=RUN).close()
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(StorageError, match=str(tmp_path / "file")):
+        Volume(tmp_path / "file" / RUN, run=RUN)
+
+
+def test_a_step_that_is_being_written_is_neither_retired_nor_published(volume: Volume) -> None:
+    slot = staged(make_layout(parameters=THREE_CHUNKS), 1)
+    writer = threading.Thread(
+        target=volume.write,
+        args=(slot.view, slot.layout, slot.control),
+        kwargs={"bytes_per_second": 2 * CHUNK},
+    )
+    writer.start()
+    pending = volume.root / "pending" / str(step_id(1))
+    deadline = time.monotonic() + 10
+    while not (pending.is_dir() and list(pending.iterdir())):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for act in (volume.retire, volume.publish):
+        with pytest.raises(UsageError, match="being written"):
+            act(step_id(1))
+    volume.scan()
+    assert volume.used_bytes() >= slot.layout.size_bytes
+    writer.join()
+    assert len(volume.scan().shards) == 1
+
+
+def test_a_write_keeps_below_the_limit_of_bytes_per_second(volume: Volume) -> None:
+    slot = staged(make_layout(parameters=THREE_CHUNKS), 1)
+    limit = 4 * slot.layout.digests_begin
+    written = volume.write(slot.view, slot.layout, slot.control, bytes_per_second=limit)
+    # The last chunk begins when all before it have had their time.
+    assert written.seconds >= 2 * CHUNK / limit
+
+
+def test_what_a_person_puts_beside_the_shards_is_left_alone(volume: Volume) -> None:
+    write(volume, staged(make_layout(), 1))
+    shown = volume.publish(step_id(1))
+    assert shown is not None
+    (shown / "config.json").write_text("{}")
+    (volume.root / "notes.txt").write_text("mine")
+    scan = volume.scan()
+    assert (len(scan.shards), scan.problems) == (1, ())
+    assert (shown / "config.json").exists()
+    assert (volume.root / "notes.txt").exists()

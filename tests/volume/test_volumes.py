@@ -1,0 +1,146 @@
+"""Several volumes of one run, and the record of its epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import DigestError, ForeignError, FormatError, StorageError, VersionError
+from keepstep.steps import Epoch, EpochId, shard_name
+from keepstep_sidecar import runrecord
+from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.runrecord import RunRecord
+from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volumes import VolumeSet
+from tests.volume.images import EPOCH, RUN, Slot, empty_slot, make_layout, staged, step_id
+from tests.volume.test_broken_bytes import flip
+
+WORLD = 3
+
+
+@pytest.fixture
+def volumes(open_volume: Callable[..., Volume]) -> VolumeSet:
+    return VolumeSet([open_volume("one"), open_volume("two")])
+
+
+def write_step(volumes: VolumeSet, step: int) -> list[Slot]:
+    slots = [staged(make_layout(rank=rank, world=WORLD), step) for rank in range(WORLD)]
+    for slot in slots:
+        volumes.write(slot.view, slot.layout, slot.control)
+    return slots
+
+
+def test_ranks_are_spread_and_found_again(volumes: VolumeSet) -> None:
+    write_step(volumes, 1)
+    homes = [shard.path.parents[2] for shard in volumes.scan().shards]
+    one, two = (volume.root for volume in volumes.volumes)
+    assert [home.parent if home.name == "pending" else home for home in homes] == [one, two, one]
+
+
+def test_every_volume_shows_the_whole_step(volumes: VolumeSet) -> None:
+    write_step(volumes, 1)
+    volumes.publish(step_id(1))
+    for volume in volumes.volumes:
+        shown = volume.root / str(step_id(1))
+        names = [path.name for path in sorted(shown.iterdir())]
+        assert names == [shard_name(rank, WORLD) for rank in range(WORLD)]
+        assert all(path.stat().st_size for path in shown.iterdir())
+    assert [shard.rank for shard in volumes.scan().shards] == [0, 1, 2]
+
+
+def test_a_step_that_loses_a_shard_disappears_from_every_volume(volumes: VolumeSet) -> None:
+    slots = write_step(volumes, 1)
+    volumes.publish(step_id(1))
+    broken = volumes.scan().shards[1].path
+    flip(broken, slots[1].layout.extras_begin)
+    with pytest.raises(DigestError):
+        volumes.load(broken, empty_slot(slots[1].layout))
+    assert [(s.rank, s.published) for s in volumes.scan().shards] == [(0, False), (2, False)]
+    volumes.write(slots[1].view, slots[1].layout, slots[1].control)
+    assert volumes.publish(step_id(1)) is not None
+    assert [(s.rank, s.published) for s in volumes.scan().shards] == [(r, True) for r in range(3)]
+
+
+def test_a_scan_that_sets_a_shard_aside_hides_the_step_everywhere(volumes: VolumeSet) -> None:
+    slots = write_step(volumes, 1)
+    volumes.publish(step_id(1))
+    flip(volumes.scan().shards[1].path, slots[1].layout.size_bytes - 1)
+    scan = volumes.scan()
+    assert [(shard.rank, shard.published) for shard in scan.shards] == [(0, False), (2, False)]
+    assert len(scan.problems) == 1
+
+
+def test_retiring_a_step_retires_it_everywhere(volumes: VolumeSet) -> None:
+    slots = write_step(volumes, 1)
+    volumes.publish(step_id(1))
+    assert volumes.retire(step_id(1)) >= sum(slot.layout.size_bytes for slot in slots)
+    assert volumes.scan().shards == ()
+    assert not any((volume.root / str(step_id(1))).exists() for volume in volumes.volumes)
+
+
+def test_a_rank_moves_on_when_its_volume_has_failed(
+    volumes: VolumeSet, armed: Callable[[str], None]
+) -> None:
+    one, two = volumes.volumes
+    slot = staged(make_layout(world=WORLD), 1)
+    armed("write.data:eio")
+    with pytest.raises(StorageError):
+        volumes.write(slot.view, slot.layout, slot.control)
+    assert one.failed
+    assert volumes.volume_for(0) is volumes.volume_for(1) is two
+    two.failed = "too"
+    assert volumes.volume_for(0) is one, "with no healthy volume left, try one's own again"
+
+
+def test_epochs_are_recorded_on_every_volume_and_merged(
+    volumes: VolumeSet, armed: Callable[[str], None]
+) -> None:
+    later = Epoch(EpochId(2, "00000000"), step_id(4))
+    armed("record.write:eio@3")
+    volumes.save_epoch(EPOCH)
+    volumes.save_epoch(later)
+    one, two = volumes.volumes
+    assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
+    assert volumes.epochs() == (EPOCH, later)
+    assert runrecord.load(two.root / "run.json", run=RUN) == two.record
+
+
+def test_an_epoch_that_no_volume_can_record_is_an_error(
+    volumes: VolumeSet, armed: Callable[[str], None]
+) -> None:
+    armed("record.write:eio@1,record.write:eio@2")
+    with pytest.raises(StorageError):
+        volumes.save_epoch(EPOCH)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", FormatError),
+        ("[]", FormatError),
+        (
+            '{"format_version": 1, "run": "gpt", "epochs": [{"id": "x", "parent": null}]}',
+            FormatError,
+        ),
+        ('{"format_version": 9, "run": "gpt"}', VersionError),
+        ('{"format_version": 1, "run": "bert", "epochs": []}', ForeignError),
+    ],
+)
+def test_a_record_that_is_not_ours_is_an_error_that_names_it(
+    tmp_path: Path, text: str, error: type[Exception]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(error, match=str(path)):
+        runrecord.load(path, run=RUN)
+
+
+def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    record = RunRecord(run=RUN).with_epoch(Epoch(EpochId(2, "0badcafe"), step_id(3)))
+    record = record.with_epoch(EPOCH)
+    assert record.with_epoch(EPOCH) is record
+    runrecord.save(tmp_path / "run.json", record, filesystem=Filesystem())
+    assert runrecord.load(tmp_path / "run.json", run=RUN) == record
+    assert [epoch.id.number for epoch in record.epochs] == [1, 2]

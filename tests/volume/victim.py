@@ -1,0 +1,37 @@
+"""A process that uses a volume until a fault kills it; it says what was promised to it.
+
+`python -m tests.volume.victim ROOT`, with KEEPSTEP_FAULTS in the environment.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from keepstep.steps import Epoch, EpochId, shard_name
+from keepstep_sidecar.volume import Volume
+from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
+
+
+def main(root: Path) -> None:
+    volume = Volume(root, run=RUN)
+    volume.save_record(volume.record.with_epoch(Epoch(EpochId(1, "1f9c2d7a"))))
+    print("recorded", flush=True)
+    for step in (1, 2):
+        for rank in range(2):
+            slot = staged(make_layout(rank=rank), step)
+            volume.write(slot.view, slot.layout, slot.control)
+            print(f"durable {rank} {step}", flush=True)
+        volume.publish(step_id(step))
+        print(f"published {step}", flush=True)
+    path = volume.root / str(step_id(2)) / shard_name(0, 2)
+    volume.load(path, empty_slot(make_layout()))
+    print("retiring", flush=True)
+    volume.retire(step_id(1))
+    print("losing", flush=True)
+    volume.quarantine(path, "test")
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
