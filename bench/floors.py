@@ -93,7 +93,9 @@ def _fio(file: Path, size_bytes: int, direction: str, options: list[str]) -> Fig
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     results = json.loads(done.stdout)["jobs"]
     seconds = max(job[direction]["runtime"] for job in results) / 1e3
-    spent = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in results)
+    spent = sum(
+        (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in results
+    )
     return {"seconds": seconds, "cpu_s": spent}
 
 

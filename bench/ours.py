@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from pathlib import Path
 from typing import ClassVar
 
-from bench.gpt import TrainingState
 from bench.peers import PeerMissing
-from bench.processes import Sidecar, memory_kib
-from bench.savers import Saver
+from bench.processes import Sidecar, memory_kib, memory_limit_bytes
+from bench.savers import Savable, Saver
 
 _DURABLE_TIMEOUT_S = 120.0
 
 
 def slots_for(size_bytes: int) -> int:
     """Four slots, as by default, unless the machine's memory has no room for them."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 4 if 7 * size_bytes < pages else 2
+    memory = memory_limit_bytes()
+    shared = shutil.disk_usage("/dev/shm").free
+    return 4 if 7 * size_bytes < memory and 4.1 * size_bytes < shared else 2
 
 
 class KeepstepLazy(Saver):
@@ -25,18 +27,17 @@ class KeepstepLazy(Saver):
     note = "every step staged and persisted, 4 slots (2 where memory has no room for 4)"
     lazy: ClassVar[bool] = True
 
-    def __init__(self, state: TrainingState, directory: Path) -> None:
+    def __init__(self, state: Savable, directory: Path) -> None:
         super().__init__(state, directory)
         self._sidecar = Sidecar(directory, slots=slots_for(state.size_bytes))
         self._peak_kib = 0
+        self._unready = 0
         try:
             self._sidecar.start()
             os.environ["KEEPSTEP_SOCKET"] = str(self._sidecar.socket)
             import keepstep
 
-            self._checkpointer = keepstep.Checkpointer(
-                state.components(), lazy=self.lazy, strict=True
-            )
+            self._checkpointer = keepstep.Checkpointer(state.components(), lazy=self.lazy)
             self._checkpointer.restore()
         except ImportError as error:
             self._sidecar.close()
@@ -47,11 +48,16 @@ class KeepstepLazy(Saver):
         self._last = -1
 
     def save(self, step: int) -> None:
-        self._last = step
-        self._checkpointer.save(step)
+        if self._checkpointer.save(step):
+            self._last = step
 
     def fence(self) -> None:
         self._checkpointer.fence()
+
+    def wait_ready(self) -> None:
+        self._sidecar.wait_slots()
+        # until then there was none for every save
+        self._unready = self._checkpointer.stats.skipped
 
     def wait_staged(self) -> None:
         self._checkpointer.wait(self._last, "staged", timeout=_DURABLE_TIMEOUT_S)
@@ -69,9 +75,31 @@ class KeepstepLazy(Saver):
         stats = self._checkpointer.stats
         return {
             "sidecar_rss_mib": self._peak_kib / 1024,
-            "skipped": float(stats.skipped),
+            "skipped": float(stats.skipped - self._unready),
             "discarded": float(stats.discarded),
         }
+
+    def restore_again(self, tier: str) -> float:
+        """Close, lose the memory if `tier` is local, and restore in this process; seconds of
+        `restore()`. The sidecar has had the time to fetch and hash ahead."""
+        from keepstep import Checkpointer
+
+        self._checkpointer.close()
+        if tier == "local":
+            self._sidecar.kill()
+            self._sidecar.forget_memory()
+            self._sidecar.start()
+            self._sidecar.wait_sealed()
+        else:
+            # a process that lives on gives its lease back with two seconds' delay; not restore's
+            time.sleep(2.5)
+        self._checkpointer = Checkpointer(self.state.components(), lazy=self.lazy)
+        begun = time.perf_counter()
+        restored = self._checkpointer.restore()
+        seconds = time.perf_counter() - begun
+        if restored is None or str(restored.tier) != tier:
+            raise RuntimeError(f"restored {restored}, not from {tier}")
+        return seconds
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+MEMORY_PREFIX = "keepstep-bench-"
 SOURCES = (ROOT / "lib/src", ROOT / "sidecar/src", ROOT)
 
 
@@ -43,10 +49,8 @@ def tree_cpu_s(pid: int | None = None) -> float:
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
+        with contextlib.suppress(OSError):  # the thread ended in between
             found += [int(word) for word in task.read_text().split()]
-        except OSError:
-            continue  # the thread ended in between
     return found
 
 
@@ -68,12 +72,22 @@ def memory_kib(pid: int) -> dict[str, int]:
     return values
 
 
+def memory_limit_bytes() -> int:
+    """The machine's memory, or the control group's limit when that is less."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
 class Sidecar:
     """A sidecar of its own, with its memory in /dev/shm and its volume in `directory`."""
 
     def __init__(self, directory: Path, *, slots: int = 4, keep: int = 2) -> None:
         self.directory = directory
-        self.memory_dir = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir="/dev/shm"))
+        self.memory_dir = Path(
+            tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
+        )
         self.socket = self.memory_dir / "sidecar.sock"
         self._slots, self._keep = slots, keep
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,9 +107,7 @@ class Sidecar:
         command += ["--memory-dir", str(self.memory_dir), "--volume", str(self.directory)]
         command += ["--slots", str(self._slots), "--keep", str(self._keep)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=environment(), stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
         while wait and not self.socket.exists():
             if self._process.poll() is not None or time.perf_counter() - started > timeout_s:
                 tail = self._log.read_text()[-2000:]
@@ -107,9 +119,38 @@ class Sidecar:
         """CPU seconds since it started."""
         return cpu_s(self.pid)
 
+    def status(self) -> dict[str, Any]:
+        """GET /v1/status."""
+        connection = http.client.HTTPConnection("localhost", timeout=10)
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.connect(str(self.socket))
+        try:
+            connection.request("GET", "/v1/status")
+            return dict(json.loads(connection.getresponse().read()))
+        finally:
+            connection.close()
+
+    def wait_slots(self, *, timeout_s: float = 120.0) -> None:
+        """Return when every slot of rank 0 is made: their first touch costs seconds per GiB."""
+        deadline = time.monotonic() + timeout_s
+        while sum(len(rank["slots"]) for rank in self.status()["ranks"]) < self._slots:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {self._slots} slots within {timeout_s:.0f} s")
+            time.sleep(0.05)
+
+    def wait_sealed(self, *, timeout_s: float = 120.0) -> None:
+        """Return when rank 0 has an image in memory: fetched, hashed, ready to be restored."""
+        deadline = time.monotonic() + timeout_s
+        while not any(
+            slot["state"] == "sealed" for rank in self.status()["ranks"] for slot in rank["slots"]
+        ):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no image was fetched within {timeout_s:.0f} s")
+            time.sleep(0.02)
+
     def kill(self) -> None:
-        """SIGKILL, as an out-of-memory killer would."""
-        if self._process is not None:
+        """SIGKILL, as an out-of-memory killer would; nothing when it does not run."""
+        if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self.socket.unlink(missing_ok=True)
@@ -125,6 +166,5 @@ class Sidecar:
 
     def close(self) -> None:
         """End it and free its memory; the volume's files stay."""
-        if self._process is not None and self._process.poll() is None:
-            self.kill()
+        self.kill()
         shutil.rmtree(self.memory_dir, ignore_errors=True)

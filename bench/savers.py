@@ -10,9 +10,29 @@ import abc
 import os
 import shutil
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
-from bench.gpt import TrainingState
+from torch import Tensor
+
+
+class Savable(Protocol):
+    """A training state, in the shapes that the savers want."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by a flat name."""
+
+    def nested(self) -> dict[str, Any]:
+        """What a script hands to `torch.save`."""
+
+    def components(self) -> dict[str, Any]:
+        """What a script hands to `keepstep.Checkpointer`."""
+
+    def step_off_cpu(self, step: int) -> None:
+        """An optimizer step that takes no time of the CPU."""
 
 
 class Saver(abc.ABC):
@@ -23,7 +43,7 @@ class Saver(abc.ABC):
     blocking: ClassVar[bool] = False
     """Durable when `save` returns: nothing goes on beside the training."""
 
-    def __init__(self, state: TrainingState, directory: Path) -> None:
+    def __init__(self, state: Savable, directory: Path) -> None:
         self.state = state
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -35,6 +55,9 @@ class Saver(abc.ABC):
     def fence(self) -> None:  # noqa: B027  (most savers copy before `save` returns)
         """Return when the tensors may change."""
 
+    def wait_ready(self) -> None:  # noqa: B027  (most savers make nothing in the background)
+        """Return when nothing is being prepared any more; called after a first save."""
+
     def wait_staged(self) -> None:  # noqa: B027  (most savers have no such state)
         """Return when the step no longer depends on the training process's tensors."""
 
@@ -42,7 +65,7 @@ class Saver(abc.ABC):
         """Return when the last saved step is on media and flushed."""
 
     def background_cpu_s(self) -> float:
-        """CPU seconds of processes that are not descendants of this one."""
+        """CPU seconds of helper processes alone (they count in this process's tree as well)."""
         return 0.0
 
     def extra(self) -> dict[str, float]:

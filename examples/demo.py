@@ -27,13 +27,14 @@ from types import FrameType
 from demo_report import Death, Report, plot, show
 from demo_runs import RANKS, DemoError, Household, Run, Setting, kill
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 # --- what kills ------------------------------------------------------------------------------
 
 
 def kill_trainer(run: Run) -> str:
-    """torchrun notices, ends the other rank and starts both anew; the slots live on."""
+    """torchrun ends the other rank, `keepstep run` starts it again; the slots live on."""
     (trainer,) = run.setting.household.members(f"RANK={RANKS - 1}")
     kill(trainer)
     return ""
@@ -47,7 +48,8 @@ def kill_sidecar(run: Run) -> str:
     killed = time.monotonic()
     kill(int((memory / "sidecar.pid").read_text()))
     run.follow(lambda: run.committed() > before)
-    return f"commits again after {time.monotonic() - killed:.1f} s"
+    seconds = time.monotonic() - killed
+    return f"training went on, the next step was committed {seconds:.1f} s later."
 
 
 def kill_everything(run: Run) -> str:
@@ -160,7 +162,7 @@ def main() -> int:
             setting = Setting(out=out, steps=args.steps, household=Household(), progress=progress)
             report = demonstrate(setting)
     except DemoError as error:
-        console.print(f"[red]The demo failed:[/] {error}", markup=True, highlight=False)
+        console.print(f"[red]The demo failed:[/] {escape(str(error))}", highlight=False)
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; nothing is left running.")

@@ -188,16 +188,18 @@ class Report:
 def show(report: Report, console: Console) -> None:
     """The table of kills, the pace and the verdict."""
     console.print(_kills_table(report))
+    for death in report.deaths:
+        if death.note:
+            console.print(f"After the kill of {death.victim}: {death.note}")
     console.print(_pace(report))
     console.print(_verdict(report))
 
 
 def _kills_table(report: Report) -> Table:
     table = Table(title="What each kill cost")
-    for heading in ("killed", "at step", "restored step", "from", "steps redone"):
-        table.add_column(heading)
-    table.add_column("restore", justify="right")
-    table.add_column("time lost", justify="right")
+    table.add_column("killed", no_wrap=True)
+    for heading in ("at step", "restored", "from", "redone", "restore", "time lost"):
+        table.add_column(heading, justify="right")
     for cost in report.costs():
         table.add_row(*_cells(cost))
     return table
@@ -207,8 +209,8 @@ def _cells(cost: Cost) -> tuple[str, ...]:
     death, restored = cost.death, cost.restored
     lost = f"{cost.lost_s:.1f} s"
     if restored is None:
-        return (death.victim, str(death.step), "none needed", death.note, "0", "", lost)
-    step, tier = str(restored.first - 1), restored.tier or "nothing: started anew"
+        return (death.victim, str(death.step), "-", "-", "0", "-", lost)
+    step, tier = str(restored.first - 1), restored.tier or "nothing"
     restore = f"{1e3 * (restored.restore_s or 0.0):.0f} ms"
     return (death.victim, str(death.step), step, tier, str(cost.redone), restore, lost)
 
@@ -291,8 +293,9 @@ def _plot_times(report: Report, axes: Axes) -> None:
         axes.annotate(
             f"{death.victim}: {cost.lost_s:.1f} s",
             (death.wall - started, death.step),
-            xytext=(8, -12),
+            xytext=(-8, 8),  # above the curve, where the axes are empty
             textcoords="offset points",
+            ha="right",
             color="tab:red",
         )
     axes.set(

@@ -141,21 +141,18 @@ class Run:
             )
 
     def _command(self) -> list[str]:
-        steps = str(self.setting.steps)
-        train = [str(TRAIN), "--steps", steps, "--log-file", str(self.journal.path)]
-        torchrun = [*TORCHRUN, "--nproc-per-node", str(RANKS), "--max-restarts", "1", *train]
+        train = [
+            str(TRAIN),
+            "--steps",
+            str(self.setting.steps),
+            "--log-file",
+            str(self.journal.path),
+        ]
+        torchrun = [*TORCHRUN, "--nproc-per-node", str(RANKS), *train]
         if not self.keepstep:
             return [*torchrun, "--no-keepstep"]
-        return [
-            *KEEPSTEP,
-            "run",
-            "--dir",
-            str(self.setting.kept),
-            "--run",
-            self.name,
-            "--",
-            *torchrun,
-        ]
+        here = ["--dir", str(self.setting.kept), "--run", self.name]
+        return [*KEEPSTEP, "run", *here, "--restarts", "1", "--", *torchrun]
 
     def follow(self, reached: Callable[[], bool]) -> None:
         """Show progress until `reached`. Raises DemoError when the run ends before that."""

@@ -106,8 +106,8 @@ def standard_library_text() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Random windows of the text. Batch `index` of a rank depends on nothing but the fields here,
-    so the data order is restored by restoring one number, and is never read twice or skipped."""
+    """Random windows of the text. A batch depends on the fields here and its index only, so that
+    one restored number restores the data order: nothing is read twice, nothing is left out."""
 
     text: Tensor
     size: int
@@ -118,8 +118,8 @@ class Batches:
 
     def __call__(self, index: int) -> tuple[Tensor, Tensor]:
         """(inputs, targets) as int64, shape (size, context), the targets one byte further."""
-        number = (self.seed << 40) + index * self.world + self.rank
-        generator = torch.Generator().manual_seed(number)
+        number = self.seed * 1_000_003 + index * self.world + self.rank
+        generator = torch.Generator().manual_seed(number % 2**32)  # its CPU generator uses no more
         last = len(self.text) - self.context - 1
         starts = torch.randint(last, (self.size, 1), generator=generator)
         windows = self.text[starts + torch.arange(self.context + 1)].long()
@@ -150,6 +150,7 @@ def joined_processes() -> Iterator[Place]:
         dist.init_process_group("nccl" if gpu else "gloo")
     yield Place(rank, world, torch.device(device))
     if world > 1:  # not in a `finally`: after an error the other ranks may be gone
+        dist.barrier()  # or Python may end while gloo still lets go of the last loss, and abort
         dist.destroy_process_group()
 
 

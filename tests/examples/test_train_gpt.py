@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -16,6 +24,17 @@ TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "8")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def train_gpt() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def train(log_file: Path, *options: str, launcher: tuple[str, ...] = ()) -> dict[int, str]:
@@ -27,9 +46,18 @@ def train(log_file: Path, *options: str, launcher: tuple[str, ...] = ()) -> dict
     return losses(log_file)
 
 
+def events_of(log_file: Path) -> list[dict[str, Any]]:
+    whole_lines = log_file.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole_lines.splitlines()]
+
+
 def losses(log_file: Path) -> dict[int, str]:
-    events = [json.loads(line) for line in log_file.read_text().splitlines()]
-    return {event["step"]: event["loss_hex"] for event in events if "step" in event}
+    """Fails when a step that was done again has another loss than before."""
+    found: dict[int, str] = {}
+    for event in events_of(log_file):
+        if "step" in event:
+            assert found.setdefault(event["step"], event["loss_hex"]) == event["loss_hex"]
+    return found
 
 
 def test_two_ranks_give_the_same_bits_in_every_run_and_learn(tmp_path: Path) -> None:
@@ -46,9 +74,48 @@ def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
     assert one[0] != other[0]
 
 
+def test_the_data_order_depends_on_seed_rank_and_index(train_gpt: ModuleType) -> None:
+    def first(*, seed: int = 1, rank: int = 0, index: int = 0) -> list[int]:
+        text = torch.arange(100_000) % 251
+        batches = train_gpt.Batches(text=text, size=4, context=8, seed=seed, rank=rank, world=2)
+        inputs, targets = batches(index)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        return inputs.flatten().tolist()
+
+    assert first() == first()
+    distinct = [first(), first(seed=2), first(rank=1), first(index=1), first(seed=2**33)]
+    assert all(one != other for one, other in itertools.combinations(distinct, 2))
+
+
+def test_a_killed_trainer_goes_on_and_its_losses_are_the_same_bits(tmp_path: Path) -> None:
+    steps = ("--steps", "400")
+    expected = train(tmp_path / "reference", "--no-keepstep", *steps)
+    log_file = tmp_path / "log"
+    kept = ("-m", "keepstep_sidecar.cli", "run", "--dir", str(tmp_path / "steps"))
+    launcher = (*kept, "--restarts", "1", "--", sys.executable)
+    killer = threading.Thread(target=kill_trainer_after, args=(log_file, 20))
+    killer.start()
+    losses_of_run = train(log_file, *steps, launcher=launcher)
+    killer.join()
+    starts = [event for event in events_of(log_file) if "first" in event]
+    assert [start["tier"] for start in starts] == [None, "memory"]
+    assert starts[1]["first"] >= 20
+    assert losses_of_run == expected
+
+
+def kill_trainer_after(log_file: Path, step: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        events = events_of(log_file) if log_file.exists() else []
+        if any(event.get("step", -1) >= step for event in events):
+            os.kill(events[0]["pid"], signal.SIGKILL)
+            return
+        time.sleep(0.01)
+
+
 def test_the_log_has_a_line_for_the_start_and_one_for_each_step(tmp_path: Path) -> None:
     train(tmp_path / "log", "--steps", "2", "--no-keepstep")
-    start, *steps = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    start, *steps = events_of(tmp_path / "log")
     assert start["first"] == 0
     assert start["tier"] is None
     assert [step["step"] for step in steps] == [0, 1]

@@ -73,6 +73,11 @@ class Voter:
             decision = choose(votes, excluded)
             epoch = decision.epoch(ballots[0].nonce)
             if decision.id is None:
+                if decision.incomplete and self._rank == 0:
+                    log.warning(
+                        "keepstep: beginning anew without %s: only some ranks hold it",
+                        ", ".join(map(str, decision.incomplete)),
+                    )
                 return Agreed(epoch, None, self._stage_every)
             opened, error = self._open(decision.id)
             failures = [one for one in self._gather(error) if one]

@@ -28,7 +28,7 @@ from keepstep.ledger import (
     RestorePlan,
     Retire,
 )
-from keepstep.retention import Retention, retired
+from keepstep.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.journal import say, warn
@@ -193,12 +193,12 @@ class Catalog:
         self._opening.add(id) if on else self._opening.discard(id)
 
     async def make_room(self) -> bool:
-        """Retire all committed steps but the newest. False when there was nothing to retire."""
-        committed = self.look().committed(Tier.LOCAL)
-        surplus = retired(committed, Retention(last=1))
-        for id in surplus:
+        """Retire all that the newest commit makes expendable. False when there was nothing."""
+        surplus = self.look().expendable(Tier.LOCAL, Retention(last=1))
+        doomed = [id for id in surplus if not self._in_use(id)]
+        for id in doomed:
             await self._retire(id)
-        return bool(surplus)
+        return bool(doomed)
 
     # --- the ledger's wishes -----------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Catalog:
     async def _publish(self, id: StepId) -> None:
         try:
             path = await self.blocking(lambda: self.volumes.publish(id))
-        except StorageError as error:
+        except KeepstepError as error:
             warn("not published", step=str(id), reason=str(error))
             return
         if path is None:

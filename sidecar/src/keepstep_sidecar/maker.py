@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from keepstep_sidecar.memory import (
 )
 
 _MOST_THREADS = 4
+_log = logging.getLogger("keepstep.sidecar")
 
 
 class Maker:
@@ -63,14 +65,20 @@ class Maker:
         self._queue.put_nowait((1 << 30, next(self._numbers), file))
 
     async def run(self) -> None:
-        """Work until cancelled."""
-        loop = asyncio.get_running_loop()
+        """Work until cancelled or stopped. One order that fails does not end the worker."""
         while not self._stop.is_set():
             _, _, order = await self._queue.get()
-            if isinstance(order, SlotFile):
-                await loop.run_in_executor(self._executor, order.settle)
-            else:
-                await self._make(order)
+            try:
+                await self._carry_out(order)
+            except Exception:
+                _log.exception("slot order failed")
+
+    async def _carry_out(self, order: Bank | SlotFile) -> None:
+        if isinstance(order, SlotFile):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, order.settle)
+        else:
+            await self._make(order)
 
     async def _make(self, bank: Bank) -> None:
         loop = asyncio.get_running_loop()

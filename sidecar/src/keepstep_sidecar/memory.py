@@ -99,8 +99,13 @@ class SlotFile:
 
     def settle(self) -> None:
         """Map an adopted slot's pages and lock them, so that restore and persist fault nothing."""
-        populate(self.view, threading.Event())
-        self.lock()
+        try:
+            # a view of its own keeps the mapping while this thread works on it
+            with self.view[:] as view:
+                populate(view, threading.Event())
+                self.lock()
+        except ValueError:
+            return  # unlinked in the meantime, and its view released
 
     def lock(self) -> None:
         """Keep the pages out of swap where RLIMIT_MEMLOCK allows it; `locked` says how it went."""

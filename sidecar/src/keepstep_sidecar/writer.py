@@ -187,7 +187,7 @@ class Writer:
         if error.errno in FULL:
             with contextlib.suppress(OSError):
                 self.filesystem.unlink(temporary)
-            return self._no_space(control, error.strerror)
+            return self._no_space(control, error.strerror or str(error))
         kept = ""
         with contextlib.suppress(OSError), self.lock:
             kept = f"; what was written is kept as {self.shelves.quarantine(temporary, 'io')}"

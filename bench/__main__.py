@@ -1,0 +1,223 @@
+"""The driver: `python -m bench` measures every subject at every size in interleaved rounds.
+
+A block is one size in one round: every subject once, in an order that turns from round to round.
+Blocks run until the time budget is used up, the most telling ones first, so a slower machine gets
+fewer rounds, never fewer figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import machine, report
+from bench.ours import OURS, KeepstepLazy
+from bench.peers import PEERS, FastPersist
+from bench.processes import MEMORY_PREFIX, ROOT, environment
+from bench.results import BARS, Results, Sample
+from bench.worker import DISK, IMPORTS, LIVES, MEMCPY
+
+_MIB = 1 << 20
+_WORKER_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One worker's command line."""
+
+    subject: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `sizes` in bytes; `main` is the one that the bars are about."""
+
+    sizes: tuple[int, ...]
+    main: int
+    rounds: int
+    side_rounds: int
+    minutes: float
+    wait_s: float
+    steps: int
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """(round, size): the main size alternates with the others."""
+        for number in range(max(self.rounds, self.side_rounds)):
+            if number < self.rounds:
+                yield number, self.main
+            if number < self.side_rounds:
+                yield from ((number, size) for size in self.sizes if size != self.main)
+
+    def jobs(self, number: int, size: int) -> list[Job]:
+        """Every subject of a block, turned by the round's number."""
+        loop = ("--wait", str(self.wait_s), "--steps", str(self.steps))
+        few = ("--wait", str(self.wait_s), "--steps", "2")
+        lazy = eager = "blocked,durable"
+        peers, present = "once", PEERS
+        if size == self.main:
+            lazy, eager = "blocked,durable,inflation,busy,lost", "blocked,durable,inflation,lost"
+            # some peers take minutes: they are in the first round, the bars' subjects in all
+            peers, present = "once,inflation,lost", PEERS if number == 0 else (FastPersist,)
+        savers = [
+            Job(one.name, ("--measures", lazy if one is KeepstepLazy else eager, *loop))
+            for one in OURS
+        ]
+        savers += [Job(one.name, ("--measures", peers, *few)) for one in present]
+        floors = [Job(MEMCPY), Job(DISK), Job(LIVES)]
+        if size == self.main:
+            floors.append(Job(IMPORTS))
+        jobs = [*floors, *savers]
+        turn = number * 3 % len(jobs)
+        return jobs[turn:] + jobs[:turn]
+
+
+def main() -> int:
+    options = _options()
+    plan = _plan(options)
+    directory = options.dir / f"keepstep-bench-{os.getpid()}"
+    directory.mkdir(parents=True)
+    results = Results()
+    try:
+        described = machine.describe(directory)
+        began = time.monotonic()
+        _run(plan, results, directory, only=options.only)
+        described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
+        described["rounds"] = _rounds(results)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    _write(results, described, plan.main, options.out, options.name or machine.slug())
+    return 0
+
+
+def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
+    began = time.monotonic()
+    took: dict[int, float] = {}
+    strikes: Counter[str] = Counter()
+    for number, size in plan.blocks():
+        spent = time.monotonic() - began
+        # later rounds of the main size lack the slow peers
+        likely_s = took.get(size, 0.0) * (0.5 if size == plan.main and number == 1 else 1.0)
+        if spent + likely_s > plan.minutes * 60:
+            print(f"no time for round {number + 1} of {report.size_name(size)}", file=sys.stderr)
+            continue
+        for job in plan.jobs(number, size):
+            if strikes[job.subject] > 1 or only not in job.subject:
+                continue
+            sample = _measure(job, number, size, directory)
+            results.samples.append(sample)
+            if sample.missing:
+                # what is not installed will not come; what failed gets a second chance
+                strikes[job.subject] += 2 if sample.missing.startswith("PeerMissing") else 1
+        took[size] = time.monotonic() - began - spent
+
+
+def _measure(job: Job, number: int, size: int, directory: Path) -> Sample:
+    place = directory / "worker"
+    command = [sys.executable, "-m", "bench.worker", job.subject, "--bytes", str(size)]
+    command += ["--dir", str(place), *job.options]
+    began = time.monotonic()
+    sample = Sample(job.subject, size, number)
+    # a process group of its own, so that a worker that hangs goes with all its helpers
+    worker = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        out, errors = worker.communicate(timeout=_WORKER_TIMEOUT_S)
+        result = json.loads(out.strip().splitlines()[-1])
+        sample.figures = result.get("figures", {})
+        sample.missing = result.get("missing") or result.get("error", "")
+        if "error" in result:
+            print(errors[-3000:], file=sys.stderr)
+    except subprocess.TimeoutExpired:
+        os.killpg(worker.pid, 9)
+        worker.communicate()
+        sample.missing = f"did not end within {_WORKER_TIMEOUT_S:.0f} s"
+    except (IndexError, ValueError):
+        sample.missing = f"exit code {worker.returncode}: {errors.strip()[-300:]}"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        for left in Path("/dev/shm").glob(f"{MEMORY_PREFIX}{worker.pid}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    sample.seconds = time.monotonic() - began
+    verdict = sample.missing.splitlines()[0][:80] if sample.missing else "ok"
+    print(
+        f"round {number + 1}  {report.size_name(size):>8}  {job.subject:<30}"
+        f" {sample.seconds:6.1f} s  {verdict}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return sample
+
+
+def _rounds(results: Results) -> str:
+    counts = {
+        size: len({one.round for one in results.samples if one.size_bytes == size})
+        for size in results.sizes()
+    }
+    return ", ".join(f"{report.size_name(size)}: {count}" for size, count in counts.items())
+
+
+def _write(
+    results: Results, described: dict[str, str], main_size: int, out: Path, name: str
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    prefix = out / name
+    pictures: list[str] = []
+    try:
+        from bench import plots
+
+        pictures = plots.draw(results, main=main_size, prefix=prefix)
+    except ImportError as error:
+        print(f"no plots: {error}", file=sys.stderr)
+    text = report.markdown(results, machine=described, main=main_size, pictures=pictures)
+    prefix.with_suffix(".md").write_text(text)
+    prefix.with_suffix(".json").write_text(
+        report.to_json(results, machine=described, main=main_size)
+    )
+    print(text.split("## How each figure grows")[0])
+    print(f"{prefix}.md, {prefix}.json, {len(BARS)} bars", file=sys.stderr)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    if options.quick:
+        return Plan((64 * _MIB, 256 * _MIB), 256 * _MIB, 1, 1, 3.0, 0.3, 2)
+    sizes = tuple(size * _MIB for size in options.sizes)
+    return Plan(
+        sizes, options.main * _MIB, options.rounds, options.side_rounds, options.minutes, 1.0, 4
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small and once: for development")
+    parser.add_argument("--minutes", type=float, default=14.0, help="time budget")
+    parser.add_argument("--rounds", type=int, default=5, help="of the main size, at most")
+    parser.add_argument("--side-rounds", type=int, default=2, help="of the other sizes, at most")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[64, 256, 1024, 2048, 4096], metavar="MIB"
+    )
+    parser.add_argument("--main", type=int, default=2048, metavar="MIB", help="size of the bars")
+    parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--name", help="of the result files; default: from the machine")
+    parser.add_argument("--only", default="", help="only subjects whose name has this in it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""What `import keepstep` adds to `import torch`: each in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+from bench.processes import environment
+
+_PROGRAM = """
+import time, json
+begun = time.perf_counter()
+import torch
+torch_s = time.perf_counter() - begun
+begun = time.perf_counter()
+import keepstep
+package_s = time.perf_counter() - begun
+keepstep.Checkpointer
+print(json.dumps([torch_s, package_s, time.perf_counter() - begun]))
+"""
+
+
+def measure(*, repeats: int = 5) -> dict[str, float]:
+    """Seconds: torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
+    rows = []
+    for _ in range(repeats + 1):
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            env=environment(),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        rows.append(json.loads(done.stdout))
+    torch_s, package_s, whole_s = (
+        statistics.median(column) for column in zip(*rows[1:], strict=True)
+    )
+    return {"import_torch_s": torch_s, "import_package_s": package_s, "import_keepstep_s": whole_s}

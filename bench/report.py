@@ -1,0 +1,233 @@
+"""Results as Markdown and JSON: the bars first, then every figure beside the peers, then growth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.ours import OURS
+from bench.peers import PEERS
+from bench.results import BARS, Bar, Results, Spread
+
+_SAVERS = (*OURS, *PEERS)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a table of savers."""
+
+    title: str
+    figure: str
+    show: Callable[[float], str]
+
+
+def seconds(value: float) -> str:
+    """Three significant digits, in s or ms."""
+    if abs(value) < 0.0995:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s"
+
+
+def _times(value: float) -> str:
+    return f"{value:.3g} x"
+
+
+_BESIDE = (
+    Column("blocked", "blocked_s", seconds),
+    Column("call to durable", "durable_s", seconds),
+    Column("step time, off CPU", "ratio", _times),
+    Column("lost while persisting", "lost_s", seconds),
+    Column("CPU s/GB (copy and write)", "cpu_s_per_gb", lambda value: f"{value:.3g}"),
+)
+
+_GROWTH = (
+    Column("blocked time of a save (call + fence)", "blocked_s", seconds),
+    Column("from the call to durable", "durable_s", seconds),
+    Column(
+        "CPU s per GB made durable, copy and write", "cpu_s_per_gb", lambda value: f"{value:.3g}"
+    ),
+)
+
+_LIFE = (
+    ("plain start to the first finished step", "plain_start_s"),
+    ("kill -9 to the successor's first finished step", "kill_to_step_s"),
+    ("the same, beyond a plain start", "kill_beyond_start_s"),
+    ("`restore()` from memory", "restore_memory_s"),
+    ("a shard read and verified into a touched slot", "engine_load_s"),
+    ("a bare O_DIRECT read of that shard", "engine_read_s"),
+    ("`restore()` from local, sidecar just up, memory made anew", "restore_local_bare_s"),
+    ("the same, fetched and hashed before it was asked", "restore_local_ahead_s"),
+    ("start of a sidecar until its socket is there", "sidecar_start_s"),
+)
+
+_FLOORS = (
+    ("memcpy", "memcpy", "memcpy_s"),
+    ("fio write, best", "disk", "fio_write_s"),
+    ("fio libaio, depth 16", "disk", "fio_libaio_qd16_s"),
+    ("fio psync", "disk", "fio_psync_s"),
+    ("fio psync, 4 jobs", "disk", "fio_psync_4jobs_s"),
+    ("O_DIRECT read, best", "disk", "read_s"),
+    ("fio read, best", "disk", "fio_read_s"),
+    ("preadv, 4 threads", "disk", "bare_read_s"),
+)
+
+
+def markdown(
+    results: Results, *, machine: dict[str, str], main: int, pictures: Sequence[str]
+) -> str:
+    """The whole report."""
+    parts = [
+        "# keepstep, measured",
+        "Made by `make bench`. Ratios are of medians over interleaved rounds of this one run;"
+        " [a, b] are the quartiles. Every subject runs in processes of its own.",
+        _table(("machine", ""), ([name, value] for name, value in machine.items())),
+        f"## Bars, {size_name(main)} state",
+        _bars(results, main),
+        _skipped(results),
+        f"## Beside its peers, {size_name(main)} state",
+        "Blocked: the call, and the fence before the next optimizer step, with a wait longer than"
+        " the copy between. Step time: every step saved, a wait standing in for an accelerator,"
+        " over the same steps unsaved. Lost: with compute on every core; a saver that blocks loses"
+        " its whole save, and its step time is computed from that. CPU: of the training process and"
+        " of all helpers, without kernel threads.",
+        _beside(results, main),
+        _missing(results),
+        "## How each figure grows",
+        *(_growth(results, column) for column in _GROWTH),
+        "### Floors",
+        _floors(results),
+        "### Lives of keepstep: killed and restored",
+        _lives(results),
+        *(f"![{Path(one).stem}]({one})" for one in pictures),
+        "## Configuration of each",
+        "\n".join(f"- {one.name}: {one.note}" for one in _SAVERS if one.note),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def to_json(results: Results, *, machine: dict[str, str], main: int) -> str:
+    """Machine, bars and every sample."""
+    bars = [_bar_json(bar, results, main) for bar in BARS]
+    samples = results.as_json()
+    return json.dumps(
+        {"machine": machine, "main_bytes": main, "bars": bars, "samples": samples}, indent=1
+    )
+
+
+def size_name(size_bytes: int) -> str:
+    """ "2 GiB"."""
+    gib = size_bytes / (1 << 30)
+    return f"{gib:g} GiB" if gib >= 1 else f"{size_bytes >> 20} MiB"
+
+
+def _bars(results: Results, main: int) -> str:
+    rows = [_bar_row(bar, results, main) for bar in BARS]
+    return _table(("figure", "floor", "keepstep", "against it", "bar", ""), rows)
+
+
+def _skipped(results: Results) -> str:
+    counts = [
+        f"{saver.name} skipped {total('skipped'):.0f} and discarded {total('discarded'):.0f}"
+        for saver in OURS
+        for total in [_total(results, saver.name)]
+    ]
+    return "Of all saves of this run, at all sizes: " + ", ".join(counts) + "."
+
+
+def _total(results: Results, subject: str) -> Callable[[str], float]:
+    samples = [one for one in results.samples if one.subject == subject]
+    return lambda figure: sum(one.figures.get(figure, 0.0) for one in samples)
+
+
+def _bar_row(bar: Bar, results: Results, main: int) -> list[str]:
+    limit = f"<= {bar.limit:g} {bar.unit}"
+    try:
+        value, floor, figure = (f(results, main) for f in (bar.value, bar.floor_value, bar.figure))
+    except LookupError as error:
+        return [bar.name, bar.floor, "not measured", str(error.args[0]), limit, "?"]
+    show = seconds if bar.unit in ("x", "s") else lambda number: f"{number:.3g} {bar.unit}"
+    below = bar.floor if bar.floor == "0" else f"{bar.floor}: {show(floor)}"
+    return [bar.name, below, show(value), f"{figure:.3g} {bar.unit}", limit, _verdict(figure, bar)]
+
+
+def _verdict(figure: float, bar: Bar) -> str:
+    return "pass" if figure <= bar.limit else "**FAIL**"
+
+
+def _bar_json(bar: Bar, results: Results, main: int) -> dict[str, Any]:
+    try:
+        figure = bar.figure(results, main)
+    except LookupError as error:
+        return {"bar": bar.name, "limit": bar.limit, "unit": bar.unit, "error": error.args[0]}
+    return {
+        "bar": bar.name,
+        "limit": bar.limit,
+        "unit": bar.unit,
+        "figure": figure,
+        "passed": figure <= bar.limit,
+    }
+
+
+def _beside(results: Results, main: int) -> str:
+    rows = []
+    for saver in _SAVERS:
+        spreads = [results.spread(saver.name, main, column.figure) for column in _BESIDE]
+        if any(spreads):
+            cells = [_cell(one, c.show) for one, c in zip(spreads, _BESIDE, strict=True)]
+            rows.append([saver.name, *cells])
+    return _table(("", *(column.title for column in _BESIDE)), rows)
+
+
+def _cell(spread: Spread | None, show: Callable[[float], str]) -> str:
+    if spread is None:
+        return "-"
+    if spread.count == 1:
+        return show(spread.median)
+    return f"{show(spread.median)} [{show(spread.low)}, {show(spread.high)}]"
+
+
+def _missing(results: Results) -> str:
+    missing = results.missing()
+    return "\n".join(
+        f"- {name} has no figures in at least one round: {why}" for name, why in missing.items()
+    )
+
+
+def _growth(results: Results, column: Column) -> str:
+    rows = []
+    for saver in _SAVERS:
+        spreads = [results.spread(saver.name, size, column.figure) for size in results.sizes()]
+        if any(spreads):
+            rows.append([saver.name, *(_cell(one, column.show) for one in spreads)])
+    return f"### {column.title}\n\n" + _by_size(results, rows)
+
+
+def _floors(results: Results) -> str:
+    rows = []
+    for title, subject, figure in _FLOORS:
+        spreads = [results.spread(subject, size, figure) for size in results.sizes()]
+        rows.append([title, *(_cell(one, seconds) for one in spreads)])
+    return _by_size(results, rows)
+
+
+def _lives(results: Results) -> str:
+    rows = []
+    for title, figure in _LIFE:
+        spreads = [results.spread("lives", size, figure) for size in results.sizes()]
+        if any(spreads):
+            rows.append([title, *(_cell(one, seconds) for one in spreads)])
+    return _by_size(results, rows)
+
+
+def _by_size(results: Results, rows: Iterable[Sequence[str]]) -> str:
+    return _table(("", *map(size_name, results.sizes())), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    # a reason may hold several lines; a cell may not
+    lines += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

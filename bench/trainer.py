@@ -1,0 +1,72 @@
+"""A training process to be killed: prints JSON lines with `time.monotonic()` stamps.
+
+`--plain` trains without keepstep. `--wait-for PATH` restores only once that file is there, so that
+the state is built and the clock starts with the sidecar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpt import TrainingState
+
+
+def main() -> None:
+    options = _options()
+    state = TrainingState(options.bytes)
+    say("built")
+    checkpointer = None
+    first = 0
+    if not options.plain:
+        from keepstep import Checkpointer
+
+        _wait_for(options.wait_for)
+        begun = time.perf_counter()
+        checkpointer = Checkpointer(state.components())
+        at = checkpointer.restore()
+        seconds = time.perf_counter() - begun
+        if at is not None:
+            first = at.step + 1
+            say("restored", step=at.step, tier=str(at.tier), seconds=seconds, inside=at.seconds)
+    for step in range(first, first + options.steps):
+        time.sleep(options.step_s)
+        state.step_off_cpu(step)
+        say("step", step=step)
+        if checkpointer is not None:
+            # the first ones are not kept while the slots are being made
+            kept = checkpointer.save(step)
+            if kept and options.commit:
+                checkpointer.wait(step, "committed", timeout=120)
+                say("committed", step=step)
+    if checkpointer is not None:
+        checkpointer.close()
+    say("closed")
+
+
+def say(event: str, **values: Any) -> None:
+    """One line for whoever watches."""
+    print(json.dumps({"event": event, "at": time.monotonic(), **values}), flush=True)
+
+
+def _wait_for(path: Path | None) -> None:
+    while path is not None and not path.exists():
+        time.sleep(0.001)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--commit", action="store_true", help="wait for every commit")
+    parser.add_argument("--wait-for", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

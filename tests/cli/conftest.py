@@ -1,0 +1,134 @@
+"""The command as a real process, in a directory of its own; whatever it leaves is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from keepstep_sidecar.cli.places import places_of
+
+MARK = "KEEPSTEP_TEST_CLI"
+
+
+class Keepstep:
+    """`keepstep` in `home`; every process that descends from it carries a mark."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    @property
+    def directory(self) -> Path:
+        return self.home / ".keepstep"
+
+    def memory(self, run: str) -> Path:
+        return places_of(self.directory, run).memory
+
+    def script(self, name: str, text: str) -> str:
+        (self.home / name).write_text(text)
+        return name
+
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        settings: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "cwd": self.home,
+            "env": {**os.environ, MARK: str(self.home)},
+            "text": True,
+        }
+        command = [sys.executable, "-m", "keepstep_sidecar.cli", *words]
+        return subprocess.Popen(command, **{**settings, **options})
+
+    def __call__(
+        self, *words: str, code: int | None = 0, input: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run to the end; the exit code must be `code`, unless that is None."""
+        piped = subprocess.DEVNULL if input is None else subprocess.PIPE
+        with self.start(*words, stdin=piped) as process:
+            out, err = process.communicate(input, timeout=90)
+        if code is not None:
+            assert process.returncode == code, f"{words} -> {process.returncode}\n{out}\n{err}"
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def json(self, *words: str, code: int = 0) -> Any:
+        return json.loads(self(*words, "--json", code=code).stdout)
+
+    def family(self) -> list[psutil.Process]:
+        """Live processes that carry the mark."""
+        return [process for process in psutil.process_iter() if _marked(process, str(self.home))]
+
+    def sidecar(self) -> psutil.Process:
+        return next(one for one in self.family() if "keepstep_sidecar" in one.cmdline())
+
+    def end(self) -> None:
+        for process in self.family():
+            process.kill()
+        psutil.wait_procs(self.family(), timeout=10)
+        for home in self.directory.glob("*/"):
+            shutil.rmtree(self.memory(home.name), ignore_errors=True)
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
+    made = Keepstep(tmp_path)
+    yield made
+    made.end()
+
+
+TRAIN = """
+import os, sys
+import torch
+import keepstep
+
+steps, fail_at = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+at = checkpointer.restore()
+print("from", at.step if at else None, flush=True)
+for step in range(at.step + 1 if at else 0, steps):
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+    if step == fail_at:
+        checkpointer.wait(step, "staged", timeout=30)
+        os.kill(os.getpid(), 9)
+checkpointer.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keepstep]:
+    """A run `train` that has ended well with steps 4 and 5 committed. Not to be changed."""
+    made = Keepstep(tmp_path_factory.mktemp("trained"))
+    made("run", "--", sys.executable, made.script("train.py", TRAIN), "6", "-1")
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def copied(trained: Keepstep, tmp_path: Path) -> Keepstep:
+    """A copy of `trained` to damage: volumes are plain directories that can be moved."""
+    home = tmp_path / "copy"
+    shutil.copytree(trained.home, home, symlinks=True)
+    record = home / ".keepstep" / "train" / "service.json"
+    record.write_text(record.read_text().replace(str(trained.home), str(home)))
+    return Keepstep(home)

@@ -1,0 +1,290 @@
+"""`keepstep run` with real processes: exit codes, signals, restarts, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import eventually
+
+PYTHON = sys.executable
+
+
+def test_the_commands_output_and_exit_code_are_its_own(keepstep: Keepstep) -> None:
+    text = "import os, sys; print(sys.stdin.read(), os.environ['KEEPSTEP_SOCKET']); sys.exit(7)"
+    done = keepstep("run", "--run", "a", "--", PYTHON, "-c", text, code=7, input="hello")
+    assert done.stdout == f"hello {keepstep.memory('a') / 'sidecar.sock'}\n"
+    lines = [line for line in done.stderr.splitlines() if line.startswith("keepstep: ")]
+    assert len(lines) == 2
+    assert "every step is staged" in lines[0]
+    assert "the newest 2 committed" in lines[0]
+    assert "failed with 7" in lines[1]
+    assert "stays for 15m" in lines[1]
+
+
+def test_death_by_signal_is_128_plus_its_number(keepstep: Keepstep) -> None:
+    keepstep("run", "--run", "a", "--", "sh", "-c", "kill -USR1 $$", code=128 + signal.SIGUSR1)
+
+
+def test_a_clean_end_leaves_no_process_and_no_memory(keepstep: Keepstep) -> None:
+    keepstep("run", "--run", "a", "--", PYTHON, "-c", "import keepstep")
+    assert keepstep.family() == []
+    assert not keepstep.memory("a").exists()
+
+
+def test_what_the_command_left_running_is_ended(keepstep: Keepstep) -> None:
+    # as a worker of a killed torchrun: another session, its parent gone, deaf to SIGTERM
+    keepstep.script("worker.sh", "trap '' TERM; echo $$ > worker.pid; exec sleep 600")
+    text = "setsid sh worker.sh & while [ ! -s worker.pid ]; do sleep 0.01; done"
+    keepstep("run", "--run", "a", "--", "sh", "-c", text)
+    assert not psutil.pid_exists(int((keepstep.home / "worker.pid").read_text()))
+    assert keepstep.family() == []
+
+
+def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    done = keepstep("run", "--restarts", "1", "--", PYTHON, "train.py", "6", "3")
+    assert done.stdout.splitlines() == ["from None", "from 3"]
+    (line,) = [line for line in done.stderr.splitlines() if "restart 1 of 1" in line]
+    assert "was killed by SIGKILL (137)" in line
+    assert "step 3 of epoch 1 (memory" in line
+    assert "newest committed: step 5 of epoch 2 in " in done.stderr
+    assert keepstep.family() == []
+
+
+def test_after_a_failure_memory_lingers_and_a_second_run_goes_on_from_it(
+    keepstep: Keepstep,
+) -> None:
+    command = ("run", "--", PYTHON, keepstep.script("train.py", TRAIN), "6", "3")
+    failed = keepstep(*command, code=137)
+    assert "keepstep stop --dir" in failed.stderr
+    lingering = keepstep.sidecar().pid
+    assert keepstep.json("status")["sidecar"]["pid"] == lingering
+    again = keepstep(*command)
+    assert again.stdout.splitlines() == ["from 3"]
+    assert "adopted the sidecar and its memory" in again.stderr
+    assert keepstep.family() == []
+
+
+def test_other_options_replace_the_lingering_sidecar_and_keep_its_memory(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", "--", PYTHON, "train.py", "6", "3", code=137)
+    before = keepstep.sidecar()
+    again = keepstep("run", "--keep", "1", "--", PYTHON, "train.py", "6", "-1")
+    assert not before.is_running()
+    assert again.stdout.splitlines() == ["from 3"]
+    assert len(keepstep.json("steps")["steps"]) == 1
+
+
+def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: Keepstep) -> None:
+    wait = "touch ready; while [ ! -e go ]; do sleep 0.01; done"
+    with keepstep.start("run", "--run", "a", "--", "sh", "-c", wait) as running:
+        eventually((keepstep.home / "ready").exists)
+        first = _sidecar(keepstep)
+        assert first is not None
+        first.kill()
+        second = eventually(lambda: (one := _sidecar(keepstep)) and one != first and one)
+        assert os.getsid(second.pid) == second.pid, "it must outlive the supervisor's session"
+        (keepstep.home / "go").touch()
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert "the sidecar ended and is started again" in err
+    assert keepstep.family() == []
+
+
+def test_a_command_that_waits_for_its_restart_gets_a_sidecar_first(keepstep: Keepstep) -> None:
+    """Sidecar and trainer die together: the restart must not find an empty socket."""
+    text = """
+import os, pathlib, signal, socket
+path = os.environ["KEEPSTEP_SOCKET"]
+with socket.socket(socket.AF_UNIX) as probe:
+    probe.connect(path)
+if not pathlib.Path("once").exists():
+    pathlib.Path("once").touch()
+    os.kill(int((pathlib.Path(path).parent / "sidecar.pid").read_text()), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = keepstep.script("both.py", text)
+    keepstep("run", "--restarts", "1", "--", PYTHON, script)
+    assert keepstep.family() == []
+
+
+def _sidecar(keepstep: Keepstep) -> psutil.Process | None:
+    """The supervisor's words also contain the package's name, so look for the exact module."""
+    for process in keepstep.family():
+        try:
+            if process.cmdline()[1:3] == ["-m", "keepstep_sidecar"]:
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+# --- signals ---------------------------------------------------------------------------------
+
+LISTENER = """
+import pathlib, signal, sys, time
+got = []
+def handle(number, frame):
+    got.append(number)
+    pathlib.Path("got").write_text(" ".join(map(str, got)))
+for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), handle)
+pathlib.Path("ready").touch()
+while not pathlib.Path("end").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_command_exactly_once(
+    keepstep: Keepstep, number: signal.Signals
+) -> None:
+    script = keepstep.script("listener.py", LISTENER)
+    with keepstep.start("run", "--", PYTHON, script) as running:
+        eventually((keepstep.home / "ready").exists)
+        running.send_signal(number)
+        eventually((keepstep.home / "got").exists)
+        # sent later and deadly: a second delivery of the first would have come before it
+        running.send_signal(signal.SIGUSR2)
+        running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGUSR2
+    assert (keepstep.home / "got").read_text() == str(int(number))
+
+
+def test_the_commands_own_answer_to_sigterm_is_returned_and_not_restarted(
+    keepstep: Keepstep,
+) -> None:
+    script = keepstep.script("listener.py", LISTENER)
+    with keepstep.start("run", "--restarts", "5", "--", PYTHON, script) as running:
+        eventually((keepstep.home / "ready").exists)
+        running.terminate()
+        eventually((keepstep.home / "got").exists)
+        (keepstep.home / "end").touch()
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 3
+    assert "restart 1" not in err
+
+
+def test_a_second_interrupt_kills_a_command_that_ignores_the_first(keepstep: Keepstep) -> None:
+    script = keepstep.script("listener.py", LISTENER)
+    with keepstep.start("run", "--", PYTHON, script) as running:
+        eventually((keepstep.home / "ready").exists)
+        running.send_signal(signal.SIGINT)
+        eventually((keepstep.home / "got").exists)
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=60)
+    assert running.returncode == 137
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_command_once_and_it_can_read_from_it(
+    keepstep: Keepstep,
+) -> None:
+    """The terminal signals the whole group, so the supervisor must not forward it again."""
+    text = "line = input()\n" + LISTENER.replace('"ready").touch()', '"ready").write_text(line)')
+    script = keepstep.script("listener.py", text)
+    master, terminal = pty.openpty()
+    try:
+        command = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{_EXEC}"
+        words = ["-c", command, "run", "--", PYTHON, script]
+        running = _on_terminal(keepstep, words, terminal)
+        os.close(terminal)
+        os.write(master, b"hello\n")
+        eventually(lambda: _text(keepstep.home / "ready") == "hello")
+        os.write(master, b"\x03")
+        eventually((keepstep.home / "got").exists)
+        (keepstep.home / "end").touch()
+        eventually(lambda: not running.is_running() or running.status() == psutil.STATUS_ZOMBIE)
+        assert _text(keepstep.home / "got") == str(int(signal.SIGINT))
+    finally:
+        os.close(master)
+
+
+_EXEC = """
+import sys
+from keepstep_sidecar.cli.main import cli
+cli(prog_name="keepstep")
+"""
+
+
+def _on_terminal(keepstep: Keepstep, words: list[str], terminal: int) -> psutil.Popen:
+    from tests.cli.conftest import MARK
+
+    return psutil.Popen(
+        [PYTHON, *words],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=keepstep.home,
+        env={**os.environ, MARK: str(keepstep.home)},
+        start_new_session=True,
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+# --- wrong use -------------------------------------------------------------------------------
+
+
+def test_a_command_that_is_not_there_ends_before_a_sidecar_starts(keepstep: Keepstep) -> None:
+    assert "command not found" in keepstep("run", "--", "no-such-program", code=127).stderr
+    (keepstep.home / "data").touch()
+    assert "not executable" in keepstep("run", "--", "./data", code=126).stderr
+    assert not keepstep.directory.exists()
+
+
+def test_two_supervisors_of_one_run_are_refused(keepstep: Keepstep) -> None:
+    with keepstep.start("run", "--run", "a", "--", "sleep", "600") as running:
+        eventually((keepstep.memory("a") / "sidecar.sock").exists)
+        for words in (("run", "--run", "a", "--", "true"), ("stop", "--run", "a")):
+            assert f"pid {running.pid} supervises it" in keepstep(*words, code=2).stderr
+        running.terminate()
+        running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--memory-limit", "lots"], "512Mi, 32Gi or 10G"),
+        (["--linger", "soon"], "90s, 15m or 2h"),
+        (["--run", "a/b"], "cannot name a run"),
+        (["--slots", "1"], "x>=2"),
+        (["--dir", "/proc/nowhere"], "choose --dir DIR"),
+    ],
+)
+def test_wrong_options_are_usage_errors_that_say_what_to_write(
+    keepstep: Keepstep, words: list[str], advice: str
+) -> None:
+    assert advice in keepstep("run", *words, "--", "true", code=2).stderr
+
+
+def test_a_sidecar_that_cannot_start_ends_the_run_with_its_log(keepstep: Keepstep) -> None:
+    (keepstep.home / "file").touch()
+    done = keepstep("run", "--volume", "file/below", "--run", "a", "--", "touch", "ran", code=125)
+    assert "the sidecar does not start" in done.stderr
+    assert "file/below" in done.stderr
+    assert not (keepstep.home / "ran").exists()
+
+
+def test_help_is_quick(keepstep: Keepstep) -> None:
+    """Three tries, as the machine may be busy."""
+    took = []
+    for _ in range(3):
+        began = time.monotonic()
+        keepstep("--help")
+        took.append(time.monotonic() - began)
+    assert min(took) < 0.4

@@ -1,0 +1,332 @@
+"""Reads scenario files: a command, `----`, what it prints; in the manner of etcd raft's testdata.
+
+A step is written 2-17: epoch 2, step 17. 2b-17 is a step of another epoch with the number 2.
+An image may carry its digests: 2-17:root@params. Comments begin with #.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from keepstep.agreement import choose
+from keepstep.errors import KeepstepError
+from keepstep.ledger import (
+    Action,
+    Alarm,
+    Committed,
+    EpochStarted,
+    Event,
+    FreshStartAcknowledged,
+    Held,
+    Ledger,
+    LedgerConfig,
+    NodeGone,
+    Nothing,
+    RankGone,
+    RankReport,
+    Reported,
+    RestorePlan,
+    Retire,
+    Unknown,
+)
+from keepstep.persist import PersistPlanner, Write
+from keepstep.protocol import Candidate, Candidates
+from keepstep.retention import Retention
+from keepstep.schedule import Grid
+from keepstep.slots import SlotTable
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+
+_EPOCH = re.compile(r"(\d+)([a-f]?)")
+
+
+def epoch_id(text: str) -> EpochId:
+    match = _EPOCH.fullmatch(text)
+    assert match, f"not an epoch: {text!r}"
+    return EpochId(int(match[1]), (match[2] or "0") * 8)
+
+
+def step_id(text: str) -> StepId:
+    epoch, step = text.split("-")
+    return StepId(epoch_id(epoch), int(step))
+
+
+def short(id: StepId | None) -> str:
+    return "none" if id is None else f"{short_epoch(id.epoch)}-{id.step}"
+
+
+def short_epoch(id: EpochId) -> str:
+    return f"{id.number}{id.nonce[0].strip('0')}"
+
+
+_LONG = re.compile(r"(\d{4})\.(\w)\w{7}(?:-(\d{9}))?")
+
+
+def shorten(text: str) -> str:
+    """Long names in messages, as the scenario writes them."""
+
+    def one(match: re.Match[str]) -> str:
+        epoch = f"{int(match[1])}{match[2].strip('0')}"
+        return f"{epoch}-{int(match[3])}" if match[3] else epoch
+
+    return _LONG.sub(one, text)
+
+
+def listed(ids: Iterable[StepId]) -> str:
+    return " ".join(short(id) for id in ids) or "none"
+
+
+class Scenario:
+    """One file's state: a ledger, a planner, a slot table and votes, made when first used."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(LedgerConfig(retention={Tier.LOCAL: Retention(last=2)}))
+        self.planner = PersistPlanner((0, 1), Grid())
+        self.table = SlotTable(4)
+        self.votes: dict[int, Candidates] = {}
+
+    def run(self, command: str) -> str:
+        name, *words = command.split()
+        arguments = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = [word for word in words if "=" not in word]
+        function: Callable[..., Iterable[str]] = getattr(self, f"_do_{name}")
+        return "".join(f"{shorten(line)}\n" for line in function(*plain, **arguments)) or "ok\n"
+
+    # --- ledger --------------------------------------------------------------------------
+
+    def _do_ledger(
+        self, tiers: str = "memory,local", keep: str = "2", world: str = "", stale_after: str = "6"
+    ) -> Iterable[str]:
+        named = tuple(Tier(tier) for tier in tiers.split(","))
+        self.ledger = Ledger(
+            LedgerConfig(
+                tiers=named,
+                world=int(world) if world else None,
+                retention={t: Retention(last=int(keep)) for t in named if t is not Tier.MEMORY},
+                stale_after=int(stale_after),
+            )
+        )
+        return []
+
+    def _apply(self, event: Event) -> list[str]:
+        return [_action(action) for action in self.ledger.apply(event)]
+
+    def _do_report(
+        self,
+        node: str = "0",
+        ranks: str = "0",
+        world: str = "2",
+        epochs: str = "",
+        sequence: str = "0",
+        **tiers: str,
+    ) -> Iterable[str]:
+        report = RankReport(
+            sealed={Tier(t): _held(text, int(world)) for t, text in tiers.items()},
+            answers={Tier(t): _answer(text) for t, text in tiers.items()},
+        )
+        return self._apply(
+            Reported(
+                node_rank=int(node),
+                ranks={int(rank): report for rank in ranks.split(",")},
+                epochs=tuple(Epoch(epoch_id(one)) for one in epochs.split(",") if one),
+                sequence=int(sequence),
+            )
+        )
+
+    def _do_epoch(self, epoch: str, parent: str = "") -> Iterable[str]:
+        started = Epoch(epoch_id(epoch), step_id(parent) if parent else None)
+        return self._apply(EpochStarted(started))
+
+    def _do_acknowledge(self, epoch: str = "") -> Iterable[str]:
+        return self._apply(FreshStartAcknowledged(epoch_id(epoch) if epoch else None))
+
+    def _do_lost(self, node: str = "0", rank: str = "") -> Iterable[str]:
+        if rank:
+            return self._apply(RankGone(int(rank), node_rank=int(node)))
+        return self._apply(NodeGone(int(node)))
+
+    def _do_plan(self, world: str = "2") -> Iterable[str]:
+        plan = self.ledger.plan(range(int(world)))
+        if isinstance(plan, RestorePlan):
+            places = " ".join(f"{rank}:{tier}" for rank, tier in plan.tiers.items())
+            return [f"restore {short(plan.id)} from {places}"]
+        if isinstance(plan, Nothing):
+            return ["nothing: begin at step 0"]
+        assert isinstance(plan, Unknown)
+        return [f"{'wait' if plan.waits_for else 'refuse'}: {plan.reason}"]
+
+    def _do_watermarks(self) -> Iterable[str]:
+        for tier in self.ledger.config.tiers:
+            yield f"{tier}: {listed(self.ledger.committed(tier))}"
+
+    def _do_standing(self, *ids: str) -> Iterable[str]:
+        for id in ids:
+            yield f"{id} {self.ledger.lineage.standing(step_id(id))}"
+
+    # --- planner -------------------------------------------------------------------------
+
+    def _do_planner(
+        self, ranks: str = "0,1", every: str = "1", slots: str = "4", adaptive: str = "no"
+    ) -> Iterable[str]:
+        self.planner = PersistPlanner(
+            [int(rank) for rank in ranks.split(",")],
+            Grid(int(every)),
+            slots=int(slots),
+            adaptive=adaptive == "yes",
+        )
+        return []
+
+    def _do_sealed(self, id: str, ranks: str = "0,1") -> Iterable[str]:
+        for rank in ranks.split(","):
+            yield from _writes(self.planner.sealed(int(rank), step_id(id)))
+
+    def _do_written(self, id: str, ranks: str = "0,1", ok: str = "yes") -> Iterable[str]:
+        for rank in ranks.split(","):
+            yield from _writes(self.planner.written(int(rank), step_id(id), ok=ok == "yes"))
+
+    def _do_overwritten(self, id: str, ranks: str = "0,1") -> Iterable[str]:
+        for rank in ranks.split(","):
+            yield from _writes(self.planner.overwritten(int(rank), step_id(id)))
+
+    def _do_gone(self, ranks: str = "0,1") -> Iterable[str]:
+        for rank in ranks.split(","):
+            yield from _writes(self.planner.gone(int(rank)))
+
+    def _do_forget(self, epoch: str) -> Iterable[str]:
+        return _writes(self.planner.forget(lambda id: id.epoch == epoch_id(epoch)))
+
+    def _do_flush(self, *ids: str, newest: str = "2") -> Iterable[str]:
+        wanted = [step_id(id) for id in ids] or None
+        return _writes(self.planner.flush(wanted, newest=int(newest)))
+
+    def _do_counts(self) -> Iterable[str]:
+        counts, planner = self.planner.counts, self.planner
+        yield f"durable {short(planner.durable)}, in flight {short(planner.target)}"
+        yield (
+            f"persisted {counts.persisted}, skipped {counts.skipped}, "
+            f"abandoned {counts.abandoned}, failed {counts.failed}"
+        )
+        yield f"every {planner.grid.interval(10**9)} steps"
+
+    # --- slots ---------------------------------------------------------------------------
+
+    def _do_slots(self, count: str) -> Iterable[str]:
+        self.table = SlotTable(int(count))
+        return []
+
+    def _do_stage(self, *ids: str) -> Iterable[str]:
+        """Assign and seal, as a trainer does."""
+        for id in ids:
+            if (index := self.table.assign()) is None:
+                yield f"{id} waits"
+                return
+            was = self.table.slots[index].id
+            self.table.seal(index, step_id(id))
+            yield f"{id} in slot {index}" + (f", was {short(was)}" if was else "")
+
+    def _do_assign(self) -> Iterable[str]:
+        if (index := self.table.assign()) is None:
+            return ["none"]
+        was = self.table.slots[index].id
+        return [f"slot {index}" + (f", was {short(was)}" if was else "")]
+
+    def _do_release(self, index: str, keep: str = "") -> Iterable[str]:
+        self.table.release(int(index), step_id(keep) if keep else None)
+        return []
+
+    def _do_pin(self, id: str) -> Iterable[str]:
+        index = self.table.holds(step_id(id))
+        assert index is not None
+        self.table.pin(index)
+        return []
+
+    def _do_unpin(self, index: str) -> Iterable[str]:
+        self.table.unpin(int(index))
+        return []
+
+    def _do_protect(self, *ids: str) -> Iterable[str]:
+        self.table.protect(step_id(id) for id in ids)
+        return []
+
+    def _do_reserve(self, *expendable: str) -> Iterable[str]:
+        index = self.table.reserve({step_id(id) for id in expendable})
+        return ["none" if index is None else f"slot {index}"]
+
+    def _do_bury(self, epoch: str, after: str) -> Iterable[str]:
+        last = int(after)
+        dead = self.table.forget(lambda id: id.epoch == epoch_id(epoch) and id.step > last)
+        return [f"dead: {listed(dead)}"]
+
+    def _do_memory(self) -> Iterable[str]:
+        return [listed(self.table.sealed())]
+
+    # --- votes ---------------------------------------------------------------------------
+
+    def _do_vote(
+        self, held: str, rank: str = "0", world: str = "2", tier: str = "memory", epoch: str = "1"
+    ) -> Iterable[str]:
+        images = tuple(
+            Candidate(id=one.id, tier=Tier(tier), world=one.world, bytes=4096)
+            for one in _held(held, int(world))
+        )
+        self.votes[int(rank)] = Candidates(
+            answer=_answer(held),
+            candidates=images,
+            highest_epoch=int(epoch),
+            reason="the volume does not answer" if held == "unknown" else "",
+        )
+        return []
+
+    def _do_choose(self, *excluded: str) -> Iterable[str]:
+        votes = [self.votes[rank] for rank in sorted(self.votes)]
+        try:
+            decision = choose(votes, {step_id(id) for id in excluded})
+        except KeepstepError as error:
+            return [f"{type(error).__name__}: {error}"]
+        what = f"restore {short(decision.id)}" if decision.id else "begin at step 0"
+        without = f" without {listed(decision.incomplete)}" if decision.incomplete else ""
+        tiers = " ".join(str(tier) for tier in decision.tiers)
+        return [f"{what}{without} as epoch {decision.epoch_number} {tiers}".rstrip()]
+
+
+def _held(text: str, world: int) -> tuple[Held, ...]:
+    if text in ("none", "unknown", "steps"):
+        return ()
+    return tuple(_image(one, world) for one in text.split(","))
+
+
+def _image(text: str, world: int) -> Held:
+    rest, _, params = text.partition("@")
+    name, _, root = rest.partition(":")
+    return Held(id=step_id(name), world=world, root=root or None, params_digest=params or None)
+
+
+def _answer(text: str) -> Answer:
+    return Answer(text) if text in ("none", "unknown", "steps") else Answer.STEPS
+
+
+def _action(action: Action) -> str:
+    if isinstance(action, Committed):
+        return f"committed {short(action.id)} on {action.tier}"
+    if isinstance(action, Retire):
+        ranks = ",".join(str(rank) for rank in action.ranks)
+        return f"retire {short(action.id)} on {action.tier}, ranks {ranks}"
+    assert isinstance(action, Alarm)
+    return f"alarm {action.kind}: {action.text}"
+
+
+def _writes(writes: Sequence[Write]) -> list[str]:
+    return [f"write {short(write.id)}, rank {write.rank}" for write in writes]
+
+
+def play(text: str) -> str:
+    """The scenario with the output that its commands print now."""
+    scenario, output, lines = Scenario(), [], iter(text.splitlines())
+    for line in lines:
+        if not line or line.startswith("#"):
+            output.append(f"{line}\n")
+            continue
+        output.append(f"{line}\n----\n{scenario.run(line)}\n")
+        for _ in iter(lambda: next(lines, ""), ""):
+            pass  # the expected output ends at an empty line
+    return "".join(output).rstrip("\n") + "\n"

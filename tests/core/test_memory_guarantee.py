@@ -1,0 +1,219 @@
+"""Four slots always leave a step in common in memory, and fewer do not: every state is visited.
+
+The model is a lock-step run as the trainers and sidecars really move, with everything that may
+interleave: each rank's copy is finished early or late (lazy), slots are asked for ahead of time,
+and a persister that is as inconvenient as it can be pins any one image of a rank for as long as it
+likes. After each move, what the slots' bytes seal is what a restart would find if all died now.
+
+States are compared relative to the slowest rank, and steps far behind it are one, so there are
+finitely many and the search visits all of them, rather than some by chance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from keepstep.slots import Slot, SlotState, SlotTable
+from keepstep.steps import EpochId, StepId
+
+_EPOCH = EpochId(1, "0" * 8)
+_LONG_AGO = -4
+"""Relative step from which on older is all the same; nobody can have it in common."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`saved`: the step of the last `save`. `next_slot`: asked for, not zeroed yet. `filling`: the
+    slot that the copy of `saved` fills, None once it is sealed. `bytes`: the seals in memory."""
+
+    slots: tuple[Slot, ...]
+    bytes: tuple[int | None, ...]
+    saved: int
+    next_slot: int | None = None
+    filling: int | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is possible. `pins`: the persister may hold one image per rank. `zeroed_early`: a victim
+    is zeroed as soon as it is assigned, without waiting for the collective (a trainer's bug)."""
+
+    slots: int
+    pins: bool = True
+    lazy: bool = True
+    zeroed_early: bool = False
+
+
+State = tuple[Rank, ...]
+
+
+def _table(rank: Rank) -> SlotTable:
+    table = SlotTable(0)
+    table._slots = list(rank.slots)
+    return table
+
+
+def _moves(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
+    slowest = min(rank.saved for rank in state)
+    for i, rank in enumerate(state):
+        for name, moved in _rank_moves(rank, rules, slowest):
+            yield f"rank {i} {name}", (*state[:i], moved, *state[i + 1 :])
+
+
+def _rank_moves(rank: Rank, rules: Rules, slowest: int) -> Iterator[tuple[str, Rank]]:
+    if rank.next_slot is None and rank.filling is None:
+        table = _table(rank)
+        if (index := table.assign()) is not None:
+            bytes_ = _put(rank.bytes, index, None) if rules.zeroed_early else rank.bytes
+            yield "asks ahead", replace(rank, slots=table.slots, bytes=bytes_, next_slot=index)
+    if rank.filling is not None:
+        yield "seals", _sealed(rank)
+    # The next step's collective needs every rank to have returned from the last save; the fence
+    # before the optimizer needs the own copy to be sealed; only then is the victim zeroed.
+    elif rank.next_slot is not None and rank.saved == slowest:
+        saved = _saved(rank)
+        yield "saves", saved if rules.lazy else _sealed(saved)
+    if rules.pins:
+        yield from _pin_moves(rank)
+
+
+def _pin_moves(rank: Rank) -> Iterator[tuple[str, Rank]]:
+    pinned = [i for i, slot in enumerate(rank.slots) if slot.pinned]
+    table = _table(rank)
+    for i in pinned:
+        table.unpin(i)
+        yield "is written", replace(rank, slots=table.slots)
+    if not pinned:
+        for i, slot in enumerate(rank.slots):
+            if slot.state is SlotState.SEALED:
+                table = _table(rank)
+                table.pin(i)
+                yield f"writes slot {i}", replace(rank, slots=table.slots)
+
+
+def _saved(rank: Rank) -> Rank:
+    assert rank.next_slot is not None
+    bytes_ = _put(rank.bytes, rank.next_slot, None)
+    step = rank.saved + 1
+    return replace(rank, saved=step, bytes=bytes_, filling=rank.next_slot, next_slot=None)
+
+
+def _sealed(rank: Rank) -> Rank:
+    assert rank.filling is not None
+    table = _table(rank)
+    table.seal(rank.filling, _id(rank.saved))
+    bytes_ = _put(rank.bytes, rank.filling, rank.saved)
+    return replace(rank, slots=table.slots, bytes=bytes_, filling=None)
+
+
+def _put(values: tuple[int | None, ...], index: int, value: int | None) -> tuple[int | None, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _id(step: int) -> StepId:
+    return StepId(_EPOCH, step)
+
+
+def _relative(state: State) -> State:
+    """The same state with the slowest rank at step 0, and the slots in order of age."""
+    base = min(rank.saved for rank in state)
+    return tuple(_shifted(rank, base) for rank in state)
+
+
+def _shifted(rank: Rank, base: int) -> Rank:
+    def moved(step: int) -> int:
+        return max(step - base, _LONG_AGO)
+
+    slots = tuple(replace(s, id=s.id and _id(moved(s.id.step))) for s in rank.slots)
+    bytes_ = tuple(None if step is None else moved(step) for step in rank.bytes)
+    order = sorted(range(len(slots)), key=lambda i: (str(slots[i]), str(bytes_[i]), i))
+    return Rank(
+        slots=tuple(slots[i] for i in order),
+        bytes=tuple(bytes_[i] for i in order),
+        saved=rank.saved - base,
+        next_slot=None if rank.next_slot is None else order.index(rank.next_slot),
+        filling=None if rank.filling is None else order.index(rank.filling),
+    )
+
+
+def _common(state: State) -> set[int]:
+    each = [{step for step in rank.bytes if step is not None} for rank in state]
+    return {step for step in set.intersection(*each) if step > _LONG_AGO}
+
+
+def _start(rules: Rules, ranks: int) -> State:
+    """Right after a restore: each rank's first slot holds the step that was restored."""
+    slots = (Slot(SlotState.SEALED, _id(0)), *[Slot()] * (rules.slots - 1))
+    return (Rank(slots, (0, *[None] * (rules.slots - 1)), saved=0),) * ranks
+
+
+def search(rules: Rules, ranks: int = 2) -> tuple[int, list[str] | None]:
+    """(states visited, the shortest way to one without a step in common or None)."""
+    start = _relative(_start(rules, ranks))
+    came_from: dict[State, tuple[str, State] | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        if not _common(state):
+            return len(came_from), _way(state, came_from)
+        for name, moved in _moves(state, rules):
+            if (known := _relative(moved)) not in came_from:
+                came_from[known] = (name, state)
+                queue.append(known)
+    return len(came_from), None
+
+
+def _way(state: State, came_from: dict[State, tuple[str, State] | None]) -> list[str]:
+    names: list[str] = []
+    while (step := came_from[state]) is not None:
+        name, state = step
+        names.append(name)
+    return names[::-1]
+
+
+@pytest.mark.timeout(60)
+def test_four_slots_always_leave_a_step_in_common_in_memory() -> None:
+    visited, window = search(Rules(slots=4))
+    assert window is None
+    assert visited > 1000, "the search must not end early"
+
+
+@pytest.mark.timeout(30)
+def test_three_slots_suffice_while_nothing_is_pinned() -> None:
+    assert search(Rules(slots=3, pins=False))[1] is None
+
+
+@pytest.mark.timeout(60)
+def test_three_ranks_need_no_more_slots_than_two() -> None:
+    assert search(Rules(slots=3, pins=False), ranks=3)[1] is None
+
+
+@pytest.mark.timeout(30)
+def test_three_slots_with_a_pinned_one_leave_a_window() -> None:
+    _, window = search(Rules(slots=3))
+    assert window is not None
+    assert any("writes" in move for move in window), "it takes a pin"
+    assert window[-1].endswith("saves"), "the window opens when a victim is zeroed"
+
+
+@pytest.mark.timeout(30)
+def test_four_slots_leave_a_window_when_victims_are_zeroed_before_the_collective() -> None:
+    _, window = search(Rules(slots=4, zeroed_early=True))
+    assert window is not None
+    assert window[-1].endswith("asks ahead")
+
+
+@pytest.mark.timeout(30)
+def test_two_slots_leave_a_window_even_without_pins() -> None:
+    _, window = search(Rules(slots=2, pins=False))
+    assert window is not None
+    assert window[-1].endswith("saves")
+
+
+@pytest.mark.timeout(30)
+def test_two_slots_leave_no_window_when_images_are_copied_before_save_returns() -> None:
+    assert search(Rules(slots=2, pins=False, lazy=False))[1] is None

@@ -1,0 +1,63 @@
+"""What the policy keeps; the newest committed step is kept whatever it says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.retention import Retention, retired, unwatched
+from keepstep.steps import EpochId, StepId
+
+
+def _ids(*steps: int) -> list[StepId]:
+    return [StepId(EpochId(1, "0" * 8), step) for step in steps]
+
+
+def _steps(ids: tuple[StepId, ...]) -> list[int]:
+    return [id.step for id in ids]
+
+
+@given(
+    steps=st.sets(st.integers(0, 500), min_size=1),
+    last=st.integers(1, 5),
+    every=st.none() | st.integers(1, 50),
+)
+def test_the_newest_is_never_retired_and_nothing_is_retired_twice(
+    steps: set[int], last: int, every: int | None
+) -> None:
+    policy = Retention(last=last, every_steps=every)
+    committed = _ids(*steps)
+    gone = retired(committed, policy)
+    left = set(committed) - set(gone)
+    assert max(committed) in left
+    assert len(left) >= min(last, len(committed))
+    assert retired(left, policy) == ()
+
+
+def test_every_k_steps_are_kept_beside_the_last() -> None:
+    policy = Retention(last=2, every_steps=100)
+    assert _steps(retired(_ids(100, 150, 200, 210, 220), policy)) == [150]
+
+
+def test_the_first_of_every_hour_is_kept() -> None:
+    ids = _ids(1, 2, 3, 4, 5)
+    written_at = dict(zip(ids, [10.0, 3000.0, 3700.0, 7100.0, 7300.0], strict=True))
+    policy = Retention(last=1, every_s=3600.0)
+    assert _steps(retired(ids, policy, written_at=written_at)) == [2, 4]
+
+
+def test_a_pinned_step_is_kept() -> None:
+    policy = Retention(last=1, pinned=frozenset(_ids(1)))
+    assert _steps(retired(_ids(1, 2, 3), policy)) == [2]
+
+
+def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
+    (commit,) = _ids(20)
+    assert _steps(unwatched(_ids(10, 20, 30, 40, 50), last_commit=commit)) == [30]
+    assert _steps(unwatched(_ids(30, 40, 50), last_commit=None)) == [30]
+
+
+def test_a_policy_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least the last"):
+        Retention(last=0)

@@ -1,0 +1,89 @@
+"""Due steps are a pure function of the step, and ranks that disagree on k still meet."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.schedule import Grid, Measured, auto_interval, daly, young
+
+_CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
+
+
+@given(base=st.integers(1, 7), changes=_CHANGES)
+def test_who_missed_the_last_change_still_meets_the_others(
+    base: int, changes: list[tuple[bool, int]]
+) -> None:
+    grid, now = Grid(base), 0
+    for coarser, steps in changes:
+        now += steps
+        known = grid
+        grid = known.coarsen(now) if coarser else known.refine(now)
+        window = range(now, now + 400 * base)
+        due, still_due = ({s for s in window if one.due(s)} for one in (grid, known))
+        assert due <= still_due or still_due <= due
+        before = [s for s in range(max(0, now - 50), now + 1) if grid.due(s) != known.due(s)]
+        assert not before, "a change holds for later steps only"
+
+
+@given(base=st.integers(1, 7), after=st.integers(0, 1000))
+def test_coarsening_halves_and_refining_restores(base: int, after: int) -> None:
+    coarse = Grid(base).coarsen(after)
+    far = after + 10 * base
+    assert coarse.interval(far) == 2 * base
+    assert coarse.refine(far).interval(far + 10 * base) == base
+    assert Grid(base).refine(after) == Grid(base)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"), [(0, ()), (1, ((5, 1), (5, 2))), (1, ((5, -1),)), (1, ((5, 21),))]
+)
+def test_a_grid_that_makes_no_sense_is_refused(
+    base: int, changes: tuple[tuple[int, int], ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"must|needs"):
+        Grid(base, changes)
+
+
+def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
+    assert young(2.0, 3600.0) == pytest.approx(120.0)
+    assert daly(2.0, 3600.0) == pytest.approx(young(2.0, 3600.0), rel=0.02)
+    assert daly(7200.0, 3600.0) == 3600.0, "beyond 2 M it is the mean time between failures"
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit", "steps"),
+    [
+        (Measured(step_s=1.0, write_s=0.5, image_bytes=1), "step", 1),
+        (Measured(step_s=1.0, write_s=2.0, image_bytes=1), "write", 4),
+        (Measured(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.06), "stall", 8),
+        (
+            Measured(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.02, mtbf_s=10000.0),
+            "failures",
+            32,
+        ),
+        (
+            Measured(
+                step_s=1.0,
+                write_s=0.5,
+                image_bytes=10**9,
+                drive_bytes=10**12,
+                drive_writes_per_day=1.0,
+            ),
+            "wear",
+            128,
+        ),
+        (
+            Measured(step_s=1.0, write_s=0.5, image_bytes=10**9, drain_bytes_per_s=1e8),
+            "drain",
+            16,
+        ),
+    ],
+)
+def test_the_interval_is_the_least_that_every_limit_allows(
+    measured: Measured, limit: str, steps: int
+) -> None:
+    interval = auto_interval(measured)
+    assert (interval.limit, interval.steps) == (limit, steps)
+    assert interval.steps * measured.step_s >= max(interval.bounds.values())

@@ -1,0 +1,82 @@
+"""Slots: what the table refuses, so that a host's mistake is seen before it destroys an image."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.slots import SlotState, SlotTable
+from keepstep.steps import EpochId, StepId
+
+
+def _id(step: int) -> StepId:
+    return StepId(EpochId(1, "0" * 8), step)
+
+
+def _staged(count: int, *steps: int) -> SlotTable:
+    table = SlotTable(count)
+    for step in steps:
+        index = table.assign()
+        assert index is not None
+        table.seal(index, _id(step))
+    return table
+
+
+def test_only_a_slot_that_is_filled_can_be_sealed() -> None:
+    with pytest.raises(ValueError, match="only a slot that is filled"):
+        SlotTable(2).seal(0, _id(1))
+
+
+def test_an_image_that_somebody_reads_cannot_be_released_or_removed() -> None:
+    table = _staged(2, 1)
+    table.pin(0)
+    with pytest.raises(ValueError, match="cannot be released"):
+        table.release(0)
+    with pytest.raises(ValueError, match="somebody reads"):
+        table.remove(0)
+
+
+def test_an_unsealed_slot_cannot_be_pinned_and_pins_are_counted() -> None:
+    table = _staged(2, 1)
+    with pytest.raises(ValueError, match="only a sealed image"):
+        table.pin(1)
+    table.pin(0)
+    table.pin(0)
+    table.unpin(0)
+    assert table.slots[0].pinned
+    table.unpin(0)
+    with pytest.raises(ValueError, match="not pinned"):
+        table.unpin(0)
+
+
+def test_a_sealed_slot_cannot_be_adopted_over() -> None:
+    with pytest.raises(ValueError, match="not empty"):
+        _staged(2, 1).adopt(0, _id(2))
+
+
+def test_a_live_trainer_keeps_the_slot_that_it_fills_over_a_restart_of_the_host() -> None:
+    table = SlotTable(3)
+    table.adopt(0, _id(1))
+    table.hold(1)
+    assert table.assigned == 1
+    assert table.assign() is None
+    with pytest.raises(ValueError, match="cannot be the one"):
+        table.hold(2)
+    table.seal(1, _id(2))
+    assert table.sealed() == [_id(1), _id(2)]
+
+
+def test_a_removed_slot_is_never_used_again_and_the_other_indices_stay() -> None:
+    table = _staged(3, 1, 2)
+    table.remove(0)
+    assert table.assign() == 2
+    assert table.slots[0].state is SlotState.REMOVED
+    assert table.holds(_id(2)) == 1
+    with pytest.raises(ValueError, match="cannot be released"):
+        table.release(0)
+
+
+def test_slots_that_are_made_in_the_background_are_used_as_they_come() -> None:
+    table = SlotTable(0)
+    assert table.assign() is None
+    assert table.add() == 0
+    assert table.assign() == 0

@@ -1,0 +1,396 @@
+"""A whole run as a state machine: ranks, slots, persister, ledger and votes, killed at any point.
+
+All decisions are made by the real code. What lies in memory and on disk is a set of names here, and
+what must come out is computed from those sets alone, in a much simpler way (`WholeRun.restorable`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from keepstep.agreement import choose
+from keepstep.errors import NothingCommonError, RestoreError
+from keepstep.ledger import (
+    EpochStarted,
+    Event,
+    Held,
+    Ledger,
+    LedgerConfig,
+    RankReport,
+    Reported,
+    RestorePlan,
+    Retire,
+)
+from keepstep.persist import PersistPlanner, Write
+from keepstep.protocol import Candidate, Candidates
+from keepstep.retention import Retention
+from keepstep.schedule import Grid
+from keepstep.slots import SlotTable
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+_CONFIG = LedgerConfig(retention={Tier.LOCAL: Retention(last=2)})
+
+
+@dataclass
+class Rank:
+    """One rank: its slots' seals and its shards survive what they survive, the rest is a process.
+
+    `saved`: the step of the last `save` of this life. `filling`: the slot of its unsealed copy.
+    """
+
+    seals: list[StepId | None]
+    table: SlotTable
+    shards: set[StepId] = field(default_factory=set)
+    saved: int = -1
+    next_slot: int | None = None
+    filling: int | None = None
+    newest: StepId | None = None
+
+    @property
+    def filled(self) -> int | None:
+        """The slot that the trainer has, zeroed yet or not."""
+        return self.next_slot if self.filling is None else self.filling
+
+    def in_memory(self) -> set[StepId]:
+        return {id for id in self.seals if id is not None}
+
+
+class WholeRun(RuleBasedStateMachine):
+    """The world is small, so that rare interleavings are not."""
+
+    @initialize(
+        world=st.sampled_from([2, 3]),
+        slots=st.sampled_from([2, 3, 4]),
+        every=st.sampled_from([1, 2]),
+    )
+    def begin(self, world: int, slots: int, every: int) -> None:
+        self.slots, self.grid = slots, Grid(every)
+        self.ranks = [Rank([None] * slots, SlotTable(slots)) for _ in range(world)]
+        self.epochs_on_disk: list[Epoch] = []
+        self.alive: set[StepId] = set()  # steps that no later life left behind
+        self.epoch: Epoch | None = None  # of the live trainers
+        self.failed: set[StepId] = set()  # steps of which a write failed: it is not tried again
+        self.unharmed = True  # nothing was lost that a restart may count on
+        self._start_sidecar()
+
+    # --- the sidecar ---------------------------------------------------------------------
+
+    def _start_sidecar(self) -> None:
+        self.ledger = Ledger(_CONFIG)
+        self.planner = PersistPlanner(range(len(self.ranks)), self.grid, slots=self.slots)
+        self.writing: dict[int, tuple[StepId, int]] = {}
+        for epoch in self.epochs_on_disk:
+            self._apply(EpochStarted(epoch))
+        for number, rank in enumerate(self.ranks):
+            self._adopt(number, rank)
+        self._report()
+
+    def _adopt(self, number: int, rank: Rank) -> None:
+        rank.table = SlotTable(self.slots)
+        for index, id in enumerate(rank.seals):
+            if id is not None:
+                rank.table.adopt(index, id)
+        rank.table.forget(self.ledger.is_dead)
+        if (held := rank.filled) is not None:
+            rank.table.hold(held)  # its live trainer says so with its next lease
+        for id in sorted(rank.shards):
+            self._start(self.planner.written(number, id))
+        for id in rank.table.sealed():
+            self._start(self.planner.sealed(number, id))
+        if self.epoch is None:
+            self._start(self.planner.gone(number))
+
+    def _apply(self, event: Event) -> None:
+        for action in self.ledger.apply(event):
+            if isinstance(action, Retire):
+                for number in action.ranks:
+                    self.ranks[number].shards.discard(action.id)
+
+    def _reports(self) -> list[Reported]:
+        world = len(self.ranks)
+        return [
+            Reported(ranks={number: _report(rank, world)}) for number, rank in enumerate(self.ranks)
+        ]
+
+    def _report(self) -> None:
+        for _ in range(2):  # what was retired is gone in the second round
+            for report in self._reports():
+                self._apply(report)
+
+    def _start(self, writes: tuple[Write, ...]) -> None:
+        for write in writes:
+            table = self.ranks[write.rank].table
+            index = table.holds(write.id)
+            assert index is not None, "asked to write what is not there"
+            assert write.rank not in self.writing, "one write of a rank at a time"
+            table.pin(index)
+            self.writing[write.rank] = (write.id, index)
+
+    # --- training ------------------------------------------------------------------------
+
+    def _training(self) -> bool:
+        return self.epoch is not None
+
+    @precondition(_training)
+    @rule(moves=st.lists(st.integers(0, 4), min_size=10, max_size=90), writes_fail=st.booleans())
+    def the_run_moves_on(self, moves: list[int], writes_fail: bool) -> None:
+        """Each move is of one rank; those beyond the last rank are of the writer."""
+        for move in moves:
+            if move < len(self.ranks):
+                self._move(move, self.ranks[move])
+            elif self.writing:
+                writers = sorted(self.writing)
+                self._end_write(writers[move % len(writers)], ok=not (writes_fail and move == 4))
+
+    def _move(self, number: int, rank: Rank) -> None:
+        if rank.filling is not None:
+            self._seal(number, rank)
+        elif rank.next_slot is None:
+            self._ask(number, rank)
+        elif rank.saved == min(one.saved for one in self.ranks):
+            # Every rank returned from the last save, and this one's copy is sealed: only now is
+            # the victim zeroed.
+            rank.saved += 1
+            rank.seals[rank.next_slot] = None
+            rank.filling, rank.next_slot = rank.next_slot, None
+
+    def _ask(self, number: int, rank: Rank) -> None:
+        if (index := rank.table.assign()) is None:
+            return
+        rank.next_slot = index
+        if (lost := rank.table.slots[index].id) is not None:
+            self._start(self.planner.overwritten(number, lost))
+            self._report()
+
+    def _seal(self, number: int, rank: Rank) -> None:
+        assert self.epoch is not None
+        assert rank.filling is not None
+        id = StepId(self.epoch.id, rank.saved)
+        assert rank.newest is None or id > rank.newest, "steps never go back within an epoch"
+        rank.seals[rank.filling] = rank.newest = id
+        rank.table.seal(rank.filling, id)
+        rank.filling = None
+        self.alive.add(id)
+        self._start(self.planner.sealed(number, id))
+        self._report()
+
+    # --- writing -------------------------------------------------------------------------
+
+    def _end_write(self, number: int, *, ok: bool = True) -> None:
+        id, index = self.writing.pop(number)
+        self.ranks[number].table.unpin(index)
+        if ok:
+            self.ranks[number].shards.add(id)
+        else:
+            self.failed.add(id)
+        self._report()
+        self._start(self.planner.written(number, id, ok=ok))
+
+    @rule()
+    def somebody_asks_to_flush(self) -> None:
+        self._start(self.planner.flush())
+
+    @rule()
+    def a_flush_makes_the_newest_common_step_durable(self) -> None:
+        self._start(self.planner.flush())
+        common = set.intersection(*(set(rank.table.sealed()) for rank in self.ranks)) - self.failed
+        while self.writing:
+            self._end_write(min(self.writing))
+        newest = self.ledger.watermark(Tier.LOCAL)
+        assert not common or (newest is not None and newest >= max(common))
+
+    # --- faults --------------------------------------------------------------------------
+
+    @precondition(_training)
+    @rule(trainers=st.booleans(), sidecar=st.booleans())
+    def processes_are_killed(self, trainers: bool, sidecar: bool) -> None:
+        if trainers:
+            self._kill_trainers()
+        if sidecar:
+            self._start_sidecar()
+
+    def _kill_trainers(self) -> None:
+        self.epoch = None
+        for number, rank in enumerate(self.ranks):
+            if (held := rank.filled) is not None:
+                kept = rank.seals[held]
+                rank.table.release(held, keep=kept)
+                if kept is not None and rank.table.holds(kept) is not None:  # else it is dead
+                    self._start(self.planner.sealed(number, kept))
+            rank.filling = rank.next_slot = None
+            self._start(self.planner.gone(number))
+        self._report()
+
+    @precondition(lambda self: not self._training())
+    @rule(number=st.integers(0, 2), disk=st.booleans())
+    def a_rank_loses_its_memory(self, number: int, disk: bool) -> None:
+        rank = self.ranks[number % len(self.ranks)]
+        rank.seals = [None] * self.slots
+        self.unharmed = False
+        if disk:
+            rank.shards.clear()
+        self._start_sidecar()
+
+    # --- restoring -----------------------------------------------------------------------
+
+    def restorable(self, excluded: set[StepId]) -> StepId | None:
+        """What must be restored, from the bytes alone: the newest living step that all hold."""
+        each = [rank.in_memory() | rank.shards for rank in self.ranks]
+        return max((set.intersection(*each) & self.alive) - excluded, default=None)
+
+    def _votes(self) -> list[Candidates]:
+        return [self._vote(rank) for rank in self.ranks]
+
+    def _vote(self, rank: Rank) -> Candidates:
+        memory = set(rank.table.sealed())
+        found = {id for id in memory | rank.shards if not self.ledger.is_dead(id)}
+        return Candidates(
+            answer=Answer.STEPS if found else Answer.NONE,
+            candidates=tuple(
+                Candidate(
+                    id=id,
+                    tier=Tier.MEMORY if id in memory else Tier.LOCAL,
+                    world=len(self.ranks),
+                    bytes=1,
+                )
+                for id in sorted(found)
+            ),
+            highest_epoch=self.ledger.highest_epoch(),
+        )
+
+    @precondition(lambda self: not self._training())
+    @rule(failing=st.integers(0, 5))
+    def the_trainers_start(self, failing: int) -> None:
+        expected = self.restorable(set())
+        plan = self.ledger.plan(range(len(self.ranks)))
+        assert (plan.id if isinstance(plan, RestorePlan) else None) == expected
+        excluded: set[StepId] = set()
+        if failing == 0 and expected is not None:
+            excluded = {expected}  # some rank's digests do not match
+            self.unharmed = False
+            expected = self.restorable(excluded)
+        try:
+            decision = choose(self._votes(), excluded)
+        except (NothingCommonError, RestoreError):
+            assert expected is None, "there was a step that all could restore"
+            assert not self.unharmed or self.slots < 4, "four slots, and nothing was lost"
+            self._remove_the_run()
+            return
+        assert decision.id == expected
+        assert decision.epoch_number > self.ledger.highest_epoch()
+        if decision.id is not None:
+            self._load(decision.id)
+        self._begin_epoch(decision.epoch("0" * 8))
+
+    def _remove_the_run(self) -> None:
+        """Somebody read the error and begins anew."""
+        for rank in self.ranks:
+            rank.seals = [None] * self.slots
+            rank.shards.clear()
+        self._start_sidecar()
+
+    def _load(self, id: StepId) -> None:
+        for rank in self.ranks:
+            if rank.table.holds(id) is None:
+                # A slot is always to be had: newer images are dead once all agreed on this step.
+                index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
+                if index is None:  # the only unpinned ones are being written
+                    self._finish_writes()
+                    index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
+                assert index is not None
+                rank.seals[index] = id
+                rank.table.seal(index, id)
+
+    def _finish_writes(self) -> None:
+        for number, (_, index) in sorted(self.writing.items()):
+            self.ranks[number].table.unpin(index)
+        self.writing.clear()
+        self.planner = PersistPlanner(range(len(self.ranks)), self.grid, slots=self.slots)
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        self.epochs_on_disk.append(epoch)
+        self.epoch = epoch
+        self._apply(EpochStarted(epoch))
+        parent = epoch.parent
+        if parent is not None:
+            self.alive = {id for id in self.alive if id <= parent}
+        for rank in self.ranks:
+            rank.table.forget(self.ledger.is_dead)
+            rank.saved = parent.step if parent else -1
+        self._start(self.planner.forget(self.ledger.is_dead))
+        self._report()
+
+    # --- what always holds ---------------------------------------------------------------
+
+    @invariant()
+    def four_slots_leave_a_step_in_common_in_memory(self) -> None:
+        if self.epoch is None or self.slots < 4:
+            return
+        began = self.epoch.parent is not None or all(
+            rank.newest is not None and rank.newest.epoch == self.epoch.id for rank in self.ranks
+        )
+        common = set.intersection(*(rank.in_memory() for rank in self.ranks)) & self.alive
+        assert common or not began
+
+    @invariant()
+    def what_all_ranks_wrote_is_committed_and_nothing_else(self) -> None:
+        on_disk = set.intersection(*(rank.shards for rank in self.ranks)) & self.alive
+        assert set(self.ledger.committed(Tier.LOCAL)) == on_disk
+
+    @invariant()
+    def the_order_of_reports_does_not_matter(self) -> None:
+        other = Ledger(_CONFIG)
+        for report in reversed(self._reports()):
+            other.apply(report)
+        for epoch in reversed(self.epochs_on_disk):
+            other.apply(EpochStarted(epoch))
+        ranks = range(len(self.ranks))
+        assert other.plan(ranks) == self.ledger.plan(ranks)
+        assert other.committed(Tier.LOCAL) == self.ledger.committed(Tier.LOCAL)
+
+    @invariant()
+    def a_rank_has_one_unsealed_and_one_written_image_at_most(self) -> None:
+        for rank in self.ranks:
+            assert sum(slot.pins for slot in rank.table.slots) <= 1
+
+    @invariant()
+    def the_newest_commit_is_never_retired(self) -> None:
+        if not self.unharmed:
+            self.newest_commit = None
+        newest = self.ledger.watermark(Tier.LOCAL)
+        before = getattr(self, "newest_commit", None)
+        if before is not None and before in self.alive:
+            assert newest is not None
+            assert newest >= before
+        self.newest_commit = newest
+
+
+def _report(rank: Rank, world: int) -> RankReport:
+    memory, local = sorted(rank.table.sealed()), sorted(rank.shards)
+    return RankReport(
+        sealed={
+            Tier.MEMORY: tuple(Held(id=id, world=world) for id in memory),
+            Tier.LOCAL: tuple(Held(id=id, world=world, root="r") for id in local),
+        },
+        answers={
+            Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
+            Tier.LOCAL: Answer.STEPS if local else Answer.NONE,
+        },
+    )
+
+
+TestWholeRun = pytest.mark.timeout(60)(WholeRun.TestCase)
+TestWholeRun.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, print_blob=True
+)

@@ -1,0 +1,277 @@
+"""A trainer without torch: fills slots with real images, speaks the protocol as the library does.
+
+Several ranks live in one test process, each a `FakeTrainer` with connections of its own; one that
+must die for real runs `main` below in a process of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import mmap
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+from keepstep.errors import SidecarError
+from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.protocol import (
+    Candidates,
+    CandidatesRequest,
+    DiscardRequest,
+    LayoutAccepted,
+    LayoutRequest,
+    LeaseGranted,
+    LeaseRequest,
+    Opened,
+    OpenRequest,
+    Problem,
+    RestoredRequest,
+    SkippedRequest,
+    SlotGranted,
+    SlotRequest,
+    StagedRequest,
+    Waited,
+    WaitRequest,
+    from_json,
+    to_json,
+)
+from keepstep.steps import Epoch, EpochId, StepId
+
+T = TypeVar("T")
+
+
+class Connection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=60)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def call(path: Path, route: str, message: Any, kind: type[T]) -> T:
+    """One POST on a connection of its own. Raises SidecarError with the problem's code."""
+    connection = Connection(path)
+    try:
+        return call_on(connection, route, message, kind)
+    finally:
+        connection.close()
+
+
+def call_on(connection: Connection, route: str, message: Any, kind: type[T]) -> T:
+    connection.request("POST", route, to_json(message), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    data = response.read()
+    if response.status != 200:
+        problem = from_json(Problem, data)
+        raise SidecarError(problem.message, code=problem.code)
+    return from_json(kind, data)
+
+
+def make_layout(rank: int = 0, world: int = 1, *, size: int = 64 << 10, name: str = "w") -> Layout:
+    """An image of about `size` bytes: parameters and optimizer state."""
+    specs = [
+        TensorSpec(name=f"model.{name}", dtype="F32", shape=(size // 8,), section=Section.PARAMS),
+        TensorSpec(name=f"opt.{name}", dtype="U8", shape=(size // 2,), section=Section.OPTIMIZER),
+    ]
+    return Layout.build(specs, rank=rank, world=world)
+
+
+def content(layout: Layout, step: int) -> bytes:
+    """The tensors' bytes at a step: different for every step and rank."""
+    begin, end = len(layout.header), layout.extras_begin
+    seed = hashlib.blake2b(f"{layout.rank}/{step}".encode(), digest_size=64).digest()
+    return (seed * ((end - begin) // 64 + 1))[: end - begin]
+
+
+class FakeTrainer:
+    """One rank."""
+
+    def __init__(self, path: Path, rank: int = 0, world: int = 1, *, size: int = 64 << 10) -> None:
+        self.path, self.rank, self.world = path, rank, world
+        self.layout = make_layout(rank, world, size=size)
+        self.attempt = secrets.token_hex(8)
+        self.epoch = Epoch(EpochId(1, "00000001"))
+        self.granted: LeaseGranted | None = None
+        self.slot: SlotGranted | None = None
+        self._lease: Connection | None = None
+
+    # --- lease -------------------------------------------------------------------------------
+
+    def connect(self, *, holding: tuple[str, ...] = (), **fields: Any) -> LeaseGranted:
+        request = LeaseRequest(
+            rank=self.rank,
+            world=self.world,
+            attempt=self.attempt,
+            pid=os.getpid(),
+            library="test",
+            holding=holding,
+            **fields,
+        )
+        self.disconnect()
+        self._lease = Connection(self.path)
+        self._lease.request("POST", "/v1/lease", to_json(request))
+        self._sock = self._lease.sock
+        response = self._lease.getresponse()
+        if response.status != 200:
+            problem = from_json(Problem, response.read())
+            self._lease.close()
+            self._lease = None
+            raise SidecarError(problem.message, code=problem.code)
+        self._stream = response
+        self.granted = from_json(LeaseGranted, response.readline())
+        return self.granted
+
+    def disconnect(self) -> None:
+        if self._lease is not None:
+            with contextlib.suppress(OSError):  # the sidecar may have been first
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._stream.close()
+            self._lease.close()
+        self._lease = None
+
+    @property
+    def lease(self) -> str:
+        assert self.granted is not None
+        return self.granted.lease
+
+    def call(self, route: str, message: Any, kind: type[T]) -> T:
+        return call(self.path, route, message, kind)
+
+    # --- restore -----------------------------------------------------------------------------
+
+    def candidates(self) -> Candidates:
+        return self.call("/v1/candidates", CandidatesRequest(lease=self.lease), Candidates)
+
+    def open(self, id: StepId) -> Opened:
+        return self.call("/v1/restore", OpenRequest(lease=self.lease, id=id), Opened)
+
+    def restored(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.call("/v1/restored", RestoredRequest(lease=self.lease, epoch=epoch), dict)
+
+    # --- save --------------------------------------------------------------------------------
+
+    def register(self, layout: Layout | None = None) -> LayoutAccepted:
+        self.layout = layout or self.layout
+        header = base64.b64encode(self.layout.header).decode()
+        request = LayoutRequest(lease=self.lease, header=header)
+        return self.call("/v1/layout", request, LayoutAccepted)
+
+    def take_slot(self, *, timeout_s: float = 20.0) -> SlotGranted:
+        request = SlotRequest(lease=self.lease, layout=self.layout.id, timeout_s=timeout_s)
+        self.slot = self.call("/v1/slot", request, SlotGranted)
+        return self.slot
+
+    def begin(self, *, timeout_s: float = 20.0) -> Path:
+        """Zero a slot, as a trainer does before it fills it. Returns its path."""
+        if self.slot is None or self.slot.slot is None:
+            self.take_slot(timeout_s=timeout_s)
+        assert self.slot is not None
+        assert self.slot.slot is not None, "no slot became free"
+        self._write(b"\0" * 4096, self.layout.control_begin)
+        return Path(self.slot.path)
+
+    def fill(self, step: int) -> None:
+        """Write tensors and, last, the seal."""
+        self._write(content(self.layout, step), len(self.layout.header))
+        control = ControlPage(
+            run=self.granted.run if self.granted else "run",
+            layout=self.layout.id,
+            epoch=self.epoch,
+            rank=self.rank,
+            world=self.world,
+            step=step,
+            extras_bytes=0,
+            staged_at=time.time(),
+        )
+        self._write(control.to_bytes(), self.layout.control_begin)
+
+    def report(self, step: int) -> SlotGranted:
+        """Say that the image is complete. Returns (and keeps) the next slot."""
+        assert self.slot is not None
+        request = StagedRequest(
+            lease=self.lease,
+            slot=str(self.slot.slot),
+            generation=self.slot.generation,
+            epoch=self.epoch,
+            step=step,
+            copy_s=0.25,
+            blocked_s=0.125,
+        )
+        self.slot = self.call("/v1/staged", request, SlotGranted)
+        return self.slot
+
+    def stage(self, step: int) -> StepId:
+        self.begin()
+        self.fill(step)
+        self.report(step)
+        return StepId(self.epoch.id, step)
+
+    def discard(self, step: int, reason: str = "a tensor changed") -> SlotGranted:
+        assert self.slot is not None
+        request = DiscardRequest(
+            lease=self.lease,
+            slot=str(self.slot.slot),
+            generation=self.slot.generation,
+            step=step,
+            reason=reason,
+        )
+        self.slot = self.call("/v1/discard", request, SlotGranted)
+        return self.slot
+
+    def skip(self, step: int, reason: str) -> None:
+        request = SkippedRequest(lease=self.lease, step=step, reason=reason)
+        self.call("/v1/skipped", request, dict)
+
+    def wait(
+        self, id: StepId, state: str, *, timeout_s: float = 20.0, flush: bool = False
+    ) -> Waited:
+        request = WaitRequest(
+            lease=self.lease, id=id, state=state, timeout_s=timeout_s, flush=flush
+        )
+        return self.call("/v1/wait", request, Waited)
+
+    def begin_run(self) -> FakeTrainer:
+        """Lease, a fresh epoch, layout."""
+        self.connect()
+        self.restored(self.epoch)
+        self.register()
+        return self
+
+    def _write(self, data: bytes, offset: int) -> None:
+        assert self.slot is not None
+        with open(self.slot.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[offset : offset + len(data)] = data
+
+
+def read_image(layout: Layout, path: str | Path) -> bytes:
+    """The tensors' bytes of an image."""
+    with open(path, "rb") as file:
+        file.seek(len(layout.header))
+        return file.read(layout.extras_begin - len(layout.header))
+
+
+def main(path: str, steps: int, until: str) -> None:
+    """Train `steps` steps as rank 0; then stop at `until` (filling, sealed), say so, and hang."""
+    trainer = FakeTrainer(Path(path)).begin_run()
+    for step in range(steps):
+        trainer.stage(step)
+    trainer.begin()
+    if until == "sealed":
+        trainer.fill(steps)
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
