@@ -81,18 +81,17 @@ class KeepstepLazy(Saver):
 
     def restore_again(self, tier: str) -> float:
         """Close, lose the memory if `tier` is local, and restore in this process; seconds of
-        `restore()`. The sidecar has had the time to fetch and hash ahead."""
+        `restore()`. The sidecar has had the time to adopt its slots, or to fetch and hash ahead."""
         from keepstep import Checkpointer
 
         self._checkpointer.close()
+        # a new sidecar in both cases: the old one gives the rank of a process that lives on to a
+        # second Checkpointer only after two seconds, which no restart ever meets
+        self._sidecar.kill()
         if tier == "local":
-            self._sidecar.kill()
             self._sidecar.forget_memory()
-            self._sidecar.start()
-            self._sidecar.wait_sealed()
-        else:
-            # a process that lives on gives its lease back with two seconds' delay; not restore's
-            time.sleep(2.5)
+        self._sidecar.start()
+        self._sidecar.wait_sealed()
         self._checkpointer = Checkpointer(self.state.components(), lazy=self.lazy)
         begun = time.perf_counter()
         restored = self._checkpointer.restore()

@@ -36,7 +36,9 @@ class Keepstep:
         (self.home / name).write_text(text)
         return name
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, via: tuple[str, ...] = ("-m", "keepstep_sidecar.cli"), **options: Any
+    ) -> subprocess.Popen[str]:
         settings: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -45,7 +47,7 @@ class Keepstep:
             "env": {**os.environ, MARK: str(self.home)},
             "text": True,
         }
-        command = [sys.executable, "-m", "keepstep_sidecar.cli", *words]
+        command = [sys.executable, *via, *words]
         return subprocess.Popen(command, **{**settings, **options})
 
     def __call__(
@@ -57,6 +59,7 @@ class Keepstep:
             out, err = process.communicate(input, timeout=90)
         if code is not None:
             assert process.returncode == code, f"{words} -> {process.returncode}\n{out}\n{err}"
+        assert "Traceback" not in err, err
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def json(self, *words: str, code: int = 0) -> Any:
@@ -66,8 +69,12 @@ class Keepstep:
         """Live processes that carry the mark."""
         return [process for process in psutil.process_iter() if _marked(process, str(self.home))]
 
+    def sidecars(self) -> list[psutil.Process]:
+        return [one for one in self.family() if "keepstep_sidecar" in _words(one)]
+
     def sidecar(self) -> psutil.Process:
-        return next(one for one in self.family() if "keepstep_sidecar" in one.cmdline())
+        (one,) = self.sidecars()
+        return one
 
     def end(self) -> None:
         for process in self.family():
@@ -75,6 +82,13 @@ class Keepstep:
         psutil.wait_procs(self.family(), timeout=10)
         for home in self.directory.glob("*/"):
             shutil.rmtree(self.memory(home.name), ignore_errors=True)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended meanwhile
+        return []
 
 
 def _marked(process: psutil.Process, mark: str) -> bool:

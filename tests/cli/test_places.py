@@ -33,7 +33,10 @@ def _keep(directory: Path, run: str, *volumes: Path) -> Service:
     ("command", "name"),
     [
         (["python", "train.py"], "train"),
-        (["torchrun", "--nproc-per-node", "8", "src/train_gpt.py", "--config", "x.py"], "train_gpt"),
+        (
+            ["torchrun", "--nproc-per-node", "8", "src/train_gpt.py", "--config", "x.py"],
+            "train_gpt",
+        ),
         (["/usr/bin/bash", "-c", "true"], "bash"),
         (["python", "my run (2).py"], "my-run-2"),
     ],
@@ -77,7 +80,7 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     _keep(tmp_path, "b")
     with pytest.raises(UsageError, match="choose one with --run: a, b"):
         find_service(tmp_path, None)
-    with pytest.raises(UsageError, match="no run 'c' in .*; it keeps: a, b"):
+    with pytest.raises(UsageError, match=r"no run 'c' in .*; it keeps: a, b"):
         find_service(tmp_path, "c")
 
 

@@ -52,8 +52,8 @@ def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (12 << 20, "12.0 MiB"), (1 << 50, "1.00 PiB"),
-     (1000 << 30, "1000 GiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (12 << 20, "12.0 MiB"),
+     (1 << 50, "1.00 PiB"), (1000 << 30, "1000 GiB")],
 )  # fmt: skip
 def test_sizes_are_shown_with_three_digits(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text

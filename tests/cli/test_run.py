@@ -90,10 +90,11 @@ def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: K
     wait = "touch ready; while [ ! -e go ]; do sleep 0.01; done"
     with keepstep.start("run", "--run", "a", "--", "sh", "-c", wait) as running:
         eventually((keepstep.home / "ready").exists)
-        first = _sidecar(keepstep)
-        assert first is not None
+        first = keepstep.sidecar()
         first.kill()
-        second = eventually(lambda: (one := _sidecar(keepstep)) and one != first and one)
+        second = eventually(
+            lambda: next((one for one in keepstep.sidecars() if one != first), None)
+        )
         assert os.getsid(second.pid) == second.pid, "it must outlive the supervisor's session"
         (keepstep.home / "go").touch()
         _, err = running.communicate(timeout=60)
@@ -117,17 +118,6 @@ if not pathlib.Path("once").exists():
     script = keepstep.script("both.py", text)
     keepstep("run", "--restarts", "1", "--", PYTHON, script)
     assert keepstep.family() == []
-
-
-def _sidecar(keepstep: Keepstep) -> psutil.Process | None:
-    """The supervisor's words also contain the package's name, so look for the exact module."""
-    for process in keepstep.family():
-        try:
-            if process.cmdline()[1:3] == ["-m", "keepstep_sidecar"]:
-                return process
-        except psutil.Error:
-            continue
-    return None
 
 
 # --- signals ---------------------------------------------------------------------------------
@@ -188,48 +178,39 @@ def test_a_second_interrupt_kills_a_command_that_ignores_the_first(keepstep: Kee
     assert running.returncode == 137
 
 
+ON_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
+"""
+
+
 def test_ctrl_c_on_a_terminal_reaches_the_command_once_and_it_can_read_from_it(
     keepstep: Keepstep,
 ) -> None:
     """The terminal signals the whole group, so the supervisor must not forward it again."""
     text = "line = input()\n" + LISTENER.replace('"ready").touch()', '"ready").write_text(line)')
-    script = keepstep.script("listener.py", text)
+    words = ["run", "--", PYTHON, keepstep.script("listener.py", text)]
     master, terminal = pty.openpty()
     try:
-        command = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{_EXEC}"
-        words = ["-c", command, "run", "--", PYTHON, script]
-        running = _on_terminal(keepstep, words, terminal)
+        running = keepstep.start(
+            *words,
+            via=("-c", ON_TERMINAL),
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+        )
         os.close(terminal)
         os.write(master, b"hello\n")
         eventually(lambda: _text(keepstep.home / "ready") == "hello")
         os.write(master, b"\x03")
         eventually((keepstep.home / "got").exists)
         (keepstep.home / "end").touch()
-        eventually(lambda: not running.is_running() or running.status() == psutil.STATUS_ZOMBIE)
+        assert running.wait(60) == 3
         assert _text(keepstep.home / "got") == str(int(signal.SIGINT))
     finally:
         os.close(master)
-
-
-_EXEC = """
-import sys
-from keepstep_sidecar.cli.main import cli
-cli(prog_name="keepstep")
-"""
-
-
-def _on_terminal(keepstep: Keepstep, words: list[str], terminal: int) -> psutil.Popen:
-    from tests.cli.conftest import MARK
-
-    return psutil.Popen(
-        [PYTHON, *words],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        cwd=keepstep.home,
-        env={**os.environ, MARK: str(keepstep.home)},
-        start_new_session=True,
-    )
 
 
 def _text(path: Path) -> str:

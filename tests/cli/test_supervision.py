@@ -13,6 +13,7 @@ from keepstep_sidecar.cli.supervision import (
     SIDECAR_ATTEMPTS,
     Action,
     AnnounceRestart,
+    AwaitSidecar,
     Close,
     CommandEnded,
     Event,
@@ -55,10 +56,11 @@ def test_a_good_end_closes_the_sidecar_and_returns_0() -> None:
 
 
 def test_a_failure_is_restarted_as_often_as_allowed_then_flushed() -> None:
-    failure = (CommandEnded(1), Swept())
-    assert play(1, SidecarUp(), *failure)[1] == [AnnounceRestart(1, 1), StartCommand(1)]
-    assert play(1, SidecarUp(), *failure, *failure)[1] == [Flush()]
-    assert play(1, SidecarUp(), *failure, *failure, Finished())[1] == [Exit(1)]
+    failure = (SidecarUp(), CommandEnded(1), Swept())
+    assert play(1, *failure)[1] == [AnnounceRestart(1, 1), AwaitSidecar()]
+    assert play(1, *failure, SidecarUp())[1] == [StartCommand(1)]
+    assert play(1, *failure, *failure)[1] == [Flush()]
+    assert play(1, *failure, *failure, Finished())[1] == [Exit(1)]
 
 
 def test_a_restart_waits_for_what_the_command_left_and_for_the_sidecar() -> None:
@@ -66,6 +68,12 @@ def test_a_restart_waits_for_what_the_command_left_and_for_the_sidecar() -> None
     assert play(1, *events)[1] == [Sweep()]
     assert play(1, *events, Swept())[1] == [AnnounceRestart(1, 137)]
     assert play(1, *events, Swept(), SidecarUp())[1] == [StartCommand(1)]
+
+
+def test_a_sidecar_whose_death_is_told_late_is_replaced_before_the_restart() -> None:
+    events = (SidecarUp(), CommandEnded(137), Swept(), SidecarEnded(5.0))
+    assert play(1, *events)[1] == [StartSidecar(0.0)]
+    assert play(1, *events, SidecarUp())[1] == [StartCommand(1)]
 
 
 def test_a_signal_is_forwarded_once_and_not_when_the_terminal_has_delivered_it() -> None:
@@ -85,7 +93,7 @@ def test_a_run_that_was_told_to_stop_is_not_restarted() -> None:
         _, actions = play(9, SidecarUp(), Signalled(number), CommandEnded(1), Swept())
         assert actions == [Flush()]
     _, actions = play(9, SidecarUp(), Signalled(USR1), CommandEnded(1), Swept())
-    assert actions == [AnnounceRestart(1, 1), StartCommand(1)]
+    assert actions == [AnnounceRestart(1, 1), AwaitSidecar()]
 
 
 def test_a_stop_that_comes_while_leftovers_are_ended_prevents_the_restart() -> None:

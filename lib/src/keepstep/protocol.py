@@ -140,6 +140,13 @@ class SkippedRequest:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReleaseRequest:
+    """POST /v1/release: this trainer writes into no slot any more. Its process may live on."""
+
+    lease: str
+
+
 # --- restore ---------------------------------------------------------------------------------
 
 

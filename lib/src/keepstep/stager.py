@@ -8,6 +8,7 @@ Invariant: at most one image is unsealed, and no slot is asked for before the la
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import secrets
@@ -37,6 +38,7 @@ from keepstep.protocol import (
     LayoutRequest,
     LeaseGranted,
     LeaseRequest,
+    ReleaseRequest,
     SkippedRequest,
     SlotGranted,
     SlotRequest,
@@ -251,6 +253,10 @@ class Stager:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        with contextlib.suppress(SidecarError):
+            # with an image on its way the agent thread may still write: then only our death counts
+            if self.lease and self._pending is None:
+                self.call("/v1/release", ReleaseRequest(lease=self.lease), dict, timeout_s=2.0)
         if self._lease is not None:
             self._lease.close()
         if self._thread is not None and self._thread is not threading.current_thread():

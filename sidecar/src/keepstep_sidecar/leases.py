@@ -21,7 +21,8 @@ _HANDOVER_S = 2.0
 
 @dataclass(eq=False)
 class Lease:
-    """`died`: the trainer's process is gone for certain; only then may its slot be reused."""
+    """`died`: the trainer's process is gone for certain, or it said goodbye; only then may the
+    slot that it was given be reused."""
 
     token: str
     request: LeaseRequest
@@ -92,7 +93,7 @@ class Leases:
 
     async def certain_death(self, lease: Lease, *, timeout_s: float = _HANDOVER_S) -> bool:
         """Whether the trainer's process is gone; waits for that a moment."""
-        if lease.pidfd is None:
+        if lease.died or lease.pidfd is None:
             return lease.died
         return await self._changes.until(lambda: lease.died, timeout_s=timeout_s)
 

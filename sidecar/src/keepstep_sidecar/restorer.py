@@ -61,11 +61,7 @@ class Restorer:
         if sees_all(lease):
             whole = set(ledger.committed(Tier.MEMORY))
             # a step of another world stays on the list: the vote names the difference
-            held = {
-                id: one
-                for id, one in held.items()
-                if id in whole or one.world != lease.world
-            }
+            held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
         plan = self._catalog.plan()
         answer, reason = self._answer(lease, held)
         return Candidates(

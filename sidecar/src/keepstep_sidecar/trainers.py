@@ -20,6 +20,7 @@ from keepstep.protocol import (
     LayoutRequest,
     LeaseGranted,
     LeaseRequest,
+    ReleaseRequest,
     SkippedRequest,
     SlotGranted,
     SlotRequest,
@@ -283,6 +284,12 @@ class Trainers:
             warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self._changes.ring()
         return self._next(slots)
+
+    async def release(self, request: ReleaseRequest) -> None:
+        """A clean goodbye: whatever slot it was given holds what it held before."""
+        lease = self.leases.require(request.lease)
+        lease.died = True
+        await self.ended(lease)
 
     def skipped(self, request: SkippedRequest) -> None:
         """A save that could not be staged."""

@@ -6,7 +6,7 @@ actions out. The life of a run:
     WAITING --sidecar up--> RUNNING --command ended--> SWEEPING --nothing is left of it-->
         CLOSING    the command ended with 0: flush, stop the sidecar, free its memory
         FLUSHING   it failed and no restart is left: flush, memory stays
-        WAITING    it failed: restart, at once when the sidecar is up
+        WAITING    it failed: restart, once the sidecar answers
     CLOSING, FLUSHING --done, or interrupted--> ENDED
 
 Sweeping ends what the command left behind (torchrun killed by SIGKILL leaves its workers, which
@@ -129,6 +129,11 @@ class StartSidecar:
 
 
 @dataclass(frozen=True)
+class AwaitSidecar:
+    """Make sure that the sidecar answers; then comes SidecarUp or SidecarEnded."""
+
+
+@dataclass(frozen=True)
 class AnnounceRestart:
     """Tell the user that the command ended with `code` and starts again."""
 
@@ -160,6 +165,7 @@ Action = (
     | KillCommand
     | Sweep
     | StartSidecar
+    | AwaitSidecar
     | AnnounceRestart
     | Flush
     | Close
@@ -207,12 +213,10 @@ class Supervision:
             return replace(self, phase=Phase.FLUSHING), (Flush(),)
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
-        if not self.sidecar_up:
-            return replace(self, phase=Phase.WAITING, attempt=attempt), (announce,)
-        return self._running(attempt), (announce, StartCommand(attempt))
-
-    def _running(self, attempt: int) -> Supervision:
-        return replace(self, phase=Phase.RUNNING, attempt=attempt)
+        waiting = replace(self, phase=Phase.WAITING, attempt=attempt)
+        # what killed the command may have killed the sidecar as well, and its death may be told
+        # a moment later: only an answer proves that a restore will find it
+        return waiting, (announce, AwaitSidecar()) if self.sidecar_up else (announce,)
 
     def _signalled(self, event: Signalled) -> tuple[Supervision, tuple[Action, ...]]:
         interrupts = self.interrupts + (event.number is signal.SIGINT)
@@ -241,7 +245,7 @@ class Supervision:
     def _sidecar_up(self) -> tuple[Supervision, tuple[Action, ...]]:
         after = replace(self, sidecar_up=True)
         if self.phase is Phase.WAITING:
-            return after._running(self.attempt), (StartCommand(self.attempt),)
+            return replace(after, phase=Phase.RUNNING), (StartCommand(self.attempt),)
         return after, ()
 
     def _sidecar_ended(self, event: SidecarEnded) -> tuple[Supervision, tuple[Action, ...]]:

@@ -28,6 +28,7 @@ from keepstep_sidecar.cli.processes import Process
 from keepstep_sidecar.cli.supervision import (
     Action,
     AnnounceRestart,
+    AwaitSidecar,
     Close,
     CommandEnded,
     Event,
@@ -180,6 +181,9 @@ class Supervisor:
                 self._sweep(now)
             case StartSidecar(delay_s):
                 self._start_sidecar(delay_s)
+            case AwaitSidecar():
+                if self._sidecar is not None:  # else its death is the next event
+                    self._await_sidecar(self._sidecar)
             case AnnounceRestart(attempt, code):
                 self._announce(attempt, code)
             case Flush():

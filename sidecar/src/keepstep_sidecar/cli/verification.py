@@ -56,8 +56,9 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
         output.print_json({"verified": True, "steps": steps, "bytes": total, "seconds": seconds})
         return
     named = f"{len(steps)} steps" if len(steps) != 1 else f"step {steps[0].step}"
+    files = f"{len(shards)} shards" if len(shards) != 1 else "1 shard"
     click.echo(
-        f"{named}, {len(shards)} shards, {format_size(total)}: every digest is right"
+        f"{named}, {files}, {format_size(total)}: every digest is right"
         f" ({format_duration(seconds)})"
     )
 
@@ -145,11 +146,17 @@ def verify_shard(shard: Found, on_chunk: Callable[[int], None]) -> None:
     if fd is None:
         return
     try:
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
-            mapping.madvise(mmap.MADV_SEQUENTIAL)
-            verify_image(
-                view, shard.layout, path=shard.path, on_chunk=on_chunk, run=shard.run, id=shard.id
-            )
+        # not closed here: a DigestError's traceback still refers to pieces of it
+        mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        mapping.madvise(mmap.MADV_SEQUENTIAL)
+        verify_image(
+            memoryview(mapping),
+            shard.layout,
+            path=shard.path,
+            on_chunk=on_chunk,
+            run=shard.run,
+            id=shard.id,
+        )
     finally:
         # gigabytes that nobody reads again would push the training's data out of memory
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

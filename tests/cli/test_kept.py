@@ -1,0 +1,227 @@
+"""`status`, `steps`, `verify`, `inspect`, `rm`, `stop` on what a real run has left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.digests import CHUNK_BYTES
+from keepstep.image import read_layout
+from keepstep.steps import shard_name
+from tests.cli.conftest import TRAIN, Keepstep
+
+
+def shard_of(keepstep: Keepstep, step: int) -> Path:
+    (path,) = (keepstep.directory / "train").glob(f"*-{step:09d}/{shard_name(0, 1)}")
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+# --- steps and status ------------------------------------------------------------------------
+
+
+def test_steps_without_a_sidecar_come_from_the_volumes(trained: Keepstep) -> None:
+    document = trained.json("steps")
+    assert document["run"] == "train"
+    first, last = document["steps"]
+    assert (first["step"], last["step"]) == (4, 5)
+    assert last["committed"] is True
+    assert last["dead"] is False
+    assert last["tiers"] == ["local"]
+    assert last["ranks"] == [0]
+    assert last["bytes"] == shard_of(trained, 5).stat().st_size
+    assert last["path"] == str(shard_of(trained, 5).parent)
+    assert last["id"] == f"{last['epoch']}-000000005"
+
+
+def test_the_table_of_steps_is_whole_when_it_is_piped(trained: Keepstep) -> None:
+    shown = trained("steps").stdout
+    for column in ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", "COMMITTED", "PATH"):
+        assert column in shown
+    assert str(shard_of(trained, 4).parent) in shown
+    assert "all 1" in shown
+
+
+def test_status_without_a_sidecar_says_so(trained: Keepstep) -> None:
+    document = trained.json("status")
+    assert document["running"] is False
+    assert document["committed"]["id"].endswith("-000000005")
+    shown = trained("status").stdout
+    assert "not running" in shown
+    assert str(shard_of(trained, 5).parent) in shown
+
+
+def test_status_and_steps_of_a_live_sidecar_have_what_is_in_memory(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    document = keepstep.json("status")
+    assert document["running"] is True
+    assert document["newest"]["tiers"] == ["memory", "local"], "a failure flushes the newest two"
+    assert document["newest"]["committed"] is True
+    assert document["sidecar"]["ranks"][0]["alive"] is False
+    assert "0 of 1" in keepstep("status").stdout
+    assert "memory, local" in keepstep("steps").stdout
+
+
+def test_steps_beyond_the_parent_of_a_later_epoch_are_shown_as_dead(copied: Keepstep) -> None:
+    root = copied.directory / "train"
+    record = root / "run.json"
+    epoch = copied.json("steps")["steps"][0]["epoch"]
+    text = record.read_text().rstrip().removesuffix("]\n}").rstrip()
+    later = f'{{"id": "0009.aaaaaaaa", "parent": "{epoch}-000000004"}}'
+    record.write_text(f"{text}, {later}]\n}}")
+    assert [step["dead"] for step in copied.json("steps")["steps"]] == [False, True]
+    assert copied.json("status")["committed"]["id"].endswith("-000000004")
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+def test_verify_reads_all_committed_steps(trained: Keepstep) -> None:
+    document = trained.json("verify")
+    assert document["verified"] is True
+    assert len(document["steps"]) == 2
+    assert "2 steps, 2 shards" in trained("verify").stdout
+    assert "step 5, 1 shard," in trained("verify", "5").stdout
+
+
+def test_verify_names_file_chunk_and_tensor_of_a_bad_byte(copied: Keepstep) -> None:
+    path = shard_of(copied, 5)
+    name, entry = next(iter(read_layout(path).entries.items()))
+    flip(path, entry.begin)
+    failed = copied("verify", code=1)
+    assert str(path) in failed.stderr
+    assert f"chunk {entry.begin // CHUNK_BYTES}" in failed.stderr
+    assert name in failed.stderr
+    document = copied.json("verify", "5", code=1)
+    assert document["path"] == str(path)
+    assert document["chunk"] == 0
+    assert name in document["tensors"]
+    copied("verify", "4")
+
+
+@pytest.mark.parametrize("region", ["header", "digests", "control"])
+def test_verify_finds_a_bad_byte_outside_of_the_tensors(copied: Keepstep, region: str) -> None:
+    path = shard_of(copied, 5)
+    layout = read_layout(path)
+    places = {"header": 100, "digests": layout.digests_begin, "control": layout.control_begin + 9}
+    flip(path, places[region])
+    for words in (("verify",), ("verify", path.parent.name)):
+        assert str(path) in copied(*words, code=1).stderr
+
+
+def test_verify_changes_nothing(copied: Keepstep) -> None:
+    flip(shard_of(copied, 5), 100)
+    before = sorted(copied.directory.rglob("*"))
+    copied("verify", code=1)
+    assert sorted(copied.directory.rglob("*")) == before
+
+
+def test_an_unknown_step_lists_what_is_there(trained: Keepstep) -> None:
+    failed = trained("verify", "77", code=2)
+    assert "no step 77" in failed.stderr
+    assert shard_of(trained, 5).parent.name in failed.stderr
+
+
+# --- inspect ---------------------------------------------------------------------------------
+
+
+def test_inspect_shows_control_page_layout_sections_and_tensors(trained: Keepstep) -> None:
+    path = shard_of(trained, 5)
+    document = trained.json("inspect", str(path))
+    assert document["sealed"] is True
+    assert document["control"]["run"] == "train"
+    assert document["control"]["step"] == 5
+    assert document["layout"]["bytes"] == path.stat().st_size
+    weight = next(one for one in document["tensors"] if one["name"].endswith("model.weight"))
+    assert (weight["dtype"], weight["shape"], weight["section"]) == ("F32", [64, 64], "params")
+    shown = trained("inspect", str(path)).stdout
+    for word in (
+        "train",
+        "5 of epoch",
+        "SECTION",
+        "optimizer",
+        "64 x 64",
+        document["layout"]["id"],
+    ):
+        assert word in shown
+
+
+def test_inspect_shows_the_layout_of_a_torn_image_and_fails(copied: Keepstep) -> None:
+    path = shard_of(copied, 5)
+    flip(path, read_layout(path).control_begin + 9)
+    document = copied.json("inspect", str(path), code=1)
+    assert document["sealed"] is False
+    assert document["tensors"]
+    assert "NONE" in copied("inspect", str(path), code=1).stdout
+
+
+def test_inspect_refuses_what_is_no_image(keepstep: Keepstep) -> None:
+    (keepstep.home / "file").write_bytes(b"x" * 5000)
+    assert "file" in keepstep("inspect", "file", code=1).stderr
+
+
+# --- rm and stop -----------------------------------------------------------------------------
+
+
+def test_rm_asks_and_deletes_what_was_agreed_to(copied: Keepstep) -> None:
+    copied("rm", "4", code=1, input="n\n")
+    assert len(copied.json("steps")["steps"]) == 2
+    copied("rm", "4", input="y\n")
+    assert [step["step"] for step in copied.json("steps")["steps"]] == [5]
+
+
+def test_rm_keeps_the_only_committed_step_unless_forced(copied: Keepstep) -> None:
+    copied("rm", "--yes", "4")
+    assert "--force" in copied("rm", "--yes", "5", code=2).stderr
+    document = copied.json("rm", "--yes", "--force", "5")
+    assert document["freed_bytes"] > 0
+    assert copied.json("steps")["steps"] == []
+
+
+def test_rm_of_all_committed_steps_at_once_is_refused(copied: Keepstep) -> None:
+    assert "--force" in copied("rm", "--yes", "4", "5", code=2).stderr
+
+
+def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    assert "keepstep stop" in keepstep("rm", "--yes", "2", code=2).stderr
+    document = keepstep.json("stop")
+    assert document["stopped"] is True
+    assert document["committed"]["id"].endswith("-000000003")
+    assert keepstep.family() == []
+    assert not keepstep.memory("train").exists()
+    assert "was not running" in keepstep("stop").stdout
+
+
+def test_stop_saves_what_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    command = ("--", sys.executable, "train.py", "6", "3")
+    keepstep("run", "--persist-every", "1000", *command, code=137)
+    keepstep.sidecar().kill()
+    assert list(keepstep.memory("train").glob("rank-*"))
+    assert keepstep.json("stop")["committed"]["id"].endswith("-000000003")
+    assert not keepstep.memory("train").exists()
+
+
+# --- no run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["status", "steps", "verify", "stop"])
+def test_without_a_run_every_command_says_how_to_find_one(keepstep: Keepstep, command: str) -> None:
+    assert "--dir DIR" in keepstep(command, code=2).stderr
+
+
+@pytest.mark.parametrize("command", ["run", "status", "steps", "verify", "inspect", "rm", "stop"])
+def test_every_command_has_examples_in_its_help(keepstep: Keepstep, command: str) -> None:
+    assert f"keepstep {command}" in keepstep(command, "--help").stdout.partition("Examples:")[2]

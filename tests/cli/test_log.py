@@ -1,0 +1,31 @@
+"""The sidecar's log is bounded, while a live sidecar goes on appending to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep_sidecar.cli import attendance
+from keepstep_sidecar.cli.attendance import bound_log
+
+
+def test_a_large_log_moves_aside_and_its_writer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "LOG_LIMIT_BYTES", 10)
+    path = tmp_path / "sidecar.log"
+    with path.open("ab", buffering=0) as writer:  # O_APPEND, as the sidecar's
+        writer.write(b"0123456789\n")
+        bound_log(path)
+        writer.write(b"next\n")
+    assert path.read_bytes() == b"next\n"
+    assert (tmp_path / "sidecar.log.1").read_bytes() == b"0123456789\n"
+
+
+def test_a_small_log_and_a_missing_one_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "sidecar.log"
+    bound_log(path)
+    path.write_bytes(b"short\n")
+    bound_log(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["sidecar.log"]
