@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# without bytecode every start of Python would compile us anew
+unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 
 .PHONY: demo test check e2e bench bench-gpu soak attacks clean help
@@ -32,7 +34,7 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 e2e: $(READY) ## tests on a kind cluster (docker, kind and kubectl must be there)
 	$(BIN)/python -m pytest -m e2e tests/e2e $(PYTEST_ARGS)
 
-bench: $(READY) ## all benchmarks beside their peers and floors (about a quarter of an hour)
+bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floors (about a quarter of an hour)
 	$(BIN)/python -m bench
 
 bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
@@ -46,3 +48,7 @@ attacks: $(READY) ## make the hostile files in attacks/ again
 
 clean: ## remove the virtual environment and whatever tests left
 	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+build/peers/.ready: $(READY) bench/setup_peers.py
+	-$(BIN)/python -m bench.setup_peers
+	@mkdir -p $(@D) && touch $@

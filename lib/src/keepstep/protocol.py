@@ -3,6 +3,9 @@
 The sidecar decodes them with msgspec (strictly), the library with `from_json` below, because the
 training image has the standard library only. Duties of each side: docs/protocol.md. A field may be
 added with a default; nothing may be removed or change its meaning within `PROTOCOL`.
+
+`eq=False`: nobody compares messages, and every method that a dataclass does not need is time that
+`import keepstep` does not take.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ T = TypeVar("T")
 # --- lease -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LeaseRequest:
     """POST /v1/lease. The response never ends: it *is* the lease, the kernel closes it at death.
 
@@ -49,7 +52,7 @@ class LeaseRequest:
     local_world: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LeaseGranted:
     """First line of the lease stream (JSON lines; later lines are `{}` pings).
 
@@ -68,7 +71,7 @@ class LeaseGranted:
 # --- slots -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutRequest:
     """POST /v1/layout: this rank's images look like `header` (base64 of the header bytes)."""
 
@@ -76,7 +79,7 @@ class LayoutRequest:
     header: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutAccepted:
     """`slots` images of `slot_bytes` each; fewer than asked for when memory is limited."""
 
@@ -86,7 +89,7 @@ class LayoutAccepted:
     warning: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRequest:
     """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed."""
 
@@ -95,7 +98,7 @@ class SlotRequest:
     timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SlotGranted:
     """`slot` None: none became free in time. `path`: the slot's file, `generation`: its use."""
 
@@ -104,7 +107,7 @@ class SlotGranted:
     generation: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StagedRequest:
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
@@ -120,7 +123,7 @@ class StagedRequest:
     blocked_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DiscardRequest:
     """POST /v1/discard: the image in `slot` is not valid. The slot goes back to the sidecar."""
 
@@ -131,7 +134,7 @@ class DiscardRequest:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SkippedRequest:
     """POST /v1/skipped: counters of saves that could not be staged, by reason."""
 
@@ -140,7 +143,7 @@ class SkippedRequest:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReleaseRequest:
     """POST /v1/release: this trainer writes into no slot any more. Its process may live on."""
 
@@ -150,7 +153,7 @@ class ReleaseRequest:
 # --- restore ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CandidatesRequest:
     """POST /v1/candidates: what could this rank restore? Answers when the scan is done."""
 
@@ -183,7 +186,7 @@ class Candidates:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpenRequest:
     """POST /v1/restore: bring this step's image into a slot and verify it."""
 
@@ -192,7 +195,7 @@ class OpenRequest:
     timeout_s: float = 600.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Opened:
     """The verified image: a slot's path, pinned until `RestoredRequest`. `tier` it came from."""
 
@@ -203,7 +206,7 @@ class Opened:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RestoredRequest:
     """POST /v1/restored: all ranks agreed on `epoch`; its parent is what was restored, if any."""
 
@@ -216,7 +219,7 @@ class RestoredRequest:
 # --- progress --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WaitRequest:
     """POST /v1/wait: until `id` (or a later step of its epoch, for durable and committed) is in
     `state`. `flush`: persist this step now even when the schedule would not."""
@@ -228,7 +231,7 @@ class WaitRequest:
     flush: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Waited:
     """`reached` False: the time ran out, `reason` says what is missing."""
 
@@ -236,14 +239,14 @@ class Waited:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FlushRequest:
     """POST /v1/flush: make the newest two common staged steps durable (SIGTERM, preStop)."""
 
     timeout_s: float = 25.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Flushed:
     """Steps that are durable on every local rank after the flush, newest last."""
 
@@ -251,7 +254,7 @@ class Flushed:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StopRequest:
     """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
 
@@ -260,99 +263,12 @@ class StopRequest:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """Body of every response that is not 200. `code` is stable, `message` says what to do."""
 
     code: str
     message: str
-
-
-# --- status (GET /v1/status) -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotStatus:
-    """One slot of a rank. `state`: empty | assigned | sealed; `pinned` by the persister."""
-
-    slot: str
-    state: str
-    id: StepId | None = None
-    pinned: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
-    """One rank as the sidecar sees it. Counters are since the sidecar started."""
-
-    rank: int
-    world: int
-    alive: bool
-    pid: int = 0
-    staged: StepId | None = None
-    durable: StepId | None = None
-    slot_bytes: int = 0
-    slots: tuple[SlotStatus, ...] = ()
-    saves: int = 0
-    skipped: int = 0
-    discarded: int = 0
-    blocked_s: float = 0.0
-    copy_s: float = 0.0
-    warning: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VolumeStatus:
-    """One volume. `engine`: direct (O_DIRECT) or buffered, and why."""
-
-    path: str
-    engine: str
-    used_bytes: int
-    free_bytes: int
-    capacity_bytes: int | None = None
-    failed: str = ""
-    quarantined: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStatus:
-    """One step that is held somewhere. `path` is set once it is committed on local."""
-
-    id: StepId
-    world: int
-    memory_ranks: tuple[int, ...] = ()
-    local_ranks: tuple[int, ...] = ()
-    bytes: int = 0
-    committed: bool = False
-    path: str = ""
-    dead: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """GET /v1/status: everything a person asks first. Times are unix seconds."""
-
-    run: str
-    sidecar: str
-    pid: int
-    started_at: float
-    protocol_min: int
-    protocol_max: int
-    locked: str
-    epoch: Epoch | None = None
-    watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
-    committed_at: float | None = None
-    persist_every: int = 1
-    stage_every: int = 1
-    persisted: int = 0
-    persist_skipped: int = 0
-    persist_seconds: float = 0.0
-    persist_bytes: int = 0
-    ranks: tuple[RankStatus, ...] = ()
-    volumes: tuple[VolumeStatus, ...] = ()
-    steps: tuple[StepStatus, ...] = ()
-    survives: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 # --- JSON without dependencies -----------------------------------------------------------------

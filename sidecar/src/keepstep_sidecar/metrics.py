@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from keepstep.protocol import Status
+from keepstep.status import Status
 
 Samples = Iterator[tuple[tuple[str, ...], float]]
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import os
 
 from keepstep.image import PAGE_BYTES
-from keepstep.protocol import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    RankStatus,
-    SlotStatus,
-    Status,
-    StepStatus,
-    VolumeStatus,
-)
+from keepstep.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from keepstep.slots import SlotState
+from keepstep.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar import __version__
 from keepstep_sidecar.bank import Bank

@@ -11,15 +11,8 @@ import socket
 from pathlib import Path
 
 from keepstep.errors import ProtocolError, SidecarError
-from keepstep.protocol import (
-    Flushed,
-    FlushRequest,
-    Problem,
-    Status,
-    StopRequest,
-    from_json,
-    to_json,
-)
+from keepstep.protocol import Flushed, FlushRequest, Problem, StopRequest, from_json, to_json
+from keepstep.status import Status
 
 ANSWER_S = 10.0
 """A live sidecar answers a question about itself well within this."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.protocol import Status, StepStatus
+from keepstep.status import Status, StepStatus
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.places import Places

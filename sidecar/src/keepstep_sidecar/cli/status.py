@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.protocol import RankStatus, Status
+from keepstep.status import RankStatus, Status
 from keepstep_sidecar.cli.holdings import Holdings, Step
 from keepstep_sidecar.cli.parameters import json_option, which_run
 from keepstep_sidecar.cli.places import Service, find_service

@@ -1,0 +1,95 @@
+"""What the sidecar says of itself: the document of GET /v1/status.
+
+Apart from `protocol`, because a trainer never reads it and would pay for it at every import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from keepstep.steps import Epoch, StepId
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotStatus:
+    """One slot of a rank. `state`: empty | assigned | sealed; `pinned` by the persister."""
+
+    slot: str
+    state: str
+    id: StepId | None = None
+    pinned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank as the sidecar sees it. Counters are since the sidecar started."""
+
+    rank: int
+    world: int
+    alive: bool
+    pid: int = 0
+    staged: StepId | None = None
+    durable: StepId | None = None
+    slot_bytes: int = 0
+    slots: tuple[SlotStatus, ...] = ()
+    saves: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    copy_s: float = 0.0
+    warning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeStatus:
+    """One volume. `engine`: direct (O_DIRECT) or buffered, and why."""
+
+    path: str
+    engine: str
+    used_bytes: int
+    free_bytes: int
+    capacity_bytes: int | None = None
+    failed: str = ""
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStatus:
+    """One step that is held somewhere. `path` is set once it is committed on local."""
+
+    id: StepId
+    world: int
+    memory_ranks: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
+    bytes: int = 0
+    committed: bool = False
+    path: str = ""
+    dead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """GET /v1/status: everything a person asks first. Times are unix seconds."""
+
+    run: str
+    sidecar: str
+    pid: int
+    started_at: float
+    protocol_min: int
+    protocol_max: int
+    locked: str
+    epoch: Epoch | None = None
+    watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
+    committed_at: float | None = None
+    persist_every: int = 1
+    stage_every: int = 1
+    persisted: int = 0
+    persist_skipped: int = 0
+    persist_seconds: float = 0.0
+    persist_bytes: int = 0
+    ranks: tuple[RankStatus, ...] = ()
+    volumes: tuple[VolumeStatus, ...] = ()
+    steps: tuple[StepStatus, ...] = ()
+    survives: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
