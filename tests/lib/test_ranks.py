@@ -17,9 +17,9 @@ import keepstep
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 
 
-def torchrun(world, *arguments, **environment):
+def torchrun(world, *arguments, script=SCRIPT, **environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), str(SCRIPT), *map(str, arguments)]
+    command += ["--nproc-per-node", str(world), str(script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
@@ -76,3 +76,25 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(keepstep.UsageError, match="init_process_group"):
         keepstep.Checkpointer({"m": nn.Linear(1, 1)})
+
+
+def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
+    """Nobody may train on alone, and nobody may wait forever for a rank that failed."""
+    assert torchrun(2, 3, -1, tmp_path / "log").returncode == 0
+    script = tmp_path / "misfit.py"
+    script.write_text(
+        "import torch, keepstep\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "wide = 8 if torch.distributed.get_rank() == 0 else 9\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, wide), torch.nn.Dropout(0.3))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "c = keepstep.Checkpointer({'model': model, 'optimizer': optimizer})\n"
+        "try:\n"
+        "    c.restore()\n"
+        "except keepstep.RestoreError as error:\n"
+        "    print('refused', torch.distributed.get_rank(), type(error).__name__)\n"
+        "torch.distributed.barrier()\n"
+    )
+    done = torchrun(2, script=script)
+    assert "refused 0 RestoreError" in done.stdout, done.stderr
+    assert "refused 1 MismatchError" in done.stdout

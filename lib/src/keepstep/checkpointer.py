@@ -30,7 +30,8 @@ from keepstep.image import Layout, extras
 from keepstep.imaging import Imaging
 from keepstep.mapping import SlotMapping
 from keepstep.protocol import SOCKET_ENV
-from keepstep.stager import Stager, Stats
+from keepstep.stager import Stager
+from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.voting import Voter
 
@@ -232,7 +233,7 @@ class Checkpointer:
 
     def _run_name(self) -> str:
         assert self._stager is not None
-        return self._stager.run
+        return self._stager.link.run
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
@@ -275,10 +276,10 @@ class Checkpointer:
             raise NotDurableError(f"step {step} is not staged after {timeout:.0f} s")
         newest = stager.staged_step
         if newest is None or newest.id < id:
-            raise NotDurableError(f"step {step} was not staged: {stager.reasons()}")
+            raise NotDurableError(f"step {step} was not staged: {stager.stats.why_not()}")
         if state is State.STAGED:
             return
-        stager.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
+        stager.link.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
 
     def close(self, timeout: float = 300.0) -> None:
         """Make the last step durable on every rank, then let go of the sidecar.
@@ -305,12 +306,14 @@ class Checkpointer:
         if newest is None:
             if self._epoch.parent is not None and self._last_step == self._epoch.parent.step:
                 return
-            raise NotDurableError(f"no step was staged: {stager.reasons()}")
-        stager.wait(newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic()))
+            raise NotDurableError(f"no step was staged: {stager.stats.why_not()}")
+        stager.link.wait(
+            newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
+        )
         if newest.id.step != self._last_step:
             raise NotDurableError(
                 f"step {self._last_step} was not staged; the newest durable one is"
-                f" {newest.id.step}: {stager.reasons()}"
+                f" {newest.id.step}: {stager.stats.why_not()}"
             )
 
     def __enter__(self) -> Checkpointer:

@@ -8,28 +8,23 @@ Invariant: at most one image is unsealed, and no slot is asked for before the la
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-import keepstep
-from keepstep.client import Client, Lease
+from keepstep.client import Client
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
-    NotDurableError,
     SidecarAbsent,
     SidecarError,
 )
 from keepstep.image import Layout
+from keepstep.link import Link
 from keepstep.mapping import SlotMapping
 from keepstep.pending import Pending, Verdict
 from keepstep.protocol import (
@@ -37,16 +32,12 @@ from keepstep.protocol import (
     LayoutAccepted,
     LayoutRequest,
     LeaseGranted,
-    LeaseRequest,
-    ReleaseRequest,
     SkippedRequest,
     SlotGranted,
     SlotRequest,
     StagedRequest,
-    Waited,
-    WaitRequest,
 )
-from keepstep.steps import State, StepId
+from keepstep.stats import Stats
 
 log = logging.getLogger("keepstep")
 
@@ -56,21 +47,6 @@ _RETRY_S = 0.2
 _SLOT_WAIT_S = 20.0
 
 
-@dataclass
-class Stats:
-    """Counters of one trainer. Seconds are sums unless they say `last`."""
-
-    saves: int = 0
-    staged: int = 0
-    skipped: int = 0
-    discarded: int = 0
-    blocked_s: float = 0.0
-    last_blocked_s: float = 0.0
-    copy_s: float = 0.0
-    last_copy_s: float = 0.0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-
 class Stager:
     """Owns the lease, the layout, the slot at hand and the image on its way."""
 
@@ -78,14 +54,10 @@ class Stager:
         self.stats = Stats()
         self.patience_s = 1.0
         self.staged_step: Pending | None = None
-        self.run = ""
         self.eager_next = False
-        self._path = socket_path
-        self._rank, self._world = rank, world
-        self._attempt = secrets.token_hex(8)
-        self._client = Client(socket_path)
         self._changed = threading.Condition()
-        self._lease: Lease | None = None
+        self.link = Link(socket_path, rank=rank, world=world, changed=self._changed)
+        self._client = Client(socket_path)
         self._layout: Layout | None = None
         self._accepted: str = ""
         self._refused: str = ""
@@ -102,35 +74,12 @@ class Stager:
     # --- called by the training thread -------------------------------------------------------
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease now, waiting for a sidecar that is just starting, or for a predecessor
-        that is just dying. Raises SidecarAbsent or SidecarError when the time is up."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                lease = self._lease_now()
-                break
-            except SidecarError as error:
-                if error.code not in ("absent", "rank-taken", "starting"):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise
-            # not a race hidden: there is nothing to wait on before the socket exists
-            time.sleep(0.05)
+        """Get the lease now; see `Link.connect`. Starts the agent thread."""
+        granted = self.link.connect(timeout_s=timeout_s)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
             self._thread.start()
-        return lease.granted
-
-    @property
-    def lease(self) -> str:
-        """Token of the lease; '' while the sidecar is away."""
-        lease = self._lease
-        return lease.granted.lease if lease is not None and not lease.lost.is_set() else ""
-
-    @property
-    def connected(self) -> bool:
-        """Whether the sidecar is there, as far as the kernel knows."""
-        return bool(self.lease)
+        return granted
 
     @property
     def pending(self) -> Pending | None:
@@ -153,7 +102,7 @@ class Stager:
         """The slot at hand, or why there is none. Waits up to `patience_s`, but does so again
         only after a slot came: a slow sidecar costs one wait, not one a step."""
         with self._changed:
-            patience_s = self.patience_s if self._patient and self.connected else 0.0
+            patience_s = self.patience_s if self._patient and self.link.connected else 0.0
             self._changed.wait_for(
                 lambda: (self._ready and not self._pending) or self._refused, timeout=patience_s
             )
@@ -163,7 +112,7 @@ class Stager:
             self._patient = False
             if self._refused:
                 return self._refused
-            return "no slot is free yet" if self.connected else "the sidecar is away"
+            return "no slot is free yet" if self.link.connected else "the sidecar is away"
 
     def submit(self, pending: Pending) -> None:
         """Hand over an image: copied or not, the agent does the rest."""
@@ -190,49 +139,6 @@ class Stager:
         with self._changed:
             return self._changed.wait_for(lambda: self._pending is None, timeout=timeout_s)
 
-    def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
-        """A call of the training thread, on a connection of its own. Raises as Client.call."""
-        client = Client(self._path)
-        try:
-            return client.call(route, message, kind, timeout_s=timeout_s)
-        finally:
-            client.close()
-
-    def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
-        """Return when the sidecar says that `id` is in `state`, persisting it now if need be.
-
-        A sidecar that restarts in between is asked again. Raises NotDurableError."""
-        deadline = time.monotonic() + timeout_s
-        reason = "the sidecar is away"
-        while (left_s := deadline - time.monotonic()) > 0:
-            if not self.lease:
-                with self._changed:
-                    self._changed.wait_for(lambda: bool(self.lease), timeout=min(left_s, 0.5))
-                continue
-            request = WaitRequest(
-                lease=self.lease, id=id, state=str(state), timeout_s=min(left_s, 30.0), flush=True
-            )
-            try:
-                waited = self.call("/v1/wait", request, Waited, timeout_s=min(left_s, 30.0) + 5.0)
-            except SidecarAbsent as error:
-                reason = str(error)
-                with self._changed:
-                    self._changed.wait(timeout=min(left_s, 0.1))
-                continue
-            except SidecarError as error:
-                raise NotDurableError(f"step {id.step} is not {state}: {error}") from error
-            if waited.reached:
-                return
-            reason = waited.reason
-        raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
-
-    def reasons(self) -> str:
-        """Why steps were not kept, for an error's text."""
-        reasons = [f"{count} x {reason}" for reason, count in self.stats.reasons.items()]
-        if self.stats.discarded:
-            reasons.append(f"{self.stats.discarded} x changed before it was copied")
-        return "; ".join(reasons) or "nothing was saved"
-
     def skip(self, step: int, reason: str) -> None:
         """Count a step that could not be staged; the sidecar hears of it with the next call."""
         self.stats.skipped += 1
@@ -246,19 +152,15 @@ class Stager:
         """Log a warning once per kind; repetitions are only counted."""
         if key not in self._warned:
             self._warned.add(key)
-            log.warning("keepstep: rank %d: %s", self._rank, message)
+            log.warning("keepstep: rank %d: %s", self.link.rank, message)
 
     def close(self) -> None:
         """Give the lease back and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        with contextlib.suppress(SidecarError):
-            # with an image on its way the agent thread may still write: then only our death counts
-            if self.lease and self._pending is None:
-                self.call("/v1/release", ReleaseRequest(lease=self.lease), dict, timeout_s=2.0)
-        if self._lease is not None:
-            self._lease.close()
+        # with an image on its way the agent thread may still write: then only our death counts
+        self.link.close(goodbye=self._pending is None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         self._client.close()
@@ -281,11 +183,11 @@ class Stager:
             except SidecarError as error:
                 self._failed(error)
             except Exception as error:
-                log.exception("keepstep: rank %d: the agent thread failed", self._rank)
+                log.exception("keepstep: rank %d: the agent thread failed", self.link.rank)
                 self._failed(SidecarError(str(error)))
 
     def _nap(self) -> float | None:
-        return None if self.connected else max(0.01, self._retry_at - time.monotonic())
+        return None if self.link.connected else max(0.01, self._retry_at - time.monotonic())
 
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""
@@ -293,7 +195,7 @@ class Stager:
             return self._copy
         if self._closing:
             return None if self._pending is None else self._abandon
-        if not self.connected:
+        if not self.link.connected:
             return self._reconnect if time.monotonic() >= self._retry_at else None
         if self._layout is not None and not self._accepted and not self._refused:
             return self._register
@@ -324,7 +226,7 @@ class Stager:
 
     def _report_staged(self, pending: Pending) -> None:
         request = StagedRequest(
-            lease=self.lease,
+            lease=self.link.lease,
             slot=str(pending.grant.slot),
             generation=pending.grant.generation,
             epoch=pending.epoch,
@@ -360,7 +262,7 @@ class Stager:
             " code in `with checkpointer.mutating():`. The next save copies eagerly.",
         )
         request = DiscardRequest(
-            lease=self.lease,
+            lease=self.link.lease,
             slot=str(pending.grant.slot),
             generation=pending.grant.generation,
             step=pending.id.step,
@@ -373,7 +275,7 @@ class Stager:
 
     def _fetch(self) -> None:
         assert self._layout is not None
-        request = SlotRequest(lease=self.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S)
+        request = SlotRequest(lease=self.link.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S)
         self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 
     def _keep(self, granted: SlotGranted) -> None:
@@ -405,7 +307,7 @@ class Stager:
         header = base64.b64encode(layout.header).decode()
         try:
             accepted = self._client.call(
-                "/v1/layout", LayoutRequest(lease=self.lease, header=header), LayoutAccepted
+                "/v1/layout", LayoutRequest(lease=self.link.lease, header=header), LayoutAccepted
             )
         except NoMemoryError as error:
             self._refused = str(error)
@@ -419,39 +321,26 @@ class Stager:
     def _tell_skips(self) -> None:
         step, reason = self._skips[0]
         self._client.call(
-            "/v1/skipped", SkippedRequest(lease=self.lease, step=step, reason=reason), dict
+            "/v1/skipped", SkippedRequest(lease=self.link.lease, step=step, reason=reason), dict
         )
         self._skips = self._skips[1:]
 
-    def _lease_now(self) -> Lease:
+    def _holding(self) -> tuple[str, ...]:
+        """Slots that are ours to fill, as far as we know."""
         pending, ready = self._pending, self._ready
-        holding = tuple(
-            grant.slot for grant in (pending and pending.grant, ready and ready[0]) if grant
-        )
-        request = LeaseRequest(
-            rank=self._rank,
-            world=self._world,
-            attempt=self._attempt,
-            pid=os.getpid(),
-            library=keepstep.__version__,
-            holding=tuple(slot for slot in holding if slot),
-            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
-        )
-        lease = Lease(self._path, request, self._notify)
-        with self._changed:
-            self.run = lease.granted.run
-            if self._ready and self._ready[0].slot not in lease.granted.held:
-                self._ready = None
-            self._lease = lease
-        return lease
+        grants = (pending and pending.grant, ready and ready[0])
+        return tuple(grant.slot for grant in grants if grant and grant.slot)
 
     def _reconnect(self) -> None:
         try:
-            self._lease_now()
+            granted = self.link.take(self._holding())
         except SidecarError:
             self._retry_at = time.monotonic() + _RETRY_S
             raise
-        log.info("keepstep: rank %d: the sidecar is back", self._rank)
+        with self._changed:
+            if self._ready and self._ready[0].slot not in granted.held:
+                self._ready = None
+        log.info("keepstep: rank %d: the sidecar is back", self.link.rank)
         self._warned.discard("the sidecar is away")
         self._accepted = ""
         self._patient = True
@@ -460,17 +349,10 @@ class Stager:
         self._retry_at = time.monotonic() + _RETRY_S
         if not isinstance(error, SidecarAbsent):
             self.warn(error.code, str(error))
-            lease = self._lease
-            if lease is not None:
-                lease.close()  # whatever we disagree about: begin anew
-                lease.lost.wait(1.0)
+            self.link.drop()  # whatever we disagree about: begin anew
 
     def _abandon(self) -> None:
         pending = self._pending
         if pending is not None:
             pending.finish(Verdict.LOST)
         self._pending = None
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -62,7 +61,6 @@ class Voter:
 
     def decide(self, *, timeout_s: float) -> Agreed | None:
         """Agree with all ranks; None if no rank has a sidecar. Raises RestoreError and kin."""
-        started = time.monotonic()
         ballots = self._gather(self._ballot(timeout_s))
         if all(ballot.inactive for ballot in ballots):
             return None
@@ -83,18 +81,17 @@ class Voter:
             failures = [one for one in self._gather(error) if one]
             if not failures:
                 return Agreed(epoch, opened, self._stage_every)
-            if time.monotonic() - started > _OPEN_S:
-                raise RestoreError("; ".join(failures))
             log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
+            # grows by one a round, on all ranks alike: `choose` raises when nothing is left
             excluded.add(decision.id)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do `work`; if it fails on any rank, raise on all, so that none trains on alone."""
         result: Any = None
-        failure: KeepstepError | None = None
+        failure: Exception | None = None
         try:
             result = work()
-        except KeepstepError as error:
+        except Exception as error:  # whatever it is, the other ranks are waiting
             failure = error
         failures = self._gather(f"rank {self._rank}: {failure}" if failure else "")
         if failure is not None:
@@ -106,10 +103,10 @@ class Voter:
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
         stager = self._connected()
-        stager.call(
+        stager.link.call(
             "/v1/restored",
             RestoredRequest(
-                lease=stager.lease,
+                lease=stager.link.lease,
                 epoch=agreed.epoch,
                 tier=agreed.opened.tier if agreed.opened else None,
                 seconds=seconds,
@@ -130,7 +127,7 @@ class Voter:
         try:
             granted = self._stager.connect(timeout_s=timeout_s)
             self._stage_every = granted.stage_every
-            candidates = self._stager.call(
+            candidates = self._stager.link.call(
                 "/v1/candidates",
                 CandidatesRequest(lease=granted.lease, timeout_s=_OPEN_S),
                 Candidates,
@@ -142,9 +139,9 @@ class Voter:
 
     def _open(self, id: StepId) -> tuple[Opened | None, str]:
         stager = self._connected()
-        request = OpenRequest(lease=stager.lease, id=id, timeout_s=_OPEN_S)
+        request = OpenRequest(lease=stager.link.lease, id=id, timeout_s=_OPEN_S)
         try:
-            opened = stager.call("/v1/restore", request, Opened, timeout_s=_OPEN_S + 10)
+            opened = stager.link.call("/v1/restore", request, Opened, timeout_s=_OPEN_S + 10)
         except SidecarError as error:
             return None, f"rank {self._rank}: {error}"
         return opened, ""
