@@ -32,6 +32,7 @@ def main() -> None:
         if at is not None:
             first = at.step + 1
             say("restored", step=at.step, tier=str(at.tier), seconds=seconds, inside=at.seconds)
+    step, kept = first, False
     for step in range(first, first + options.steps):
         time.sleep(options.step_s)
         state.step_off_cpu(step)
@@ -43,6 +44,11 @@ def main() -> None:
                 checkpointer.wait(step, "committed", timeout=120)
                 say("committed", step=step)
     if checkpointer is not None:
+        # close() rightly complains of a last step that found no slot: train until one is kept
+        while not kept:
+            step += 1
+            time.sleep(options.step_s)
+            kept = checkpointer.save(step)
         checkpointer.close()
     say("closed")
 
