@@ -55,7 +55,7 @@ def test_the_sidecar_dies_and_comes_back_in_mid_run(sidecars, monkeypatch):
     for step in range(1, 6):
         started = time.perf_counter()
         checkpointer.save(step)
-        assert time.perf_counter() - started < 2.0, "a dead sidecar must not hold the training up"
+        assert time.perf_counter() - started < 5.0, "a dead sidecar must not hold the training up"
     assert checkpointer.stats.skipped >= 3
     sidecar.start()
     kept = eventually_saved(checkpointer, model, 10)
@@ -82,7 +82,7 @@ def test_a_hanging_sidecar_costs_one_wait_not_one_a_step(sidecar):
         seconds = time.perf_counter() - started
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
-    assert seconds < 2.0
+    assert seconds < 8.0, "one wait a step would be 29 s"
     checkpointer.wait(eventually_saved(checkpointer, model, 30))
     checkpointer.close()
 
@@ -169,3 +169,30 @@ def test_close_says_which_step_is_not_durable(sidecar):
     sidecar.kill()
     with pytest.raises(keepstep.NotDurableError, match="step 3"):
         checkpointer.close(timeout=1.0)
+
+
+def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch):
+    from keepstep import copying
+
+    model = nn.Linear(8, 8)
+    checkpointer = keepstep.Checkpointer({"m": model})
+    checkpointer.restore()
+    run, failed = copying.run, []
+
+    def fail_once(transfers, *, threads=1):
+        if transfers.moves and not failed:
+            failed.append(True)
+            raise RuntimeError("a copy that cannot be made")
+        run(transfers, threads=threads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copying, "run", fail_once)
+        checkpointer.save(0)
+        with pytest.raises(keepstep.NotDurableError):
+            checkpointer.wait(0, "staged", timeout=10)
+    assert checkpointer.save(1)
+    checkpointer.close()
+    other = nn.Linear(8, 8)
+    with keepstep.Checkpointer({"m": other}) as again:
+        assert again.restore().step == 1
+    assert torch.equal(other.weight, model.weight)

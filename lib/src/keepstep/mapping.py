@@ -24,6 +24,7 @@ from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 log = logging.getLogger("keepstep")
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
 class SlotMapping:
@@ -94,7 +95,7 @@ class SlotMapping:
             return
         runtime = torch.cuda.cudart()
         size = self.layout.size_bytes
-        error = int(runtime.cudaHostRegister(self.address, size, 0))
+        error = int(runtime.cudaHostRegister(self.address, size, _PORTABLE))
         if error:
             log.warning(
                 "slot %s: cudaHostRegister failed (%d); copies will be slow", self.path, error

@@ -93,6 +93,7 @@ class Pending:
     judged: threading.Event = field(default_factory=threading.Event)
     verdict: Verdict = Verdict.OPEN
     culprit: str = ""
+    counted: bool = False
     copy_s: float = 0.0
     blocked_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -133,6 +134,16 @@ class Pending:
             if _position(self.thread) != before:
                 self.judge()
             pause_s = min(pause_s * 1.5, 0.01)
+
+    def why_lost(self) -> str:
+        """In words, for the log and the sidecar's counters."""
+        if self.verdict is Verdict.LOST:
+            return "it could not be copied"
+        culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
+        return (
+            f"{culprit} changed before it was copied, outside an optimizer step; wrap such code in"
+            " `with checkpointer.mutating():`. The next save copies eagerly"
+        )
 
     def finish(self, verdict: Verdict) -> None:
         """The end of this image, whatever it was; lets go of all tensors."""

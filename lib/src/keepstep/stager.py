@@ -70,6 +70,7 @@ class Stager:
         self._warned: set[str] = set()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._device: int | None = None
 
     # --- called by the training thread -------------------------------------------------------
 
@@ -92,6 +93,8 @@ class Stager:
             if self._layout is not None and self._layout.id == layout.id:
                 return
             self._layout = layout
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self._device = torch.cuda.current_device()
             self._accepted = self._refused = ""
             self._ready = None
             self._mappings.clear()
@@ -208,7 +211,15 @@ class Stager:
     def _copy(self) -> None:
         pending = self._pending
         assert pending is not None
-        pending.copy()
+        try:
+            pending.copy()
+        except Exception:
+            log.exception(
+                "keepstep: rank %d: step %d was not copied", self.link.rank, pending.id.step
+            )
+            pending.finish(Verdict.LOST)
+            pending.copied.set()
+            return
         pending.judge_after_progress(lambda: self._closing)
         if pending.verdict is Verdict.VALID:
             pending.slot.seal(pending.control)
@@ -251,16 +262,13 @@ class Stager:
         self._keep(granted)
 
     def _report_discarded(self, pending: Pending) -> None:
-        culprit = "a tensor" if pending.culprit == "?" else pending.culprit or "a tensor"
-        reason = f"{culprit} changed before it was copied"
-        self.stats.discarded += 1
-        self.eager_next = True
-        pending.slot.erase()
-        self.warn(
-            "mutated",
-            f"step {pending.id.step} is discarded: {reason}, outside an optimizer step; wrap such"
-            " code in `with checkpointer.mutating():`. The next save copies eagerly.",
-        )
+        reason = pending.why_lost()
+        if not pending.counted:  # a lost connection may bring us here again
+            pending.counted = self.eager_next = True
+            self.stats.discarded += 1
+            pending.slot.erase()
+            self.warn(reason, f"step {pending.id.step} is discarded: {reason}")
+            pending.finish(pending.verdict)
         request = DiscardRequest(
             lease=self.link.lease,
             slot=str(pending.grant.slot),
@@ -268,10 +276,7 @@ class Stager:
             step=pending.id.step,
             reason=reason,
         )
-        try:
-            self._keep(self._client.call("/v1/discard", request, SlotGranted))
-        finally:
-            pending.finish(Verdict.MUTATED)
+        self._keep(self._client.call("/v1/discard", request, SlotGranted))
 
     def _fetch(self) -> None:
         assert self._layout is not None
@@ -291,8 +296,10 @@ class Stager:
                 # granted for the layout before; the registration of the new one comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                mapping.register()
+            if self._device is not None:
+                # this thread has no current device of its own: it would take the first GPU
+                with torch.cuda.device(self._device):
+                    mapping.register()
         with self._changed:
             if self._layout is not layout:
                 return  # the training thread changed it while the slot was mapped
