@@ -107,15 +107,3 @@ def _pieces(moves: Sequence[Move]) -> Iterable[Move]:
         for begin in range(0, move.bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, move.bytes - begin)
             yield Move(move.target + begin, move.source + begin, size)
-
-
-def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages under new CPU memory: first touch is several times cheaper with them."""
-    size = tensor.untyped_storage().nbytes()
-    if tensor.device.type != "cpu" or size < 4 << 20:
-        return
-    page = 4096
-    begin = -(-tensor.untyped_storage().data_ptr() // page) * page
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    madvise(begin, (size - page) // page * page, 14)  # MADV_HUGEPAGE; refusal costs only time

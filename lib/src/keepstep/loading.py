@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep import copying
+from keepstep import copying, pages
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import Entry
@@ -142,7 +142,7 @@ class _Planner:
     def _fresh(self, name: str, device: torch.device) -> Tensor:
         entry = self._entry(name)
         target = torch.empty(entry.spec.shape, dtype=DTYPE_OF[entry.spec.dtype], device=device)
-        copying.prefer_huge_pages(target)
+        pages.prefer_huge_pages(target)
         self.loading.pairs.append((target, self._slot.view(entry)))
         return target
 

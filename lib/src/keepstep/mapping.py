@@ -17,6 +17,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from keepstep import pages
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
@@ -51,6 +52,7 @@ class SlotMapping:
             raise FormatError("the slot does not have this rank's layout", path=path)
         self.layout = layout
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        pages.populate(self.address, size)
         self.registered = False
         self._views: dict[str, Tensor] = {}
 

@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 _RETRY_S = 0.2
 _SLOT_WAIT_S = 20.0
+_LARGE_BYTES = 64 << 20
 
 
 class Stager:
@@ -52,7 +53,6 @@ class Stager:
 
     def __init__(self, socket_path: str, *, rank: int, world: int) -> None:
         self.stats = Stats()
-        self.patience_s = 1.0
         self.staged_step: Pending | None = None
         self.eager_next = False
         self._changed = threading.Condition()
@@ -102,10 +102,10 @@ class Stager:
             self._changed.notify_all()
 
     def take_slot(self) -> tuple[SlotGranted, SlotMapping] | str:
-        """The slot at hand, or why there is none. Waits up to `patience_s`, but does so again
-        only after a slot came: a slow sidecar costs one wait, not one a step."""
+        """The slot at hand, or why there is none. May wait a little, but does so again only
+        after a slot came: a slow sidecar costs one wait, not one a step."""
         with self._changed:
-            patience_s = self.patience_s if self._patient and self.link.connected else 0.0
+            patience_s = self._patience_s() if self._patient and self.link.connected else 0.0
             self._changed.wait_for(
                 lambda: (self._ready and not self._pending) or self._refused, timeout=patience_s
             )
@@ -116,6 +116,10 @@ class Stager:
             if self._refused:
                 return self._refused
             return "no slot is free yet" if self.link.connected else "the sidecar is away"
+
+    def _patience_s(self) -> float:
+        """Small slots are made in milliseconds, and worth a wait; large ones take seconds."""
+        return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
 
     def submit(self, pending: Pending) -> None:
         """Hand over an image: copied or not, the agent does the rest."""
