@@ -267,4 +267,3 @@ def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, keepstep_sidecar.cli.main; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
