@@ -40,7 +40,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `sizes` in bytes; `main` is the one that the bars are about."""
+    """What to measure. `sizes` in bytes; `main` is the one that the bars are about.
+
+    `peers` False: only keepstep and the floors, for more rounds in the same time.
+    """
 
     sizes: tuple[int, ...]
     main: int
@@ -49,6 +52,7 @@ class Plan:
     minutes: float
     wait_s: float
     steps: int
+    peers: bool = True
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(round, size): the main size alternates with the others."""
@@ -72,7 +76,8 @@ class Plan:
             Job(one.name, ("--measures", lazy if one is KeepstepLazy else eager, *loop))
             for one in OURS
         ]
-        savers += [Job(one.name, ("--measures", peers, *few)) for one in present]
+        if self.peers:
+            savers += [Job(one.name, ("--measures", peers, *few)) for one in present]
         floors = [Job(MEMCPY), Job(DISK), Job(LIVES)]
         if size == self.main:
             floors.append(Job(IMPORTS))
@@ -198,7 +203,14 @@ def _plan(options: argparse.Namespace) -> Plan:
         return Plan((64 * _MIB, 256 * _MIB), 256 * _MIB, 1, 1, 3.0, 0.3, 2)
     sizes = tuple(size * _MIB for size in options.sizes)
     return Plan(
-        sizes, options.main * _MIB, options.rounds, options.side_rounds, options.minutes, 1.0, 4
+        sizes,
+        options.main * _MIB,
+        options.rounds,
+        options.side_rounds,
+        options.minutes,
+        1.0,
+        4,
+        peers=not options.no_peers,
     )
 
 
@@ -215,6 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--name", help="of the result files; default: from the machine")
+    parser.add_argument("--no-peers", action="store_true", help="only keepstep and the floors")
     parser.add_argument("--only", default="", help="only subjects whose name has this in it")
     return parser.parse_args()
 

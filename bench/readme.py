@@ -1,36 +1,44 @@
-"""Copies the tables of the newest results into README, between its two marks.
+"""Copies the tables of results into README, between its two marks.
 
-`python -m bench.readme` after a run that should be shown; nothing in README is typed by hand.
+`python -m bench.readme BARS.md PEERS.md` after runs that should be shown (one file twice is fine);
+nothing in README is typed by hand.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def block(report: str, *, name: str) -> str:
-    """The part of a report that README shows. `name`: the report's file name."""
-    command = _row(report, "command")
-    machine = f"{_row(report, 'processor')}, {_row(report, 'memory')}, {_row(report, 'volume')}"
-    bars = re.search(r"## Bars.*?(\|.*?)\n\n", report, re.S)
-    peers = re.search(r"## Beside its peers.*?\n(\|.*?)\n\n", report, re.S)
-    assert bars, "no table of bars"
-    assert peers, "no table of peers"
+def block(bars: Path, peers: Path) -> str:
+    """What README shows: the table of bars of one report, the table of peers of another."""
+    ours, theirs = bars.read_text(), peers.read_text()
+    machine = f"{_row(ours, 'processor')}, {_row(ours, 'memory')}, {_row(ours, 'volume')}"
     return "\n\n".join(
         (
-            f"{machine}. Made by `{command}`; medians; rounds: {_row(report, 'rounds')}. All of it,"
-            f" with plots and how figures grow: [bench/results/{name}](bench/results/{name}).",
-            "2 GiB of state, against the floors and the bars:",
-            bars[1],
+            f"{machine}; 2 GiB of state. Against the floors and the bars, {_made(ours, bars)}:",
+            _table(ours, "Bars"),
             "Beside its peers (blocked: what the training thread pays for one save; lost: training"
-            " time lost while 2 GiB are persisted, compute on both cores):",
-            peers[1],
+            f" time lost while it is persisted, compute on both cores), {_made(theirs, peers)}:",
+            _table(theirs, "Beside its peers"),
         )
     )
+
+
+def _made(report: str, path: Path) -> str:
+    where = path.resolve().relative_to(ROOT)
+    command, rounds = _row(report, "command"), _row(report, "rounds")
+    return f"medians over rounds ({rounds}) of `{command}` ([all of it]({where}))"
+
+
+def _table(report: str, title: str) -> str:
+    found = re.search(rf"## {title}.*?\n(\|.*?)\n\n", report, re.S)
+    assert found, f"no table {title!r}"
+    return found[1]
 
 
 def _row(report: str, key: str) -> str:
@@ -40,12 +48,11 @@ def _row(report: str, key: str) -> str:
 
 
 def main() -> None:
-    report = max((ROOT / "bench" / "results").glob("*.md"), key=lambda one: one.stat().st_mtime)
+    bars, peers = map(Path, sys.argv[1:])
     readme = ROOT / "README.md"
     text = readme.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    shown = block(report.read_text(), name=report.name)
-    readme.write_text(f"{head}{BEGIN}\n{shown}\n{END}{tail}")
+    readme.write_text(f"{head}{BEGIN}\n{block(bars, peers)}\n{END}{tail}")
 
 
 if __name__ == "__main__":
