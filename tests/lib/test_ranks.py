@@ -83,7 +83,7 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
     assert torchrun(2, 3, -1, tmp_path / "log").returncode == 0
     script = tmp_path / "misfit.py"
     script.write_text(
-        "import torch, keepstep\n"
+        "import os, torch, keepstep\n"
         "torch.distributed.init_process_group('gloo')\n"
         "wide = 8 if torch.distributed.get_rank() == 0 else 9\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, wide), torch.nn.Dropout(0.3))\n"
@@ -92,7 +92,8 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
         "try:\n"
         "    c.restore()\n"
         "except keepstep.RestoreError as error:\n"
-        "    print('refused', torch.distributed.get_rank(), type(error).__name__)\n"
+        "    line = f'refused {torch.distributed.get_rank()} {type(error).__name__}\\n'\n"
+        "    os.write(1, line.encode())\n"
         "torch.distributed.barrier()\n"
     )
     done = torchrun(2, script=script)

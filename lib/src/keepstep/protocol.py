@@ -4,7 +4,7 @@ The sidecar decodes them with msgspec (strictly), the library with `from_json` b
 training image has the standard library only. Duties of each side: docs/protocol.md. A field may be
 added with a default; nothing may be removed or change its meaning within `PROTOCOL`.
 
-`eq=False`: nobody compares messages, and every method that a dataclass does not need is time that
+`eq=False`: nobody compares most messages, and every method that a dataclass does not need is time that
 `import keepstep` does not take.
 """
 
@@ -98,7 +98,7 @@ class SlotRequest:
     timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class SlotGranted:
     """`slot` None: none became free in time. `path`: the slot's file, `generation`: its use."""
 
