@@ -4,7 +4,7 @@ The sidecar decodes them with msgspec (strictly), the library with `from_json` b
 training image has the standard library only. Duties of each side: docs/protocol.md. A field may be
 added with a default; nothing may be removed or change its meaning within `PROTOCOL`.
 
-`eq=False`: nobody compares most messages, and every method that a dataclass does not need is time that
+`eq=False`: nobody compares most messages, and what a dataclass does not need is time that
 `import keepstep` does not take.
 """
 
