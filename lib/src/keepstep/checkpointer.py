@@ -202,13 +202,16 @@ class Checkpointer:
             return False
         lazy = self._lazy and not stager.eager_next
         stager.eager_next = False
-        pending = imaging.begin(
-            slot, taken, data, id=StepId(self._epoch.id, step), epoch=self._epoch, lazy=lazy
-        )
-        if not lazy:
-            pending.copy()
-            pending.judge()
-            pending.slot.seal(pending.control)
+        id = StepId(self._epoch.id, step)
+        try:
+            pending = imaging.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
+            if not lazy:
+                pending.copy()
+                pending.judge()
+                pending.slot.seal(pending.control)
+        except BaseException:
+            stager.put_back()
+            raise
         pending.blocked_s = time.perf_counter() - started
         stager.submit(pending)
         return True

@@ -62,6 +62,7 @@ class Stager:
         self._accepted: str = ""
         self._refused: str = ""
         self._ready: tuple[SlotGranted, SlotMapping] | None = None
+        self._taken: tuple[SlotGranted, SlotMapping] | None = None
         self._mappings: dict[str, SlotMapping] = {}
         self._pending: Pending | None = None
         self._skips: list[tuple[int, str]] = []
@@ -110,8 +111,9 @@ class Stager:
                 lambda: (self._ready and not self._pending) or self._refused, timeout=patience_s
             )
             if self._ready and not self._pending:
-                ready, self._ready = self._ready, None
-                return ready
+                # named until it is submitted: the agent must not ask for it a second time
+                self._taken, self._ready = self._ready, None
+                return self._taken
             self._patient = False
             if self._refused:
                 return self._refused
@@ -124,7 +126,15 @@ class Stager:
     def submit(self, pending: Pending) -> None:
         """Hand over an image: copied or not, the agent does the rest."""
         with self._changed:
-            self._pending = pending
+            self._pending, self._taken = pending, None
+            self._changed.notify_all()
+
+    def put_back(self) -> None:
+        """The slot that was taken will not be submitted: whatever was written is no image."""
+        with self._changed:
+            if self._taken is not None:
+                self._taken[1].erase()
+            self._ready, self._taken = self._taken, None
             self._changed.notify_all()
 
     def settle(self, *, timeout_s: float = 60.0) -> None:
@@ -208,7 +218,7 @@ class Stager:
             return self._register
         if self._pending is not None:
             return self._report
-        if self._accepted and self._ready is None:
+        if self._accepted and self._ready is None and self._taken is None:
             return self._fetch
         return self._tell_skips if self._skips else None
 
@@ -338,8 +348,8 @@ class Stager:
 
     def _holding(self) -> tuple[str, ...]:
         """Slots that are ours to fill, as far as we know."""
-        pending, ready = self._pending, self._ready
-        grants = (pending and pending.grant, ready and ready[0])
+        pending, ready, taken = self._pending, self._ready, self._taken
+        grants = (pending and pending.grant, ready and ready[0], taken and taken[0])
         return tuple(grant.slot for grant in grants if grant and grant.slot)
 
     def _reconnect(self) -> None:
