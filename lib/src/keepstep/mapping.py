@@ -52,9 +52,13 @@ class SlotMapping:
             raise FormatError("the slot does not have this rank's layout", path=path)
         self.layout = layout
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
-        pages.populate(self.address, size)
         self.registered = False
         self._views: dict[str, Tensor] = {}
+
+    def populate(self) -> None:
+        """Map all pages, for writing. A slot that is only read needs none of it: the kernel maps
+        sixteen pages at a read fault, and one at a write fault."""
+        pages.populate(self.address, self.layout.size_bytes)
 
     def view(self, entry: Entry) -> Tensor:
         """A CPU tensor of the entry's dtype and shape over the slot's own bytes."""

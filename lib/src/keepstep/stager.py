@@ -310,6 +310,7 @@ class Stager:
                 # granted for the layout before; the registration of the new one comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
+            mapping.populate()
             if self._device is not None:
                 # this thread has no current device of its own: it would take the first GPU
                 with torch.cuda.device(self._device):
