@@ -132,12 +132,7 @@ class _Planner:
     def _tree(self, node: Node, tensor: Callable[[str], Tensor]) -> Callable[[], Any]:
         """The component's tree. Tensors are made now (and filled by `run`), the rest when asked."""
         made = {leaf[1]: tensor(leaf[1]) for _, leaf in leaves_of(node) if leaf[0] == "t"}
-        try:
-            return lambda: build(node, made.__getitem__, self._values.__getitem__)
-        except (IndexError, KeyError) as error:
-            raise FormatError(
-                f"the tree of this image names what it does not hold: {error}"
-            ) from error
+        return lambda: build(node, made.__getitem__, self._values.__getitem__)
 
     def _fresh(self, name: str, device: torch.device) -> Tensor:
         entry = self._entry(name)

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
@@ -40,8 +39,6 @@ from keepstep.protocol import (
 from keepstep.stats import Stats
 
 log = logging.getLogger("keepstep")
-
-T = TypeVar("T")
 
 _RETRY_S = 0.2
 _SLOT_WAIT_S = 20.0
