@@ -102,7 +102,9 @@ class Pending:
         """Move the bytes (agent thread)."""
         started = time.perf_counter()
         if self.transfers is not None:
-            copying.run(self.transfers())
+            # Shared out even beside busy cores: compute on all of them is as late as its latest
+            # thread, so one whole core taken away costs twice what half of two costs.
+            copying.run(self.transfers(), threads=copying.default_threads())
         if self.cuda_done is not None:
             self.cuda_done.synchronize()
         for write in self.late:
