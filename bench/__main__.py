@@ -97,10 +97,10 @@ def main() -> int:
         began = time.monotonic()
         _run(plan, results, directory, only=options.only)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
-        described["rounds"] = _rounds(results)
+        described["rounds"] = rounds_of(results)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    _write(results, described, plan.main, options.out, options.name or machine.slug())
+    write(results, described, plan.main, options.out, options.name or machine.slug())
     return 0
 
 
@@ -169,7 +169,8 @@ def _measure(job: Job, number: int, size: int, directory: Path) -> Sample:
     return sample
 
 
-def _rounds(results: Results) -> str:
+def rounds_of(results: Results) -> str:
+    """How many rounds each size got, for a reader."""
     counts = {
         size: len({one.round for one in results.samples if one.size_bytes == size})
         for size in results.sizes()
@@ -177,9 +178,10 @@ def _rounds(results: Results) -> str:
     return ", ".join(f"{report.size_name(size)}: {count}" for size, count in counts.items())
 
 
-def _write(
+def write(
     results: Results, described: dict[str, str], main_size: int, out: Path, name: str
 ) -> None:
+    """Report, samples and plots below `out`; the report's first half on the terminal."""
     out.mkdir(parents=True, exist_ok=True)
     prefix = out / name
     pictures: list[str] = []

@@ -81,7 +81,7 @@ def markdown(
     """The whole report."""
     parts = [
         "# keepstep, measured",
-        "Made by `make bench`. Ratios are of medians over interleaved rounds of this one run;"
+        "Made by `make bench`. Ratios are of medians over interleaved rounds;"
         " [a, b] are the quartiles. Every subject runs in processes of its own.",
         _table(("machine", ""), ([name, value] for name, value in machine.items())),
         f"## Bars, {size_name(main)} state",

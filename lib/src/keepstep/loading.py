@@ -61,6 +61,8 @@ class Loading:
 def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> Loading:
     """Compare the image in `slot` with the live components. Raises MismatchError, FormatError."""
     branches = _branches(slot.layout.skeleton)
+    for node in branches.values():
+        _check_values(node, count=len(values))
     planner = _Planner(slot, values)
     for name in branches.keys() - components.keys():
         planner.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
@@ -81,6 +83,16 @@ def _branches(skeleton: str) -> dict[str, Node]:
         return {str(name): node for name, node in items}
     except (ValueError, TypeError) as error:
         raise FormatError(f"the tree of this image makes no sense ({error})") from error
+
+
+def _check_values(node: Node, *, count: int) -> None:
+    """Every value that the tree names is there: known before anything is copied."""
+    for path, leaf in leaves_of(node):
+        if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
+            where = "/".join(map(str, path))
+            raise FormatError(
+                f"the tree of this image names value {leaf[1]!r} at {where}, but it holds {count}"
+            )
 
 
 class _Planner:
