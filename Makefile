@@ -31,9 +31,8 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
 
-e2e: $(READY) ## tests on a kind cluster (docker, kind and kubectl must be there)
-	@if [ -d tests/e2e ]; then $(BIN)/python -m pytest -m e2e tests/e2e $(PYTEST_ARGS); \
-	else echo "make e2e: no cluster test exists yet; they come with the operator (CHANGELOG, Not yet)"; fi
+e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker, kind, kubectl, helm)
+	$(BIN)/python -m pytest -m e2e tests/e2e --durations=0 $(PYTEST_ARGS)
 
 bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floors (about a quarter of an hour)
 	$(BIN)/python -m bench

@@ -18,13 +18,15 @@ import argparse
 import json
 import math
 import os
+import signal
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -163,14 +165,18 @@ def mean_over_ranks(loss: Tensor, world: int) -> float:
 
 
 class Log:
-    """Appends one JSON line per event. Only rank 0 writes; a restarted run goes on behind."""
+    """Appends one JSON line per event to a file, or to standard output where the path is `-`. Only
+    rank 0 writes; a restarted run goes on behind."""
 
     def __init__(self, path: Path | None, rank: int) -> None:
-        self._file = path.open("a", buffering=1) if path and rank == 0 else None
+        self._file: TextIO | None = None
+        if path and rank == 0:
+            self._file = sys.stdout if str(path) == "-" else path.open("a", buffering=1)
 
     def write(self, **event: Any) -> None:
         if self._file:
             self._file.write(json.dumps({**event, "wall": time.time()}) + "\n")
+            self._file.flush()
 
 
 # --- training --------------------------------------------------------------------------------
@@ -226,6 +232,7 @@ def train(args: argparse.Namespace, place: Place) -> None:
         if checkpointer:
             checkpointer.save(step)  # keepstep: returns at once, after all that changes the state
 
+        time.sleep(max(0.0, args.step_seconds - (time.perf_counter() - started)))
         value = mean_over_ranks(loss, place.world)
         seconds = time.perf_counter() - started
         log.write(step=step, loss=value, loss_hex=value.hex(), seconds=seconds)
@@ -243,11 +250,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--context", type=int, default=64, help="bytes per window")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log-file", type=Path, help="append a JSON line per finished step")
+    parser.add_argument("--log-file", type=Path, help="append a JSON line a step; - prints")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="least time of a step")
     parser.add_argument("--no-keepstep", action="store_true", help="plain PyTorch, for comparison")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
+    # As the first process of a container we would not hear SIGTERM by default, and a pod that is
+    # deleted would wait for the end of its grace period. What was saved is with the sidecar.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with joined_processes() as here:
         train(parse(), here)

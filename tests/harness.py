@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 
-def eventually(condition: Callable[[], Any], *, within_s: float = 20.0, what: str = "") -> Any:
+def eventually(
+    condition: Callable[[], Any], *, within_s: float = 20.0, what: str = "", every_s: float = 0.01
+) -> Any:
     """The first true value of `condition`; fails the test when there is none in time."""
     deadline = time.monotonic() + within_s
     while True:
@@ -25,7 +27,7 @@ def eventually(condition: Callable[[], Any], *, within_s: float = 20.0, what: st
             return value
         if time.monotonic() > deadline:
             pytest.fail(f"not within {within_s} s: {what or condition}")
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 class SidecarProcess:
@@ -33,6 +35,7 @@ class SidecarProcess:
 
     def __init__(self, run: str, memory: Path, volume: Path, log: Path) -> None:
         self.run, self.memory, self.volume, self.log = run, memory, volume, log
+        self.program: tuple[str, ...] = (sys.executable, "-m", "keepstep_sidecar")
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -45,7 +48,7 @@ class SidecarProcess:
         return self.volume / self.run
 
     def start(self, *options: str, **environment: str) -> SidecarProcess:
-        command = [sys.executable, "-m", "keepstep_sidecar", "--run", self.run]
+        command = [*self.program, "--run", self.run]
         command += ["--memory-dir", str(self.memory), "--volume", str(self.volume), *options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

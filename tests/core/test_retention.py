@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.retention import Retention, retired, unwatched
+from keepstep.retention import Retention, crowded_out, retired, unwatched
 from keepstep.steps import EpochId, StepId
 
 
@@ -61,3 +61,21 @@ def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
 def test_a_policy_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the last"):
         Retention(last=0)
+
+
+def test_on_a_full_volume_what_is_older_than_the_last_commit_goes_too_but_no_pin() -> None:
+    held = _ids(10, 15, 20, 30, 40, 50)
+    (commit,) = _ids(20)
+    assert _steps(crowded_out(held, last_commit=commit, pinned=_ids(15))) == [10, 30]
+
+
+@given(steps=st.sets(st.integers(0, 100)), commit=st.none() | st.integers(0, 100))
+def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
+    steps: set[int], commit: int | None
+) -> None:
+    held = _ids(*sorted(steps))
+    last_commit = None if commit is None else _ids(commit)[0]
+    left = set(held) - set(crowded_out(held, last_commit=last_commit))
+    assert {id for id in held if id == last_commit} <= left
+    later = [id for id in held if last_commit is None or id > last_commit]
+    assert set(later[-2:]) <= left

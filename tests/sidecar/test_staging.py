@@ -112,6 +112,9 @@ def test_a_library_of_another_protocol_is_told_the_versions(
     with pytest.raises(SidecarError, match="speaks protocol 8 to 9") as error:
         trainers(sidecar.socket).connect(protocol_min=8, protocol_max=9)
     assert error.value.code == "protocol"
+    assert "speaks protocol 8 to 9" in sidecar.get("/v1/status")["warnings"][0]
+    trainers(sidecar.socket).connect()
+    assert sidecar.get("/v1/status")["warnings"] == []
 
 
 def test_nonsense_is_answered_with_a_problem(sidecar: SidecarProcess, trainers: Trainers) -> None:
@@ -193,6 +196,7 @@ def test_a_limit_below_two_slots_is_an_error_that_says_what_to_do(
     with pytest.raises(SidecarError, match="raise --memory-limit") as error:
         trainer.register()
     assert error.value.code == "no-memory"
+    assert "raise --memory-limit" in sidecar.get("/v1/status")["warnings"][0]
 
 
 def test_slots_of_an_old_layout_stay_until_the_new_one_has_a_step(

@@ -241,9 +241,9 @@ class FakeTrainer:
         )
         return self.call("/v1/wait", request, Waited)
 
-    def begin_run(self) -> FakeTrainer:
-        """Lease, a fresh epoch, layout."""
-        self.connect()
+    def begin_run(self, **fields: Any) -> FakeTrainer:
+        """Lease, a fresh epoch, layout. `fields`: of the lease's request."""
+        self.connect(**fields)
         self.restored(self.epoch)
         self.register()
         return self

@@ -14,7 +14,7 @@ import pytest
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.image import Section, verify_image
 from keepstep.steps import shard_name
-from keepstep_sidecar.engine import Engine
+from keepstep_sidecar.engine import Engine, Pace
 from keepstep_sidecar.scan import survey
 from keepstep_sidecar.volume import Volume, Written
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged, step_id
@@ -193,7 +193,7 @@ def test_a_step_that_is_being_written_is_neither_retired_nor_published(volume: V
     writer = threading.Thread(
         target=volume.write,
         args=(slot.view, slot.layout, slot.control),
-        kwargs={"bytes_per_second": 2 * CHUNK},
+        kwargs={"pace": Pace(2 * CHUNK)},
     )
     writer.start()
     pending = volume.root / "pending" / str(step_id(1))
@@ -213,7 +213,7 @@ def test_a_step_that_is_being_written_is_neither_retired_nor_published(volume: V
 def test_a_write_keeps_below_the_limit_of_bytes_per_second(volume: Volume) -> None:
     slot = staged(make_layout(parameters=THREE_CHUNKS), 1)
     limit = 4 * slot.layout.digests_begin
-    written = volume.write(slot.view, slot.layout, slot.control, bytes_per_second=limit)
+    written = volume.write(slot.view, slot.layout, slot.control, pace=Pace(limit))
     # The last chunk begins when all before it have had their time.
     assert written.seconds >= 2 * CHUNK / limit
 

@@ -264,6 +264,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class OwnerRequest:
+    """POST /v1/owner: while the process `pid` (of the sidecar's machine) lives, the sidecar does
+    not end by itself, however long no trainer comes."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """Body of every response that is not 200. `code` is stable, `message` says what to do."""
 

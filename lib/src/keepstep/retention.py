@@ -59,6 +59,24 @@ def unwatched(
     return tuple(later[:-newest]) if newest else tuple(later)
 
 
+def crowded_out(
+    held: Iterable[StepId],
+    *,
+    last_commit: StepId | None,
+    pinned: Collection[StepId] = (),
+    newest: int = 2,
+) -> tuple[StepId, ...]:
+    """What a sidecar that sees a part of the run only may drop when its volume is full.
+
+    As `unwatched`, and what is older than the last commit, too: that is complete on every volume
+    of the run, so none of them needs an older copy. Pins stay.
+    """
+    ids = set(held)
+    older = {id for id in ids if last_commit is not None and id < last_commit}
+    between = unwatched(ids, last_commit=last_commit, newest=newest)
+    return tuple(sorted({*older, *between} - set(pinned)))
+
+
 def _first_of_each_span(
     ordered: list[StepId], written_at: Mapping[StepId, float], span_s: float
 ) -> set[StepId]:

@@ -70,7 +70,10 @@ class StepStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """GET /v1/status: everything a person asks first. Times are unix seconds."""
+    """GET /v1/status: everything a person asks first. Times are unix seconds.
+
+    `reported_at`: when the operator last answered a report, None without one.
+    """
 
     run: str
     sidecar: str
@@ -82,6 +85,7 @@ class Status:
     epoch: Epoch | None = None
     watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
     committed_at: float | None = None
+    reported_at: float | None = None
     persist_every: int = 1
     stage_every: int = 1
     persisted: int = 0

@@ -1,1 +1,3 @@
-"""The Kubernetes operator: empty until its own work begins (see CHANGELOG, "Not yet")."""
+"""The Kubernetes operator: admission, reconcile, certificates; three processes of one program."""
+
+__version__ = "0.1.0"

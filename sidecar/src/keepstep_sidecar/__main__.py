@@ -1,188 +1,192 @@
-"""`keepstep-sidecar`: the process. Claims its directories, serves its socket, ends cleanly."""
+"""`keepstep-sidecar`: the command line. What serves is `daemon`; the rest asks it or prepares it.
+
+The server is imported only where it serves: a probe runs once a second, and a pod waits for it.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import json
-import os
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
-from aiohttp import web
 
-from keepstep.errors import KeepstepError, UsageError
-from keepstep_sidecar import journal
-from keepstep_sidecar.cli.quantities import parse_duration, parse_size
-from keepstep_sidecar.config import Config
-from keepstep_sidecar.journal import say
-from keepstep_sidecar.server import application
-from keepstep_sidecar.service import Service
-from keepstep_sidecar.tasks import Tasks
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep.errors import KeepstepError, StorageError
+from keepstep_sidecar.cli import calls
+from keepstep_sidecar.cli.parameters import (
+    Command,
+    duration_option,
+    keeping_options,
+    size_option,
+)
 
-_SHUTDOWN_S = 3.0
+SOCKET_NAME = "sidecar.sock"
 
 
-class _Quantity(click.ParamType[object]):
-    """`32Gi`, or `15m`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> object:
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_size(value) if self.name == "size" else parse_duration(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
+    """Words, not `click.Path`: that would separate those of an environment variable by colons."""
+    return tuple(map(Path, values))
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--run", required=True, help="Name of the run.")
+def _action(name: str, help: str) -> Callable[[Command], Command]:
+    """A flag that makes this process do something else than serve; never from the environment."""
+    return click.option(name, is_flag=True, allow_from_autoenv=False, help=help)
+
+
+@click.command(context_settings={"show_default": True, "auto_envvar_prefix": "KEEPSTEP"})
+@click.option("--run", help="Name of the run.")
 @click.option(
     "--memory-dir",
-    required=True,
     type=click.Path(path_type=Path),
     help="Directory in shared memory, for slots and the socket.",
 )
 @click.option(
     "--volume",
     "volumes",
-    required=True,
     multiple=True,
-    type=click.Path(path_type=Path),
+    metavar="DIR",
+    callback=_paths,
     help="Directory that holds runs; may be repeated.",
 )
-@click.option("--slots", default=4, help="Images of each rank in memory.")
+@keeping_options
 @click.option(
-    "--memory-limit",
-    "memory_limit_bytes",
-    type=_Quantity("size"),
-    help="For the slots of all ranks, like 32Gi.",
+    "--io-threads", type=click.IntRange(min=1), default=4, help="Threads for each volume."
 )
-@click.option("--stage-every", default=1, help="Steps between two that are staged.")
-@click.option("--persist-every", default=1, help="Steps between two that are made durable.")
-@click.option("--keep", default=2, help="Committed steps that stay on the volumes.")
+@size_option("--bytes-per-second", help="Limit of all writes together, like 500Mi.")
 @click.option(
-    "--capacity", "capacity_bytes", type=_Quantity("size"), help="Limit of each volume, like 400Gi."
+    "--verify",
+    type=click.Choice(["full", "seal"]),
+    default="full",
+    help="What is checked of a shard before it is restored: every byte, or its seal only.",
 )
-@click.option("--io-threads", default=4, help="Threads for each volume.")
+@duration_option("--flush-timeout", default="25s", help="How long a flush may take.")
+@duration_option(
+    "--linger", default=None, help="End when no trainer was there for so long, like 15m."
+)
 @click.option(
-    "--linger",
-    "linger_s",
-    type=_Quantity("duration"),
-    help="End when no trainer was there for so long, like 15m.",
+    "--owner-pid", type=int, help="While this process lives, --linger does not begin to count."
 )
-def main(**options: object) -> None:
-    """Keep one run's steps on this machine: slots in shared memory, shards on volumes."""
+@click.option("--report-url", help="Where to tell an operator what this pod holds, https://...")
+@click.option("--report-ca", help="PEM: the only authorities that are trusted for --report-url.")
+@click.option(
+    "--report-token-file",
+    type=click.Path(path_type=Path),
+    help="Token for --report-url; read anew for each report.",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    help="TCP port of /metrics and /healthz.  [default: the socket only]",
+)
+@_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers.")
+@_action("--flush", "Make the sidecar of --memory-dir write its newest steps, and print them.")
+@_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
+@click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
+def main(
+    probe: bool, flush: bool, prepare: bool, directories: tuple[Path, ...], **options: Any
+) -> None:
+    """Keep one run's steps on this machine: slots in shared memory, shards on volumes.
+
+    Every option can come from the environment, as KEEPSTEP_ and its name: KEEPSTEP_MEMORY_LIMIT,
+    KEEPSTEP_VOLUMES (separated by spaces).
+
+    \b
+    Examples:
+      keepstep-sidecar --run gpt --memory-dir /run/keepstep --volume /nvme0 --volume /nvme1
+      keepstep-sidecar --probe
+      keepstep-sidecar --flush --flush-timeout 60s
+      keepstep-sidecar --prepare /host/nvme0/team-a/gpt/0
+    """
+    if directories and not prepare:
+        raise click.UsageError(f"{directories[0]}: a directory goes with --prepare only")
+    if probe + flush + prepare > 1:
+        raise click.UsageError("choose one of --probe, --flush and --prepare")
     try:
-        config = Config(**options)  # type: ignore[arg-type]
-        journal.configure(config.run)
-        os.umask(0o007)  # trainers of the same group may fill slots; nobody else may look
-        with _claimed(config):
-            asyncio.run(_serve(config))
+        if prepare:
+            _prepare(directories)
+        elif probe:
+            sys.exit(0 if calls.answers(_socket(options)) else 1)
+        elif flush:
+            _flush(_socket(options), timeout_s=options["flush_timeout"])
+        else:
+            _serve(options)
     except KeepstepError as error:
         click.echo(f"keepstep-sidecar: {error}", err=True)
         sys.exit(1)
 
 
-@contextmanager
-def _claimed(config: Config) -> Iterator[None]:
-    """Own the memory directory: one sidecar at a time. Raises UsageError naming the other one."""
-    config.memory_dir.mkdir(mode=0o770, parents=True, exist_ok=True)
-    path = config.memory_dir / "sidecar.pid"
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise UsageError(
-                f"{config.memory_dir} belongs to a sidecar that is running (pid"
-                f" {file.read().strip()}); stop it with `keepstep stop`"
-            ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        _describe(config)
-        config.socket.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            config.socket.unlink(missing_ok=True)
-            _leave(config.memory_dir)
+def _socket(options: dict[str, Any]) -> Path:
+    _require(options, "memory_dir")
+    directory: Path = options["memory_dir"]
+    return directory / SOCKET_NAME
 
 
-def _describe(config: Config) -> None:
-    about = {"config": asdict(config), "pid": os.getpid(), "started_at": time.time()}
-    (config.memory_dir / "sidecar.json").write_text(json.dumps(about, default=str, indent=1))
+def _require(options: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if not options[name]:
+            flag = "--" + name.replace("_", "-").replace("volumes", "volume")
+            raise click.UsageError(f"Missing option '{flag}' (or KEEPSTEP_{name.upper()}).")
 
 
-def _leave(memory_dir: Path) -> None:
-    """Remove what is ours; the directory too when no slots are left in it."""
-    if any(memory_dir.glob("rank-*")):
-        (memory_dir / "sidecar.pid").unlink(missing_ok=True)
-        return
-    for name in ("sidecar.json", "sidecar.pid"):
-        (memory_dir / name).unlink(missing_ok=True)
-    if not any(memory_dir.iterdir()):
-        memory_dir.rmdir()
+def _prepare(directories: Sequence[Path]) -> None:
+    from keepstep_sidecar.preparing import prepare
+
+    if not directories:
+        raise click.UsageError("--prepare needs at least one DIR")
+    for directory in directories:
+        prepare(directory)
+        click.echo(f"{directory} is ready")
 
 
-def _open_volumes(config: Config) -> VolumeSet:
-    """All of them, or StorageError: a run that silently lacks a volume may lack its steps, too."""
-    return VolumeSet([_open_volume(directory, config) for directory in config.volumes])
+def _flush(path: Path, *, timeout_s: float) -> None:
+    """Raises StorageError when something that should be durable is not."""
+    flushed = calls.flush(path, timeout_s=timeout_s)
+    if flushed is None:
+        raise StorageError(f"no sidecar listens on {path}; what it left in memory stays there")
+    for id in flushed.steps:
+        click.echo(f"step {id} is durable")
+    if flushed.reason:
+        raise StorageError(f"not everything is durable: {flushed.reason}")
+    if not flushed.steps:
+        click.echo("nothing is in memory that could be made durable")
 
 
-def _open_volume(directory: Path, config: Config) -> Volume:
-    return Volume(
-        directory / config.run,
-        run=config.run,
-        io_threads=config.io_threads,
-        capacity_bytes=config.capacity_bytes,
+def _serve(options: dict[str, Any]) -> None:
+    _require(options, "run", "memory_dir", "volumes")
+    from keepstep_sidecar.config import Config, Reporting
+    from keepstep_sidecar.daemon import serve
+    from keepstep_sidecar.shardfile import Verify
+
+    reporting = None
+    if options["report_url"]:
+        _require(options, "report_ca", "report_token_file")
+        reporting = Reporting(
+            url=options["report_url"],
+            ca=options["report_ca"],
+            token_file=options["report_token_file"],
+        )
+    serve(
+        Config(
+            run=options["run"],
+            memory_dir=options["memory_dir"],
+            volumes=tuple(options["volumes"]),
+            slots=options["slots"],
+            memory_limit_bytes=options["memory_limit"],
+            stage_every=options["stage_every"],
+            persist_every=options["persist_every"],
+            keep=options["keep"],
+            capacity_bytes=options["capacity"],
+            io_threads=options["io_threads"],
+            bytes_per_second=options["bytes_per_second"],
+            verify=Verify(options["verify"]),
+            flush_timeout_s=options["flush_timeout"],
+            linger_s=options["linger"],
+            owner_pid=options["owner_pid"],
+            metrics_port=options["metrics_port"],
+            reporting=reporting,
+        )
     )
-
-
-async def _serve(config: Config) -> None:
-    volumes = _open_volumes(config)
-    async with Tasks() as tasks:
-        service = Service(config, volumes, tasks)
-        try:
-            service.start()
-            await _listen(service, tasks)
-        finally:
-            await asyncio.to_thread(service.close)
-
-
-async def _listen(service: Service, tasks: Tasks) -> None:
-    """Serve the socket until the service ends."""
-    runner = web.AppRunner(
-        application(service, tasks),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=_SHUTDOWN_S,
-    )
-    await runner.setup()
-    await web.UnixSite(runner, str(service.config.socket)).start()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
-    say("listening", socket=str(service.config.socket), pid=os.getpid())
-    try:
-        await service.ended()
-    finally:
-        await runner.cleanup()
-        say("ended")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ class Changes:
     """Wakes every waiter at every change; a handful of long polls, so that costs nothing."""
 
     def __init__(self) -> None:
+        self.count = 0
         self._waiters: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """The state has changed."""
+        """The state has changed; `count` grows."""
+        self.count += 1
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from keepstep.errors import UsageError
+from keepstep.reports import PATH
+from keepstep_sidecar.shardfile import Verify
 
 _LONGEST_SOCKET_PATH = 107
 """`sun_path` of a unix socket, without its closing zero (unix(7))."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """Whom to tell of this pod: an operator that sees the whole run.
+
+    `ca`: PEM text, the only authorities that are trusted. `token_file`: read anew for each report,
+    because Kubernetes replaces it.
+    """
+
+    url: str
+    ca: str = field(repr=False)
+    token_file: Path
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for an address to which no token may be sent."""
+        if not self.url.startswith("https://"):
+            raise UsageError(f"--report-url {self.url}: the token goes over https:// only")
+
+    @property
+    def address(self) -> str:
+        """Where reports go; an URL without a path means the one that is agreed on."""
+        without = urlsplit(self.url).path in ("", "/")
+        return self.url.rstrip("/") + PATH if without else self.url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +44,9 @@ class Config:
 
     `memory_limit_bytes`: for the slots of all ranks of this machine; None: what the tmpfs has.
     `keep`: committed steps kept on local volumes. `capacity_bytes`: limit of each volume.
-    `linger_s`: end by itself when no trainer was there for so long; None: never.
+    `bytes_per_second`: limit of all writes together. `linger_s`: end by itself when no trainer was
+    there for so long, and the process `owner_pid` is gone; None: never. `reporting` None: nobody
+    but this sidecar sees the run, so its ranks are all there are, unless a trainer says otherwise.
     """
 
     run: str
@@ -30,7 +59,13 @@ class Config:
     keep: int = 2
     capacity_bytes: int | None = None
     io_threads: int = 4
+    bytes_per_second: int | None = None
+    verify: Verify = Verify.FULL
+    flush_timeout_s: float = 25.0
     linger_s: float | None = None
+    owner_pid: int | None = None
+    metrics_port: int | None = None
+    reporting: Reporting | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
@@ -40,6 +75,8 @@ class Config:
             raise UsageError(f"--slots {self.slots}: a rank needs at least 2, 4 are better")
         if min(self.stage_every, self.persist_every, self.keep, self.io_threads) < 1:
             raise UsageError("--stage-every, --persist-every, --keep, --io-threads start at 1")
+        if self.bytes_per_second is not None and self.bytes_per_second < 1:
+            raise UsageError("--bytes-per-second starts at 1; leave it out for no limit")
         if len(str(self.socket).encode()) > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"

@@ -16,7 +16,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep_sidecar.filesystem import PAGE_BYTES, Filesystem
@@ -76,21 +77,31 @@ def aligned_buffer(size_bytes: int) -> mmap.mmap:
 
 
 class Pace:
-    """Lets bytes pass at no more than `bytes_per_second`, together for all threads."""
+    """Lets bytes pass at no more than `bytes_per_second`, together for all who share it."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
         self._bytes_per_second = bytes_per_second
         self._next_at = time.monotonic()
+        self._lifted = 0
         self._lock = threading.Lock()
 
     def wait(self, size_bytes: int) -> None:
         """Return when `size_bytes` may pass."""
-        if self._bytes_per_second is None:
+        if (limit := self._bytes_per_second) is None or self._lifted:
             return
         with self._lock:
             at = max(self._next_at, time.monotonic())
-            self._next_at = at + size_bytes / self._bytes_per_second
+            self._next_at = at + size_bytes / limit
         time.sleep(max(0.0, at - time.monotonic()))
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """No limit meanwhile: a deadline is near. Not for several threads at once."""
+        self._lifted += 1
+        try:
+            yield
+        finally:
+            self._lifted -= 1
 
 
 def for_each_chunk(

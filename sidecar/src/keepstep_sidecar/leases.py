@@ -2,7 +2,8 @@
 
 The kernel closes a connection when the last process that has it open dies, which may be a data
 loader's worker that outlives its trainer. So the trainer's own death is watched too (pidfd), where
-the sidecar can see its process: then nobody writes into its slots any more, for certain.
+the sidecar can see its process: then nobody writes into its slots any more, for certain. In a pod
+it cannot: containers have pid namespaces of their own, and the connection is all there is.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ _HANDOVER_S = 2.0
 @dataclass(eq=False)
 class Lease:
     """`died`: the trainer's process is gone for certain, or it said goodbye; only then may the
-    slot that it was given be reused."""
+    slot that it was given be reused. `training`: it has restored, and needs no image any more."""
 
     token: str
     request: LeaseRequest
     ended: bool = False
     died: bool = False
+    training: bool = False
     pidfd: int | None = field(default=None, repr=False)
 
     @property

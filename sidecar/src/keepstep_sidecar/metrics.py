@@ -151,6 +151,13 @@ TABLE = (
         _one(lambda status: status.committed_at or 0.0),
     ),
     Row(
+        "keepstep_last_report_timestamp_seconds",
+        "gauge",
+        "When the operator last answered, 0 without one",
+        (),
+        _one(lambda status: status.reported_at or 0.0),
+    ),
+    Row(
         "keepstep_volume_used_bytes",
         "gauge",
         "Bytes that the run takes",

@@ -166,9 +166,10 @@ class Persister:
                 else:
                     await self._distrust(fresh)
         except Exception as error:  # whatever it is: the planner must hear of the end
+            if str(error) != self.trouble:  # what stands in the way of every step is said once
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
             self.trouble, self.failed = str(error), write.id
             self.totals.failed += 1
-            warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
         finally:
             table.unpin(index)
         if written is not None and control is not None:
@@ -218,7 +219,7 @@ class Persister:
         self._changes.ring()
         try:
             if ok:
-                await self.catalog.refresh()
+                await self.catalog.refresh(grown=True)
         finally:
             self._writing.discard((write.rank, write.id))
             self._changes.ring()

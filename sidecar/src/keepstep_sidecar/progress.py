@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from keepstep.protocol import Flushed, Waited, WaitRequest
 from keepstep.steps import State, StepId
@@ -36,6 +37,8 @@ class Progress:
         self._catalog = catalog
         self._persister = persister
         self._changes = changes
+        self.awaited = 0
+        """Trainers that wait for a commit now."""
 
     async def wait(self, request: WaitRequest) -> Waited:
         """Until the step has the state. Raises SidecarError `bad-request` for no such state."""
@@ -49,10 +52,23 @@ class Progress:
             # a step that could not be written is not tried again: only a later one can help
             return reached() or self._persister.failed == request.id == counters.staged
 
-        await self._changes.until(settled, timeout_s=request.timeout_s)
+        with self._counted(request):
+            await self._changes.until(settled, timeout_s=request.timeout_s)
         if reached():
             return Waited(reached=True)
         return Waited(reached=False, reason=self._missing(request.id))
+
+    @contextmanager
+    def _counted(self, request: WaitRequest) -> Iterator[None]:
+        """A commit that somebody waits for may be one of which only the operator knows."""
+        commits = int(request.state == State.COMMITTED)
+        self.awaited += commits
+        if commits:
+            self._changes.ring()
+        try:
+            yield
+        finally:
+            self.awaited -= commits
 
     def _predicate(self, lease: Lease, request: WaitRequest) -> Callable[[], bool]:
         rank, id = lease.rank, request.id
@@ -86,6 +102,8 @@ class Progress:
             return f"step {id} was not staged, or not kept, by ranks {unstaged}"
         if unwritten:
             return f"step {id} is staged, but not yet durable for ranks {unwritten}"
+        if self._catalog.overview.silent:
+            return f"step {id} is durable here; nobody can tell whether it is on the other pods"
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
 
     async def flush(self, *, timeout_s: float) -> Flushed:

@@ -24,6 +24,9 @@ from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.problems import refuse
 from keepstep_sidecar.scan import Found
 from keepstep_sidecar.slotkeeper import RankSlots, Slotkeeper
+from keepstep_sidecar.span import sees_all
+from keepstep_sidecar.unwritable import UnwritableVolume
+from keepstep_sidecar.volume import Volume
 
 
 class Restorer:
@@ -37,12 +40,16 @@ class Restorer:
         changes: Changes,
         loaders: int,
         grow: Callable[[RankSlots, Bank], None],
+        restores: Callable[[int], bool],
     ) -> None:
+        """`restores`: whether a rank is about to restore; one that trains needs its slots."""
         self._keeper = keeper
         self._catalog = catalog
         self._changes = changes
         self._grow = grow
+        self._restores = restores
         self._pins: dict[int, tuple[Bank, int]] = {}
+        self._agreed: dict[int, StepId] = {}
         self._loading: dict[tuple[int, StepId], asyncio.Task[None]] = {}
         self._executor = ThreadPoolExecutor(loaders, thread_name_prefix="load")
 
@@ -58,7 +65,7 @@ class Restorer:
         """
         slots, ledger = self._keeper.rank(lease.rank), self._catalog.look()
         held = self._held(slots)
-        if sees_all(lease):
+        if sees_all(lease.request):
             whole = set(ledger.committed(Tier.MEMORY))
             # a step of another world stays on the list: the vote names the difference
             held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
@@ -93,7 +100,7 @@ class Restorer:
             return Answer.STEPS, ""
         if self._catalog.unreadable:
             return Answer.UNKNOWN, self._catalog.unreadable
-        failed = [v for v in self._catalog.volumes.volumes if v.failed]
+        failed = [v for v in self._catalog.volumes.volumes if v.failed and not _is_read_only(v)]
         if failed:
             return Answer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
         if published := self._catalog.ever_published():
@@ -105,13 +112,13 @@ class Restorer:
     # --- ahead of time -----------------------------------------------------------------------
 
     async def prefetch(self) -> None:
-        """Bring the planned step into memory for every rank that has it on a volume only."""
+        """Bring the planned step into memory for every rank that will restore it from a volume."""
         if (plan := self._catalog.plan()) is None:
             return
         async with asyncio.TaskGroup() as group:
             for rank, tier in plan.tiers.items():
                 found = self._catalog.holds(rank, plan.id)
-                if tier is Tier.LOCAL and found is not None:
+                if tier is Tier.LOCAL and found is not None and self._restores(rank):
                     group.create_task(self._prefetch(found), name=f"prefetch {rank}")
 
     async def _prefetch(self, found: Found) -> None:
@@ -132,6 +139,8 @@ class Restorer:
         self.let_go(lease.rank)
         slots = self._keeper.rank(lease.rank)
         if slots.find(id) is None:
+            self._agreed[lease.rank] = id
+            self._changes.ring()
             await self._fetch(lease, id, timeout_s=timeout_s)
         bank, index = _at(slots, id)
         bank.table.pin(index)
@@ -159,6 +168,7 @@ class Restorer:
 
     def let_go(self, rank: int) -> None:
         """The rank has copied what it opened, or will not."""
+        self._agreed.pop(rank, None)
         if pinned := self._pins.pop(rank, None):
             bank, index = pinned
             bank.table.unpin(index)
@@ -227,20 +237,28 @@ class Restorer:
         return bank, index
 
     def _expendable(self, slots: RankSlots) -> set[StepId]:
-        """Images that no rank will vote for: older than the planned step, or not whole."""
+        """Images that no rank will vote for: older than the planned step, or not whole.
+
+        Where other ranks are elsewhere nobody here knows what is whole; but once all have agreed on
+        a step, a newer one is not held by all.
+        """
+        sealed = slots.sealed()
+        agreed = self._agreed.get(slots.rank)
+        beyond = {id for id in sealed if agreed is not None and id > agreed}
         if (plan := self._catalog.plan()) is None:
-            return set()
+            return beyond
         whole = set(self._catalog.ledger.committed(Tier.MEMORY))
-        return {id for id in slots.sealed() if id < plan.id or id not in whole}
+        unlike = {id for id in sealed if id not in whole and plan.id in whole}
+        return {id for id in sealed if id < plan.id} | unlike | beyond
 
     def stop(self) -> None:
         """For the end of the process."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def sees_all(lease: Lease) -> bool:
-    """Whether all ranks of the run are on this machine."""
-    return (lease.request.local_world or lease.world) == lease.world
+def _is_read_only(volume: Volume) -> bool:
+    """Whether it was seen what is there, although nothing can be written."""
+    return isinstance(volume, UnwritableVolume)
 
 
 def _at(slots: RankSlots, id: StepId) -> tuple[Bank, int]:

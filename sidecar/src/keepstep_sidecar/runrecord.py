@@ -1,4 +1,7 @@
-"""`run.json`: the one thing that shards cannot tell, which epochs there were and their parents.
+"""`run.json`: what shards cannot tell, which epochs there were and their parents.
+
+And, in a run that spans several pods, the last step that is known to be committed: one pod's
+shards do not tell that.
 
 Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
 whoever reads it after a power cut finds one of the two.
@@ -23,10 +26,14 @@ _SIZE_LIMIT_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The run's name and the epochs it has lived through, oldest first."""
+    """The run's name and the epochs it has lived through, oldest first.
+
+    `committed`: the last commit that somebody told this machine of, None for none.
+    """
 
     run: str
     epochs: tuple[Epoch, ...] = ()
+    committed: StepId | None = None
 
     def with_epoch(self, epoch: Epoch) -> RunRecord:
         """This record and `epoch`; the same record when it is known already."""
@@ -41,7 +48,12 @@ class RunRecord:
             {"id": str(one.id), "parent": None if one.parent is None else str(one.parent)}
             for one in self.epochs
         ]
-        record = {"format_version": FORMAT_VERSION, "run": self.run, "epochs": epochs}
+        record = {
+            "format_version": FORMAT_VERSION,
+            "run": self.run,
+            "committed": None if self.committed is None else str(self.committed),
+            "epochs": epochs,
+        }
         return json.dumps(record, indent=1).encode() + b"\n"
 
     @classmethod
@@ -52,15 +64,22 @@ class RunRecord:
             version = int(record["format_version"])
             if version > FORMAT_VERSION:
                 raise VersionError(f"format version {version}; upgrade keepstep", path=path)
-            return cls(run=str(record["run"]), epochs=tuple(map(_epoch, record["epochs"])))
+            return cls(
+                run=str(record["run"]),
+                epochs=tuple(map(_epoch, record["epochs"])),
+                committed=_step(record.get("committed")),
+            )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             hint = "delete it if the epochs in the shards are enough"
             raise FormatError(f"not a run record ({error}); {hint}", path=path) from error
 
 
 def _epoch(value: Any) -> Epoch:
-    parent = value["parent"]
-    return Epoch(EpochId.parse(value["id"]), None if parent is None else StepId.parse(parent))
+    return Epoch(EpochId.parse(value["id"]), _step(value["parent"]))
+
+
+def _step(value: Any) -> StepId | None:
+    return None if value is None else StepId.parse(value)
 
 
 def load(path: Path, *, run: str) -> RunRecord:

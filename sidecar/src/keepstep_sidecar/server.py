@@ -23,6 +23,7 @@ from keepstep.protocol import (
     LayoutRequest,
     LeaseRequest,
     OpenRequest,
+    OwnerRequest,
     Problem,
     ReleaseRequest,
     RestoredRequest,
@@ -65,13 +66,35 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/restored", RestoredRequest, service.restored),
             _post("/v1/wait", WaitRequest, service.progress.wait),
             _post("/v1/flush", FlushRequest, service.flush),
+            _post("/v1/owner", OwnerRequest, service.own),
             _post("/v1/stop", StopRequest, service.stop),
             web.get("/v1/status", routes.status),
-            web.get("/metrics", routes.metrics),
-            web.get("/healthz", routes.healthz),
+            *metric_routes(service),
         ]
     )
     return app
+
+
+def public_application(service: Service) -> web.Application:
+    """What the TCP port shows: nothing that trainers may do, nothing that changes anything."""
+    app = web.Application(middlewares=[_problems])
+    app.add_routes(metric_routes(service))
+    return app
+
+
+def metric_routes(service: Service) -> list[web.RouteDef]:
+    """Metrics, and whether the process lives."""
+
+    async def metrics(request: web.Request) -> web.Response:
+        from keepstep_sidecar import metrics
+
+        text = metrics.render(await status(service))
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def healthz(request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    return [web.get("/metrics", metrics), web.get("/healthz", healthz)]
 
 
 def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDef:
@@ -119,15 +142,6 @@ class _Routes:
     async def status(self, request: web.Request) -> web.Response:
         return _json(await status(self._service))
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        from keepstep_sidecar import metrics
-
-        text = metrics.render(await status(self._service))
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
-
-    async def healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
 
 @web.middleware
 async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -155,7 +169,8 @@ def _json(value: object, *, status: int = 200) -> web.Response:
 
 
 def _peer_pid(request: web.Request) -> int:
-    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace."""
+    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace
+    (unix(7), pid_namespaces(7)), as in a pod."""
     assert request.transport is not None
     peer = request.transport.get_extra_info("socket")
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

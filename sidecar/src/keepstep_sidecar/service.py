@@ -18,26 +18,33 @@ from keepstep.protocol import (
     FlushRequest,
     Opened,
     OpenRequest,
+    OwnerRequest,
     RestoredRequest,
     StopRequest,
 )
+from keepstep.reports import ReportedRestore, ReportReply
 from keepstep.schedule import Grid
+from keepstep.steps import StepId
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.config import Config
 from keepstep_sidecar.journal import say
 from keepstep_sidecar.maker import Maker
+from keepstep_sidecar.owner import Owner
 from keepstep_sidecar.persister import Persister
 from keepstep_sidecar.problems import refuse
 from keepstep_sidecar.progress import Progress
+from keepstep_sidecar.reporter import Reporter
 from keepstep_sidecar.restorer import Restorer
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.tasks import Tasks
 from keepstep_sidecar.trainers import Trainers
 from keepstep_sidecar.volumes import VolumeSet
 
-_FLUSH_AT_END_S = 25.0
-"""Within the 30 s that Kubernetes gives a pod by default."""
+_LAST_WORD_S = 3.0
+"""How long the last report may take: after the flush, within the grace period."""
+
+_RESTORES_KEPT = 16
 
 
 class Service:
@@ -48,6 +55,10 @@ class Service:
         self.started_at = time.time()
         self.changes = Changes()
         self.ending = False
+        self.flushing = False
+        self.restores: list[ReportedRestore] = []
+        self.owner = Owner(self.changes)
+        self.reporter: Reporter | None = None
         self._tasks = tasks
         self._volumes = volumes
         self._names = ThreadPoolExecutor(1, thread_name_prefix="names")
@@ -68,6 +79,7 @@ class Service:
             executor=self._names,
             changes=self.changes,
             busy=self.persister.busy,
+            told=config.reporting is not None,
         )
         self.persister.catalog = self.catalog
         self.trainers = Trainers(
@@ -84,6 +96,7 @@ class Service:
             changes=self.changes,
             loaders=len(volumes.volumes),
             grow=self.trainers.grow,
+            restores=self.trainers.restores,
         )
         self.trainers.restorer = self.restorer
         self.progress = Progress(
@@ -104,6 +117,10 @@ class Service:
         for number in range(self.maker.threads):
             self._tasks.spawn(self.maker.run(), f"make slots {number}")
         self._tasks.spawn(self._look(), "scan")
+        if self.reporter is not None:
+            self._tasks.spawn(self.reporter.run(), "report")
+        if self.config.owner_pid is not None:
+            self.owner.watch(self.config.owner_pid)
         if self.config.linger_s is not None:
             self._tasks.spawn(self._linger(self.config.linger_s), "linger")
 
@@ -118,7 +135,7 @@ class Service:
 
     async def _linger(self, linger_s: float) -> None:
         def alone() -> bool:
-            return len(self.trainers.leases) == 0
+            return len(self.trainers.leases) == 0 and not self.owner.present
 
         while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
             while not alone():
@@ -129,14 +146,22 @@ class Service:
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end; memory stays for a successor."""
         if not self.ending:
-            await self.flush(FlushRequest(timeout_s=_FLUSH_AT_END_S))
+            await self.flush(FlushRequest(timeout_s=self.config.flush_timeout_s))
+            await self._last_word()
             self._end()
+
+    async def _last_word(self) -> None:
+        """Tell the operator what the flush has made durable, and note what it answers."""
+        if self.reporter is not None:
+            await self.reporter.finish(timeout_s=_LAST_WORD_S)
+            await self.catalog.note_commit(at_once=True)
 
     async def stop(self, request: StopRequest) -> Flushed:
         """End this sidecar; `forget` frees its memory."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
+        await self._last_word()
         if request.forget:
             await self.progress.drain(timeout_s=request.timeout_s)
             await asyncio.to_thread(self.maker.stop)
@@ -166,6 +191,17 @@ class Service:
         if self.ending:
             raise refuse("stopping", "this sidecar is ending; try again when another one is up")
 
+    def own(self, request: OwnerRequest) -> None:
+        """Somebody else stands for this run from now on; see `Owner`."""
+        self.owner.watch(request.pid)
+
+    async def obey(self, reply: ReportReply) -> None:
+        """What the operator answered to a report. A plan is fetched ahead of time, meanwhile."""
+        before = self.catalog.overview.plan
+        await self.catalog.hear(reply)
+        if reply.plan is not None and reply.plan != before and self.catalog.scanned:
+            self._tasks.spawn(self.restorer.prefetch(), "prefetch")
+
     # --- restore -----------------------------------------------------------------------------
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
@@ -183,7 +219,10 @@ class Service:
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. Durable on return."""
         lease = self.trainers.leases.require(request.lease)
+        lost = self._beyond(lease.rank, request.epoch.parent)
         await self.catalog.start_epoch(request.epoch)
+        lease.training = True
+        self._note_restore(lease.rank, request, lost)
         self.restorer.let_go(lease.rank)
         dead = self.catalog.ledger.is_dead
         for bank in self.keeper.rank(lease.rank).banks.values():
@@ -199,10 +238,36 @@ class Service:
         )
         self.changes.ring()
 
+    def _note_restore(self, rank: int, request: RestoredRequest, lost: int) -> None:
+        noted = ReportedRestore(
+            rank=rank,
+            epoch=request.epoch,
+            tier=request.tier,
+            seconds=request.seconds,
+            at=time.time(),
+            lost_steps=lost,
+        )
+        others = [one for one in self.restores if (one.rank, one.epoch) != (rank, request.epoch)]
+        self.restores = [*others, noted][-_RESTORES_KEPT:]
+
+    def _beyond(self, rank: int, parent: StepId | None) -> int:
+        """How many steps the rank had staged here beyond the one that it goes on from."""
+        known = {*self.keeper.rank(rank).sealed(), self.trainers.of(rank).staged}
+        known |= {id for id, held in self.catalog.shards.items() if rank in held}
+        if parent is None:
+            return 0
+        later = [id.step for id in known if id is not None and id.epoch == parent.epoch]
+        return max(0, max(later, default=0) - parent.step)
+
     # --- flush -------------------------------------------------------------------------------
 
     async def flush(self, request: FlushRequest) -> Flushed:
         """Make the newest two common steps durable."""
-        flushed = await self.progress.flush(timeout_s=request.timeout_s)
+        self.flushing = True
+        try:
+            with self._volumes.pace.lifted():
+                flushed = await self.progress.flush(timeout_s=request.timeout_s)
+        finally:
+            self.flushing = False
         say("flushed", steps=[str(id) for id in flushed.steps], reason=flushed.reason)
         return flushed

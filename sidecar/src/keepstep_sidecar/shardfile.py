@@ -8,6 +8,7 @@ business, not ours.
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,16 @@ from keepstep_sidecar.engine import WRITER_NICENESS, Engine, Pace, aligned_buffe
 from keepstep_sidecar.filesystem import Filesystem
 
 
+class Verify(str, enum.Enum):
+    """What is checked of a shard that is read: every byte, or its seal and digest table only."""
+
+    FULL = "full"
+    SEAL = "seal"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
     """A shard that is on the medium. Digests in hex, CPU seconds of the threads."""
@@ -44,6 +55,7 @@ class ShardFile:
     filesystem: Filesystem
     fd: int
     threads: int
+    verify: Verify = Verify.FULL
 
     def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Sealed:
         """Write the image in `view` with its digests, and seal it. Raises OSError."""
@@ -94,7 +106,7 @@ class ShardFile:
                 self.filesystem.write(self.fd, pages, offset)
 
     def load(self, view: memoryview, layout: Layout, control: ControlPage, path: Path) -> None:
-        """Read the image into the unsealed slot `view` and verify every byte.
+        """Read the image into the unsealed slot `view` and verify it, as `verify` says.
 
         `view` has the image's size; `layout` and `control` come from this file. Raises
         DigestError, TornError, OSError; the slot then is as unsealed as before.
@@ -113,7 +125,8 @@ class ShardFile:
             with view[begin:end] as chunk:
                 faults.point("load.read")
                 self._read(chunk, begin, path)
-                check_chunk(layout, index, chunk, table, path=path)
+                if self.verify is Verify.FULL:
+                    check_chunk(layout, index, chunk, table, path=path)
 
         for_each_chunk(load_chunk, layout.chunk_count, threads=self.threads)
 
@@ -124,12 +137,18 @@ class ShardFile:
 
 @contextlib.contextmanager
 def open_shard(
-    path: Path, flags: int, *, filesystem: Filesystem, engine: Engine, threads: int
+    path: Path,
+    flags: int,
+    *,
+    filesystem: Filesystem,
+    engine: Engine,
+    threads: int,
+    verify: Verify = Verify.FULL,
 ) -> Iterator[ShardFile]:
     """Open `path` as `engine` wants it. Raises OSError."""
     fd = filesystem.open(path, flags | engine.open_flags)
     try:
-        yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)
+        yield ShardFile(filesystem=filesystem, fd=fd, threads=threads, verify=verify)
         if engine is Engine.BUFFERED:
             filesystem.forget_cache(fd)
     finally:

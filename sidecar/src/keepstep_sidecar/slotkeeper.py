@@ -20,6 +20,8 @@ from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.memory import SlotFile, rank_directory, slot_number
 
 _RANK_PREFIX = "rank-"
+_DIRECTORY_MODE = 0o2770
+"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
 
 
 @dataclass
@@ -78,7 +80,10 @@ class Slotkeeper:
     def rank(self, rank: int) -> RankSlots:
         """The slots of a rank, none when it is new."""
         if rank not in self.ranks:
-            rank_directory(self.memory_dir, rank).mkdir(mode=0o770, exist_ok=True)
+            directory = rank_directory(self.memory_dir, rank)
+            directory.mkdir(exist_ok=True)
+            with contextlib.suppress(PermissionError):  # another user's sidecar made it
+                directory.chmod(_DIRECTORY_MODE)
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
 

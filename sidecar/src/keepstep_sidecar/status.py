@@ -18,12 +18,13 @@ from keepstep_sidecar.volume import Volume
 
 async def status(service: Service) -> Status:
     """The state now. Asks the volumes for their space, so it may take a few milliseconds."""
-    volumes = await service.catalog.blocking(
-        lambda: tuple(_volume(one, service) for one in service.catalog.volumes.volumes)
-    )
+    volumes = await volume_status(service)
     catalog, persister = service.catalog, service.persister
     ledger = catalog.look()
-    marks = {tier: ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
+    marks = {
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), catalog.overview.memory),
+        Tier.LOCAL: catalog.last_commit(),
+    }
     newest = max(
         (one.staged.step for one in service.trainers.counters.values() if one.staged), default=0
     )
@@ -34,10 +35,11 @@ async def status(service: Service) -> Status:
         started_at=service.started_at,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
-        locked=_locked(service),
+        locked=locked(service),
         epoch=catalog.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=catalog.committed_at,
+        reported_at=service.reporter.heard_at if service.reporter is not None else None,
         persist_every=persister.planner.grid.interval(newest),
         stage_every=service.config.stage_every,
         persisted=persister.counts.persisted,
@@ -48,7 +50,7 @@ async def status(service: Service) -> Status:
         volumes=volumes,
         steps=tuple(_steps(service)),
         survives=survives(memory=marks[Tier.MEMORY], local=marks[Tier.LOCAL]),
-        warnings=_warnings(service),
+        warnings=warnings(service),
     )
 
 
@@ -59,6 +61,17 @@ def survives(*, memory: StepId | None, local: StepId | None) -> tuple[str, ...]:
     """
     outlived = ("ContainerRestart",) if memory or local else ()
     return (*outlived, "PodRestart") if local else outlived
+
+
+def newest_of(*ids: StepId | None) -> StepId | None:
+    """The newest step of those that are known."""
+    return max((id for id in ids if id is not None), default=None)
+
+
+async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
+    """Every volume, its space counted anew. May wait for a slow drive."""
+    volumes = service.catalog.volumes.volumes
+    return await service.catalog.blocking(lambda: tuple(_volume(one, service) for one in volumes))
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
@@ -138,7 +151,8 @@ def _step(service: Service, id: StepId) -> StepStatus:
     )
 
 
-def _locked(service: Service) -> str:
+def locked(service: Service) -> str:
+    """Whether slots can be swapped out, and why."""
     files = list(service.keeper.files())
     reasons = sorted({file.locked for file in files if file.locked})
     if not files:
@@ -146,9 +160,15 @@ def _locked(service: Service) -> str:
     return f"not locked: {', '.join(reasons)}" if reasons else "locked"
 
 
-def _warnings(service: Service) -> tuple[str, ...]:
+def warnings(service: Service) -> tuple[str, ...]:
+    """What somebody should look at, each once."""
     found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]
     found += [service.persister.trouble, service.catalog.unreadable, *service.catalog.alarms]
+    found += [one.failed for one in service.catalog.volumes.volumes]
+    found += service.trainers.refused.values()
+    found += [
+        bank.failure for slots in service.keeper.ranks.values() for bank in slots.banks.values()
+    ]
     return tuple(dict.fromkeys(one for one in found if one))
 
 

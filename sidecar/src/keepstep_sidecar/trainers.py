@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from dataclasses import dataclass, field
+import os
+import time
+from dataclasses import dataclass, field, replace
 
-from keepstep.errors import ImageError
+from keepstep.errors import ImageError, NoMemoryError, SidecarError
 from keepstep.image import Layout
 from keepstep.protocol import (
     PROTOCOL_MAX,
@@ -28,7 +30,7 @@ from keepstep.protocol import (
 )
 from keepstep.slots import SlotState
 from keepstep.steps import StepId
-from keepstep_sidecar import __version__
+from keepstep_sidecar import __version__, span
 from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
@@ -45,13 +47,15 @@ from keepstep_sidecar.slotkeeper import RankSlots, Slotkeeper
 
 @dataclass
 class RankCounters:
-    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed."""
+    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed, at
+    `staged_at` (unix seconds)."""
 
     saves: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
     copy_s: float = 0.0
     staged: StepId | None = None
+    staged_at: float | None = None
     skipped: dict[str, int] = field(default_factory=dict)
 
 
@@ -70,6 +74,9 @@ class Trainers:
     ) -> None:
         self.leases = Leases(changes)
         self.counters: dict[int, RankCounters] = {}
+        self.library = ""
+        self.refused: dict[int, str] = {}
+        self.changed_at = time.monotonic()
         self.restorer: Restorer
         self._config = config
         self._keeper = keeper
@@ -84,7 +91,18 @@ class Trainers:
 
     async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
         """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
-        version = _common_version(request)
+        try:
+            version = _common_version(request)
+        except SidecarError as error:
+            self.refused[request.rank] = str(error)
+            self._changes.ring()
+            raise
+        self.refused.pop(request.rank, None)
+        self.library, self.changed_at = request.library, time.monotonic()
+        ranks_here = span.local_world(
+            request, environment=os.environ, alone=self._config.reporting is None
+        )
+        request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
         try:
             held = await self._settle(lease)
@@ -133,6 +151,7 @@ class Trainers:
         """A trainer's connection or process is gone."""
         if not self.leases.end(lease):
             return
+        self.changed_at = time.monotonic()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
         self.restorer.let_go(lease.rank)
         self._persister.gone(lease.rank)
@@ -175,7 +194,12 @@ class Trainers:
             )
         slots = self._keeper.rank(lease.rank)
         bank = slots.banks.get(layout.id) or Bank(layout)
-        slots.warning = self._sizing.fit(slots, bank, lease)
+        try:
+            slots.warning = self._sizing.fit(slots, bank, lease)
+        except NoMemoryError as error:
+            slots.warning = str(error)
+            self._changes.ring()
+            raise
         slots.banks[layout.id] = slots.current = bank
         self._maker.fill(bank)
         self.plan_persists()
@@ -234,6 +258,7 @@ class Trainers:
         Raises SidecarError `stale-slot` (not this trainer's to fill any more) or `bad-image`.
         """
         lease = self.leases.require(request.lease)
+        lease.training = True
         slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
         bank, index = self._filled(slots, request, id)
         if bank.table.slots[index].state is SlotState.ASSIGNED:
@@ -262,7 +287,7 @@ class Trainers:
         counters.saves += 1
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
-        counters.staged = id
+        counters.staged, counters.staged_at = id, time.time()
         self._catalog.see_epoch(request.epoch)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         common = self._keeper.protect_common()
@@ -296,6 +321,11 @@ class Trainers:
         lease = self.leases.require(request.lease)
         reasons = self.of(lease.rank).skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + 1
+
+    def restores(self, rank: int) -> bool:
+        """Whether the rank is about to restore, or will be when its trainer comes."""
+        lease = self.leases.of(rank)
+        return lease is None or not lease.training
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""

@@ -33,7 +33,7 @@ from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Refused, Scan, read_sealed, survey
-from keepstep_sidecar.shardfile import ShardFile, open_shard
+from keepstep_sidecar.shardfile import ShardFile, Verify, open_shard
 from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree
 from keepstep_sidecar.writer import FULL, Writer, Written
@@ -57,9 +57,11 @@ class Volume:
         capacity_bytes: int | None = None,
         filesystem: Filesystem | None = None,
         engine: Engine | None = None,
+        verify: Verify = Verify.FULL,
     ) -> None:
         """Make and lock the directory, find out the engine (`engine` forces one).
 
+        `verify`: what `load` checks.
         Raises StorageError when another process owns it (the message names its pid) or when it
         cannot be written, ForeignError when it belongs to another run.
         """
@@ -68,6 +70,7 @@ class Volume:
         self.capacity_bytes = capacity_bytes
         self.failed = ""
         self._threads = io_threads
+        self._verify = verify
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
         self._shelves = Shelves(self._tree, self._filesystem)
@@ -105,18 +108,19 @@ class Volume:
         layout: Layout,
         control: ControlPage,
         *,
-        bytes_per_second: int | None = None,
+        pace: Pace | None = None,
     ) -> Written:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
 
-        `view` is page aligned and stays unchanged meanwhile (the slot is pinned). Digests are
+        `view` is page aligned and stays unchanged meanwhile (the slot is pinned). `pace` bounds
+        the speed of all writes that share it. Digests are
         computed on the way and go into the file only. A shard that is durable already is left
         as it is. Raises UsageError when `view`, `layout` and `control` do not belong together,
         NoSpaceError (the file is removed) or StorageError (the file is quarantined); neither is
         ever retried here.
         """
         try:
-            written = self._writer.write(view, layout, control, Pace(bytes_per_second))
+            written = self._writer.write(view, layout, control, pace or Pace(None))
         except NoSpaceError:
             raise
         except StorageError as error:
@@ -128,7 +132,7 @@ class Volume:
     # --- reading -----------------------------------------------------------------------------
 
     def load(self, path: Path, view: memoryview) -> ControlPage:
-        """Read a shard into the slot `view` and verify every byte; the seal comes last.
+        """Read a shard into the slot `view` and verify it; the seal comes last.
 
         `path` as in `Found`, `view` page aligned and of exactly the shard's size. Raises
         DigestError, TornError, FormatError, ForeignError (the file is quarantined),
@@ -163,6 +167,7 @@ class Volume:
             filesystem=self._filesystem,
             engine=self.engine,
             threads=self._threads,
+            verify=self._verify,
         )
 
     def scan(self) -> Scan:

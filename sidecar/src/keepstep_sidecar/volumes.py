@@ -7,24 +7,30 @@ the others' as links, so that a stock reader can be pointed at any of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.errors import ImageError, StorageError, UsageError, VersionError
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId
+from keepstep_sidecar.engine import Pace
+from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Scan
 from keepstep_sidecar.tree import is_step
+from keepstep_sidecar.unwritable import UnwritableVolume
 from keepstep_sidecar.volume import Volume, Written
 
 
 class VolumeSet:
     """The volumes of one run on this machine, at least one. Blocking, as `Volume` is."""
 
-    def __init__(self, volumes: Sequence[Volume]) -> None:
+    def __init__(self, volumes: Sequence[Volume], *, bytes_per_second: int | None = None) -> None:
+        """`bytes_per_second`: the limit of all writes together."""
         if not volumes:
             raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
+        self.pace = Pace(bytes_per_second)
 
     def volume_for(self, rank: int) -> Volume:
         """Where `rank` writes: its own volume, or a healthy one once that has failed.
@@ -37,17 +43,9 @@ class VolumeSet:
             return home
         return healthy[rank % len(healthy)]
 
-    def write(
-        self,
-        view: memoryview,
-        layout: Layout,
-        control: ControlPage,
-        *,
-        bytes_per_second: int | None = None,
-    ) -> Written:
+    def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
         """`Volume.write` on the volume of `control.rank`."""
-        volume = self.volume_for(control.rank)
-        return volume.write(view, layout, control, bytes_per_second=bytes_per_second)
+        return self.volume_for(control.rank).write(view, layout, control, pace=self.pace)
 
     def load(self, path: Path, view: memoryview) -> ControlPage:
         """`Volume.load` from the volume that holds `path`; on failure the step is hidden."""
@@ -101,8 +99,22 @@ class VolumeSet:
 
     def save_epoch(self, epoch: Epoch) -> None:
         """Record an epoch, durably on every volume that works; StorageError when on none."""
-        failures = [_save_epoch(volume, epoch) for volume in self.volumes]
-        if (first := failures[0]) is not None and None not in failures:
+        self._save(lambda record: record.with_epoch(epoch))
+
+    def last_commit(self) -> StepId | None:
+        """The newest commit that any volume has on record."""
+        noted = (volume.record.committed for volume in self.volumes)
+        return max((id for id in noted if id is not None), default=None)
+
+    def save_commit(self, id: StepId) -> None:
+        """Record what somebody else knows to be committed, as `save_epoch` does."""
+        self._save(lambda record: replace(record, committed=id))
+
+    def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """Where nothing can be written at all, nothing durable will ever need the record."""
+        writable = [one for one in self.volumes if not isinstance(one, UnwritableVolume)]
+        failures = [_save_record(volume, change) for volume in writable]
+        if failures and (first := failures[0]) is not None and None not in failures:
             raise first
 
     def close(self) -> None:
@@ -125,9 +137,9 @@ class VolumeSet:
                 volume.unpublish(StepId.parse(path.parent.name))
 
 
-def _save_epoch(volume: Volume, epoch: Epoch) -> StorageError | None:
+def _save_record(volume: Volume, change: Callable[[RunRecord], RunRecord]) -> StorageError | None:
     try:
-        volume.save_record(volume.record.with_epoch(epoch))
+        volume.save_record(change(volume.record))
     except StorageError as error:
         return error
     return None

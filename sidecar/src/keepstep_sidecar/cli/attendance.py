@@ -66,6 +66,7 @@ def sidecar_arguments(service: Service) -> tuple[str, ...]:
         "--keep": options.keep,
         "--capacity": options.capacity_bytes,
         "--linger": options.linger_s,
+        "--owner-pid": os.getpid(),
     }
     for name, value in values.items():
         if value is not None:
@@ -102,6 +103,8 @@ def adopt(service: Service) -> Process | None:
         return None
     process = Process.of(live.pid)
     if process is not None and _as_recorded(service):
+        with contextlib.suppress(SidecarError):  # an older one counts its linger as it always did
+            calls.own(places.socket, os.getpid())
         return process
     calls.stop(places.socket, forget=False, timeout_s=DRAIN_S)
     _await_gone(process, places)

@@ -11,7 +11,15 @@ import socket
 from pathlib import Path
 
 from keepstep.errors import ProtocolError, SidecarError
-from keepstep.protocol import Flushed, FlushRequest, Problem, StopRequest, from_json, to_json
+from keepstep.protocol import (
+    Flushed,
+    FlushRequest,
+    OwnerRequest,
+    Problem,
+    StopRequest,
+    from_json,
+    to_json,
+)
 from keepstep.status import Status
 
 ANSWER_S = 10.0
@@ -43,6 +51,12 @@ def flush(path: Path, *, timeout_s: float) -> Flushed | None:
     body = to_json(FlushRequest(timeout_s=timeout_s))
     answer = _request(path, "POST", "/v1/flush", body, timeout_s=timeout_s + ANSWER_S)
     return None if answer is None else from_json(Flushed, answer)
+
+
+def own(path: Path, pid: int) -> None:
+    """The sidecar does not end by itself while process `pid` lives. Raises SidecarError."""
+    body = to_json(OwnerRequest(pid=pid))
+    _request(path, "POST", "/v1/owner", body, timeout_s=ANSWER_S)
 
 
 def stop(path: Path, *, forget: bool, timeout_s: float) -> bool:

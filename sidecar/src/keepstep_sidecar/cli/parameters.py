@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -35,7 +36,7 @@ def size_option(*names: str, help: str) -> Callable[[Command], Command]:
     return click.option(*names, metavar="SIZE", callback=_parsed(parse_size), help=help)
 
 
-def duration_option(*names: str, default: str, help: str) -> Callable[[Command], Command]:
+def duration_option(*names: str, default: str | None, help: str) -> Callable[[Command], Command]:
     """An option in seconds, written like `90s`, `15m`, `2h`."""
     return click.option(
         *names,
@@ -56,6 +57,51 @@ def run_option(*, default: str) -> Callable[[Command], Command]:
         callback=_parsed(checked_name),
         help=f"Name of the run.  [default: {default}]",
     )
+
+
+def keeping_options(command: Command) -> Command:
+    """What is kept, and where it must fit: the options of the sidecar that `keepstep run` has."""
+    return functools.reduce(lambda inner, option: option(inner), reversed(_KEEPING), command)
+
+
+_KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
+    click.option(
+        "--slots",
+        type=click.IntRange(min=2),
+        default=4,
+        show_default=True,
+        help="Images of each rank in memory; with 4 a restart always finds a common step there.",
+    ),
+    size_option(
+        "--memory-limit",
+        help="Memory for all slots, like 32Gi.  [default: what the shared memory has]",
+    ),
+    click.option(
+        "--stage-every",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="K",
+        help="Stage every Kth step in memory.",
+    ),
+    click.option(
+        "--persist-every",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="K",
+        help="Make every Kth step durable.",
+    ),
+    click.option(
+        "--keep",
+        type=click.IntRange(min=1),
+        default=2,
+        show_default=True,
+        metavar="N",
+        help="Committed steps that stay on the volumes.",
+    ),
+    size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]"),
+)
 
 
 directory_option: Final = click.option(

@@ -12,8 +12,8 @@ from keepstep.errors import UsageError
 from keepstep_sidecar.cli.parameters import (
     directory_option,
     duration_option,
+    keeping_options,
     run_option,
-    size_option,
 )
 from keepstep_sidecar.cli.places import Options, Places, Service, places_of, run_name, save_service
 
@@ -31,41 +31,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
     " them.  [default: DIR]",
 )
 @run_option(default="stem of the first *.py in COMMAND")
-@click.option(
-    "--slots",
-    type=click.IntRange(min=2),
-    default=4,
-    show_default=True,
-    help="Images of each rank in memory; with 4 a restart always finds a common step there.",
-)
-@size_option(
-    "--memory-limit", help="Memory for all slots, like 32Gi.  [default: what /dev/shm has]"
-)
-@click.option(
-    "--stage-every",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="K",
-    help="Stage every Kth step in memory.",
-)
-@click.option(
-    "--persist-every",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="K",
-    help="Make every Kth step durable.",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Committed steps that stay on the volumes.",
-)
-@size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]")
+@keeping_options
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),

@@ -1,0 +1,57 @@
+# Both images of keepstep, of one file:
+#     docker build --target sidecar -t keepstep-sidecar .
+#     docker build --target operator -t keepstep-operator .
+# What is built here is a virtual environment; the last stages copy it and nothing else. There is no
+# compiler, no pip and no torch in them, and they run as a number, not as root.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv --without-pip /opt/keepstep
+WORKDIR /build
+COPY lib lib
+# The library's pure parts are used, torch is not: so it comes without its dependencies, and what the
+# other packages need is read from their own lists.
+RUN python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./lib \
+ && printf '%s\n' 'import sys, tomllib' \
+    'listed = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]' \
+    'print("\n".join(one for one in listed if not one.startswith("keepstep")))' > needs.py
+
+FROM build AS build-sidecar
+COPY sidecar sidecar
+RUN python3 needs.py sidecar/pyproject.toml > needs.txt \
+ && python3 -m pip --python /opt/keepstep/bin/python install -r needs.txt \
+ && python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./sidecar \
+ && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/keepstep/lib
+
+FROM build AS build-operator
+COPY operator operator
+RUN python3 needs.py operator/pyproject.toml > needs.txt \
+ && python3 -m pip --python /opt/keepstep/bin/python install -r needs.txt \
+ && python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./operator \
+ && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/keepstep/lib
+
+FROM ${PYTHON_IMAGE} AS base
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.vendor="keepstep"
+RUN rm -rf /usr/local/lib/python3*/site-packages/pip* /usr/local/bin/pip* \
+           /usr/lib/python3/dist-packages/pip* /usr/bin/pip*
+ENV PATH=/opt/keepstep/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /
+USER 65532:65532
+
+FROM base AS operator
+LABEL org.opencontainers.image.title="keepstep-operator" \
+      org.opencontainers.image.description="Injects keepstep's sidecar and keeps track of runs"
+COPY --from=build-operator /opt/keepstep /opt/keepstep
+ENTRYPOINT ["keepstep-operator"]
+
+FROM base AS sidecar
+LABEL org.opencontainers.image.title="keepstep-sidecar" \
+      org.opencontainers.image.description="Keeps a training pod's steps in memory and on drives"
+COPY --from=build-sidecar /opt/keepstep /opt/keepstep
+ENTRYPOINT ["keepstep-sidecar"]

@@ -1,0 +1,129 @@
+"""What a sidecar tells the operator, and what it hears back: JSON over HTTPS, on Kubernetes only.
+
+A report is level-triggered and whole: it says what *is* there, so one that is lost or repeated
+changes nothing. It names no namespace, run or node rank: the operator takes those from its own
+record of the pod whose token came with it. A field may be added with a default; nothing may be
+removed or change its meaning (the sidecar is pinned per run, the operator is upgraded under it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.ledger import Held, RankReport, Reported
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+PATH = "/v1/reports"
+AUDIENCE = "reports.keepstep.dev"
+"""Of the projected service-account token that a sidecar shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRank:
+    """One rank on this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
+    started; `staged_at` unix seconds."""
+
+    rank: int
+    world: int
+    alive: bool
+    memory: tuple[Held, ...] = ()
+    local: tuple[Held, ...] = ()
+    memory_answer: Answer = Answer.UNKNOWN
+    local_answer: Answer = Answer.UNKNOWN
+    staged: StepId | None = None
+    staged_at: float | None = None
+    saves: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRestore:
+    """One restore that a rank finished: `epoch.parent` is the step, None for a start at step 0.
+
+    `lost_steps`: steps that this rank had staged or reported beyond it. `at` unix seconds.
+    """
+
+    rank: int
+    epoch: Epoch
+    tier: Tier | None
+    seconds: float
+    at: float
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedVolume:
+    """One volume of the pod. `failed`: why it takes no writes, '' when it does."""
+
+    name: str
+    engine: str
+    used_bytes: int
+    free_bytes: int
+    capacity_bytes: int | None = None
+    failed: str = ""
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """POST /v1/reports. `sequence` grows with every report of one sidecar process; `sent_at` is the
+    sidecar's clock in unix seconds, and only ever shown, never compared with another clock.
+
+    `library`: version of the library in the training image, '' while no trainer came. `pinned`:
+    "locked", or why slots may be swapped. `ready`: the volumes were scanned.
+    """
+
+    sidecar: str
+    started_at: float
+    sequence: int
+    sent_at: float
+    ready: bool = False
+    library: str = ""
+    pinned: str = ""
+    epochs: tuple[Epoch, ...] = ()
+    ranks: tuple[ReportedRank, ...] = ()
+    restores: tuple[ReportedRestore, ...] = ()
+    volumes: tuple[ReportedVolume, ...] = ()
+    warnings: tuple[str, ...] = ()
+    persisted: int = 0
+    persist_skipped: int = 0
+    persist_bytes: int = 0
+    persist_seconds: float = 0.0
+    flushing: bool = False
+
+    def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
+        """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
+        in the run (a restarted one begins its `sequence` anew)."""
+        return Reported(
+            node_rank=node_rank,
+            ranks={one.rank: _rank_report(one) for one in self.ranks},
+            epochs=self.epochs,
+            sequence=ordered,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportReply:
+    """What the operator knows of the whole run, and how often it wants to hear.
+
+    `committed`: watermark by tier. `plan`: the step that a restart would restore, a hint to fetch
+    and hash it now. `retire`: steps of which no local copy is needed on this pod any more.
+    `pinned`: steps that stay even when a volume is full.
+    `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
+    """
+
+    interval_s: float = 30.0
+    least_gap_s: float = 1.0
+    committed: dict[str, StepId] = field(default_factory=dict)
+    plan: StepId | None = None
+    retire: tuple[StepId, ...] = ()
+    pinned: tuple[StepId, ...] = ()
+
+
+def _rank_report(one: ReportedRank) -> RankReport:
+    return RankReport(
+        sealed={Tier.MEMORY: one.memory, Tier.LOCAL: one.local},
+        answers={Tier.MEMORY: one.memory_answer, Tier.LOCAL: one.local_answer},
+    )

@@ -1,0 +1,159 @@
+"""`keepstep-operator admission`: the process."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from keepstep_operator import __version__, journal
+from keepstep_operator.admission.authority import ReportsAuthority
+from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.server import Admission
+from keepstep_operator.injection import Defaults
+from keepstep_operator.journal import say
+from keepstep_operator.kube import Client, find_access
+from keepstep_operator.names import ADMISSION_PORT
+from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.settings import (
+    metrics_port_option,
+    namespace_option,
+    option,
+    port_option,
+    tls_dir_option,
+)
+from keepstep_operator.tls import ServerTls
+
+_DRAIN_S: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The command's options. `drain_s`: from SIGTERM until no new connection is taken."""
+
+    sidecar_image: str
+    sidecar_pull_policy: str
+    reports_url: str
+    reports_ca_configmap: str
+    host_paths: tuple[str, ...]
+    tls_dir: Path
+    port: int
+    metrics_port: int
+    namespace: str
+    drain_s: float
+
+    def defaults(self, reports_ca: str) -> Defaults | None:
+        """What each pod gets; None while the reports CA is unknown."""
+        if not reports_ca:
+            return None
+        return Defaults(
+            sidecar_image=self.sidecar_image,
+            sidecar_pull_policy=self.sidecar_pull_policy,
+            reports_url=self.reports_url,
+            reports_ca=reports_ca,
+            host_paths=self.host_paths,
+            version=__version__,
+        )
+
+
+@click.command(short_help="Serve the webhook that puts the sidecar into annotated pods.")
+@option("--sidecar-image", required=True, metavar="IMAGE", help="Image of the sidecar.")
+@option(
+    "--sidecar-pull-policy",
+    type=click.Choice(["Always", "IfNotPresent", "Never"]),
+    default="IfNotPresent",
+    help="When nodes pull it.",
+)
+@option(
+    "--reports-url",
+    metavar="URL",
+    help="Where sidecars report.  [default: https://keepstep-reports.NAMESPACE.svc:443]",
+)
+@option(
+    "--reports-ca-configmap",
+    metavar="NAME",
+    default="keepstep-reports-ca",
+    help="ConfigMap of NAMESPACE whose ca.crt sidecars check that URL with.",
+)
+@option(
+    "--host-path",
+    "host_paths",
+    multiple=True,
+    metavar="DIR",
+    envvar="KEEPSTEP_HOST_PATHS",
+    help="Prefix of node directories that policies may use; may be repeated (variable: separated"
+    " by spaces).",
+)
+@tls_dir_option("/tls")
+@port_option(ADMISSION_PORT)
+@metrics_port_option
+@namespace_option
+@option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(0, 60),
+    default=_DRAIN_S,
+    metavar="SECONDS",
+    help="How long to go on answering after SIGTERM, until Services have noticed.",
+)
+def admission(**options: Any) -> None:
+    """Serve the webhook that puts the sidecar into annotated pods.
+
+    It reads CheckpointPolicies and one ConfigMap, writes nothing, and lets every pod pass.
+
+    \b
+    Examples:
+      keepstep-operator admission --namespace keepstep-system \\
+        --sidecar-image keepstep/sidecar:0.1.0 --tls-dir /tls
+    """
+    journal.configure("admission")
+    options["reports_url"] = (
+        options["reports_url"] or f"https://keepstep-reports.{options['namespace']}.svc:443"
+    )
+    asyncio.run(serve(Settings(**options)))
+
+
+async def serve(settings: Settings) -> None:
+    """Until SIGTERM, and then until reviews that are under way are answered."""
+    tls, metrics = ServerTls(settings.tls_dir), Metrics()
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(find_access()))
+        policies = PolicyCache(client, counted=metrics.policies)
+        authority = ReportsAuthority(
+            client, namespace=settings.namespace, name=settings.reports_ca_configmap
+        )
+        server = Admission(
+            policies=policies,
+            defaults=lambda: settings.defaults(authority.pem),
+            metrics=metrics,
+        )
+
+        def ready() -> str:
+            if server.draining:
+                return "ending"
+            return "" if policies.synced and authority.pem else "policies or CA not known yet"
+
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        followers = [
+            group.create_task(policies.run(), name="follow policies"),
+            group.create_task(authority.run(), name="follow the reports CA"),
+            group.create_task(tls.keep_fresh(), name="reload the certificate"),
+        ]
+        async with (
+            listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
+            listening(
+                server.application(ready), port=settings.port, ssl_context=tls.context
+            ) as port,
+        ):
+            say("listening", port=port, metrics_port=seen)
+            await until_signal()
+            server.draining = True
+            await asyncio.sleep(settings.drain_s)
+        for task in followers:
+            task.cancel()
+    say("ended")

@@ -1,0 +1,40 @@
+"""Every metric of admission. docs/operations.md lists the same."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from keepstep_operator.admission.reviews import Verdict
+
+_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+
+
+class Metrics:
+    """Of one process, with a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._seconds = Histogram(
+            "keepstep_admission_seconds",
+            "Time from a review's last byte to its answer",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._reviews = Counter(
+            "keepstep_admission_reviews",
+            "Pods reviewed, by what became of them and why",
+            ("result", "reason"),
+            registry=self.registry,
+        )
+        self._policies = Gauge(
+            "keepstep_admission_policies", "Policies in the cache", registry=self.registry
+        )
+
+    def reviewed(self, verdict: Verdict, *, seconds: float) -> None:
+        self._seconds.observe(seconds)
+        self._reviews.labels(verdict.result.value, verdict.reason).inc()
+
+    def policies(self, count: int) -> None:
+        self._policies.set(count)

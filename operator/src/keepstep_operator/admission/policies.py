@@ -1,0 +1,125 @@
+"""The policies of the whole cluster in memory, followed by a watch; asked for live on a miss.
+
+`kubectl apply -f` of one file may create the job before its policy. So a policy that is not there
+is waited for a moment, within the webhook's deadline; but only once in a while per name, or a
+wrong name would slow down every pod of its job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from keepstep.errors import UsageError
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import say, warn
+from keepstep_operator.kube import (
+    POLICIES,
+    Change,
+    ChangeKind,
+    Client,
+    KubeError,
+    Listing,
+    NotFound,
+)
+from keepstep_operator.policy import Policy, PolicyError, parse_policy
+
+_LIVE_S: Final = 1.0
+_PATIENCE_S: Final = 1.5
+_PATIENT_AGAIN_S: Final = 60.0
+_MOST_NAMES: Final = 1000
+
+Key = tuple[str, str]
+
+
+class PolicyAbsent(UsageError):
+    """No policy of that name came in time; the message names those that are there."""
+
+
+class PolicyCache:
+    """What `run` has seen; `get` also works while it does not run."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        patience_s: float = _PATIENCE_S,
+        counted: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._client = client
+        self._patience_s = patience_s
+        self._counted = counted
+        self._known: dict[Key, Policy | PolicyError] = {}
+        self._missed_at: dict[Key, float] = {}
+        self._changed = asyncio.Condition()
+        self.synced = False
+        """Whether all policies were seen once. It stays true when the API server goes away."""
+
+    async def run(self) -> None:
+        """Follow the policies for ever."""
+        async for event in self._client.follow(POLICIES):
+            if isinstance(event, KubeError):
+                warn("policies not followed", reason=str(event), status=event.status)
+                continue
+            async with self._changed:
+                self._take(event)
+                self._changed.notify_all()
+            self._counted(len(self._known))
+
+    async def get(self, namespace: str, name: str) -> Policy:
+        """Raises PolicyError, PolicyAbsent, or KubeError when the API server does not answer."""
+        key = (namespace, name)
+        found = self._known.get(key) or await self._ask(key)
+        if isinstance(found, PolicyError):
+            raise found
+        return found
+
+    async def _ask(self, key: Key) -> Policy | PolicyError:
+        namespace, name = key
+        try:
+            body = await self._client.get(POLICIES, name, namespace=namespace, timeout_s=_LIVE_S)
+        except NotFound as error:
+            if found := await self._appears(key):
+                return found
+            there = ", ".join(sorted(known for space, known in self._known if space == namespace))
+            raise PolicyAbsent(
+                f"namespace {namespace} has no CheckpointPolicy {name!r}; it has {there or 'none'}"
+            ) from error
+        return _parsed(body)
+
+    async def _appears(self, key: Key) -> Policy | PolicyError | None:
+        now = asyncio.get_running_loop().time()
+        if now - self._missed_at.get(key, -_PATIENT_AGAIN_S) < _PATIENT_AGAIN_S:
+            return None
+        try:
+            async with asyncio.timeout(self._patience_s), self._changed:
+                await self._changed.wait_for(lambda: key in self._known)
+        except TimeoutError:
+            if len(self._missed_at) >= _MOST_NAMES:
+                self._missed_at.clear()
+            self._missed_at[key] = now
+        return self._known.get(key)
+
+    def _take(self, event: Listing | Change) -> None:
+        if isinstance(event, Listing):
+            self._known = {_key(body): _parsed(body) for body in event.items}
+            if not self.synced:
+                say("policies known", count=len(self._known))
+            self.synced = True
+        elif event.kind is ChangeKind.DELETED:
+            self._known.pop(_key(event.body), None)
+        else:
+            self._known[_key(event.body)] = _parsed(event.body)
+
+
+def _key(body: Body) -> Key:
+    return body["metadata"]["namespace"], body["metadata"]["name"]
+
+
+def _parsed(body: Body) -> Policy | PolicyError:
+    """A wrong policy is remembered as its error."""
+    try:
+        return parse_policy(body)
+    except PolicyError as error:
+        return error

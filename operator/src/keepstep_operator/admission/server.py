@@ -1,0 +1,126 @@
+"""`POST /inject`: one review in, one answer out, always `allowed: true`, always in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from aiohttp import web
+
+from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
+from keepstep_operator.admission.reviews import (
+    Result,
+    Review,
+    ReviewError,
+    Verdict,
+    admit,
+    answer,
+    decline,
+    parse_review,
+    passed,
+)
+from keepstep_operator.injection import Defaults, is_injected
+from keepstep_operator.journal import crash, say
+from keepstep_operator.kube import KubeError
+from keepstep_operator.policy import PolicyError
+from keepstep_operator.serving import Ready, health_routes
+
+DEADLINE_S: Final = 3.5
+"""The webhook's timeout is 5 s; the way there and back is in it."""
+_LARGEST_REVIEW_BYTES: Final = 8 << 20
+
+
+class Admission:
+    """Reviews pods. `defaults` is asked for each one: it is None until the reports CA is known."""
+
+    def __init__(
+        self,
+        *,
+        policies: PolicyCache,
+        defaults: Callable[[], Defaults | None],
+        metrics: Metrics,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._policies = policies
+        self._defaults = defaults
+        self._metrics = metrics
+        self._deadline_s = deadline_s
+        self.draining = False
+        """Set before the end: answers then ask the API server to connect to somebody else."""
+
+    def application(self, ready: Ready) -> web.Application:
+        """The routes of the webhook's port."""
+        app = web.Application(client_max_size=_LARGEST_REVIEW_BYTES)
+        app.add_routes([web.post("/inject", self._inject), *health_routes(ready)])
+        return app
+
+    async def review(self, review: Review) -> Verdict:
+        """Decide about one pod. Never raises, never takes much longer than the deadline."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._decide(review)
+        except TimeoutError:
+            message = f"no policy within {self._deadline_s} s: the API server is slow"
+            return decline(review, reason="Timeout", message=message, result=Result.FAILED)
+        except KubeError as error:
+            return decline(review, reason="Unavailable", message=str(error), result=Result.FAILED)
+        except Exception as error:
+            crash("review failed", **review.about)
+            message = f"{type(error).__name__}: {error}"
+            return decline(review, reason="Internal", message=message, result=Result.FAILED)
+
+    async def _decide(self, review: Review) -> Verdict:
+        if (name := review.pod.policy) is None or review.operation != "CREATE":
+            return passed("NotAsked")
+        if is_injected(review.pod):
+            return passed("AlreadyInjected")
+        if (defaults := self._defaults()) is None:
+            return decline(
+                review,
+                reason="NotReady",
+                message="keepstep's admission does not know the reports CA yet; is"
+                " `keepstep-operator certificates` running?",
+                result=Result.FAILED,
+            )
+        try:
+            policy = await self._policies.get(review.pod.namespace, name)
+        except PolicyAbsent as error:
+            return decline(review, reason="PolicyNotFound", message=str(error))
+        except PolicyError as error:
+            return decline(review, reason=error.reason, message=f"policy {name}: {error}")
+        return admit(review, policy, defaults)
+
+    async def _inject(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        begun = time.perf_counter()
+        try:
+            review = parse_review(raw)
+        except ReviewError as error:
+            say("request refused", level=logging.WARNING, reason=str(error))
+            return web.Response(text=f"{error}\n", status=400)
+        verdict = await self.review(review)
+        response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
+        if self.draining:
+            response.force_close()
+        seconds = time.perf_counter() - begun
+        self._metrics.reviewed(verdict, seconds=seconds)
+        _tell(review, verdict, seconds)
+        return response
+
+
+def _tell(review: Review, verdict: Verdict, seconds: float) -> None:
+    if verdict.reason == "NotAsked":
+        return
+    level = logging.WARNING if verdict.warnings else logging.INFO
+    say(
+        verdict.result.value,
+        level=level,
+        reason=verdict.reason,
+        message=verdict.message or "; ".join(verdict.warnings),
+        milliseconds=round(seconds * 1000, 1),
+        **review.about,
+    )

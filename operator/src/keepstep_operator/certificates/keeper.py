@@ -1,0 +1,249 @@
+"""One round over both authorities: read, decide, write, publish, sign.
+
+The order matters. A CA is in its Secret before it is published (a process that dies in between
+finds it again), and published before a leaf is signed with it. All writes carry the resource
+version that was read: where somebody else wrote, the round is begun again on what is there now.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from keepstep_operator.bodies import Body
+from keepstep_operator.certificates.pki import (
+    Facts,
+    facts,
+    is_signed_by,
+    make_authority,
+    sign_leaf,
+    split,
+)
+from keepstep_operator.certificates.rotation import Lifetimes, Move, due, leaf_due
+from keepstep_operator.certificates.secrets import (
+    StoredAuthority,
+    StoredLeaf,
+    read_authority,
+    read_leaf,
+    write_authority,
+    write_leaf,
+)
+from keepstep_operator.journal import say, warn
+from keepstep_operator.kube import (
+    CONFIG_MAPS,
+    SECRETS,
+    WEBHOOKS,
+    Client,
+    Conflict,
+    NotFound,
+    PatchType,
+    Rejected,
+    Resource,
+)
+
+_ATTEMPTS = 4
+_BUNDLE = "ca.crt"
+
+Clock = Callable[[], datetime]
+"""Now, in UTC."""
+
+Publish = Callable[[bytes], Awaitable[None]]
+"""Make a bundle of CAs known to the clients. Raises KubeError when it is not certain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A Service that shows a leaf. Its Secrets are `<service>-ca` and `<service>-tls`."""
+
+    service: str
+    publish: Publish
+    lifetimes: Lifetimes
+
+    @property
+    def authority_secret(self) -> str:
+        return f"{self.service}-ca"
+
+    @property
+    def leaf_secret(self) -> str:
+        return f"{self.service}-tls"
+
+
+class Keeper:
+    """Keeps the certificates of one server; `Certificates` below has both."""
+
+    def __init__(self, client: Client, server: Server, *, namespace: str, clock: Clock) -> None:
+        self._client = client
+        self._server = server
+        self._namespace = namespace
+        self._clock = clock
+        self._names = (
+            f"{server.service}.{namespace}.svc",
+            f"{server.service}.{namespace}.svc.cluster.local",
+        )
+
+    async def round(self) -> Facts:
+        """Do all that is due; what the leaf says. Raises KubeError."""
+        for _ in range(_ATTEMPTS - 1):
+            if leaf := await self._attempt():
+                return leaf
+        return await self._round()
+
+    async def _attempt(self) -> Facts | None:
+        """A round; None when somebody else wrote meanwhile."""
+        try:
+            return await self._round()
+        except Conflict as error:
+            say("written by somebody else", service=self._server.service, reason=str(error))
+            return None
+
+    async def _round(self) -> Facts:
+        secret, authority = await self._authority()
+        await self._server.publish(authority.bundle)
+        if authority.next is not None and authority.since is None:
+            authority = replace(authority, since=self._clock())
+            await self._write(
+                secret, write_authority(secret, self._server.authority_secret, authority)
+            )
+        return await self._leaf(authority)
+
+    async def _authority(self) -> tuple[Body | None, StoredAuthority]:
+        """After all moves that are due now: the Secret as it was read, and what it holds."""
+        while True:
+            old = await self._read(self._server.authority_secret)
+            authority = read_authority(old)
+            move = due(authority.summary(), now=self._clock(), lifetimes=self._server.lifetimes)
+            if move is Move.NONE:
+                return old, authority
+            say("authority", service=self._server.service, move=move.value)
+            changed = await self._moved(authority, move)
+            await self._write(old, write_authority(old, self._server.authority_secret, changed))
+
+    async def _moved(self, authority: StoredAuthority, move: Move) -> StoredAuthority:
+        now, lifetimes = self._clock(), self._server.lifetimes
+        match move:
+            case Move.ADD_NEXT:
+                made = make_authority(self._server.service, now=now, life=lifetimes.authority)
+                return replace(authority, next=made, since=None, asked=False)
+            case Move.PROMOTE:
+                signed = authority.signer.certificate if authority.signer else b""
+                return StoredAuthority(signer=authority.next, previous=signed, since=now)
+            case Move.DROP_PREVIOUS:
+                return replace(authority, previous=b"", since=None)
+            case Move.BEGIN | Move.NONE:
+                made = make_authority(self._server.service, now=now, life=lifetimes.authority)
+                leaf = read_leaf(await self._read(self._server.leaf_secret))
+                # what clients trusted so far: the leaf that is in use may be from there
+                return StoredAuthority(signer=made, previous=leaf.bundle, since=now)
+
+    async def _leaf(self, authority: StoredAuthority) -> Facts:
+        old = await self._read(self._server.leaf_secret)
+        leaf = read_leaf(old)
+        reason = self._leaf_due(leaf, authority)
+        if not reason and leaf.bundle == authority.bundle and leaf.pair:
+            return facts(leaf.pair.certificate)
+        pair = leaf.pair
+        if reason or pair is None:
+            assert authority.signer is not None
+            life = self._server.lifetimes.leaf
+            pair = sign_leaf(authority.signer, names=self._names, now=self._clock(), life=life)
+            say("leaf signed", service=self._server.service, reason=reason)
+        leaf = StoredLeaf(pair=pair, bundle=authority.bundle)
+        await self._write(old, write_leaf(old, self._server.leaf_secret, leaf))
+        return facts(pair.certificate)
+
+    def _leaf_due(self, leaf: StoredLeaf, authority: StoredAuthority) -> str:
+        pair, signer, now = leaf.pair, authority.signer, self._clock()
+        certificate = pair.certificate if pair else b""
+        assert signer is not None
+        since, settle = authority.since, self._server.lifetimes.settle
+        return leaf_due(
+            facts(certificate) if pair else None,
+            names=self._names,
+            by_signer=is_signed_by(certificate, signer.certificate),
+            trusted=any(is_signed_by(certificate, one) for one in split(authority.bundle)),
+            settled=since is None or now >= since + settle,
+            now=now,
+        )
+
+    async def _read(self, name: str) -> Body | None:
+        try:
+            return await self._client.get(SECRETS, name, namespace=self._namespace)
+        except NotFound:
+            return None
+
+    async def _write(self, old: Body | None, new: Body) -> None:
+        await _create_or_replace(self._client, SECRETS, old, new, namespace=self._namespace)
+
+
+class Published:
+    """Where bundles are made known: the webhook's caBundle, and a ConfigMap for sidecars."""
+
+    def __init__(self, client: Client, *, namespace: str) -> None:
+        self._client = client
+        self._namespace = namespace
+
+    def in_webhook(self, name: str) -> Publish:
+        """As `caBundle` of every webhook of a MutatingWebhookConfiguration."""
+
+        async def publish(bundle: bytes) -> None:
+            try:
+                body = await self._client.get(WEBHOOKS, name)
+            except NotFound:
+                warn("no webhook configuration", name=name)
+                return
+            if patch := _bundle_patch(body, base64.b64encode(bundle).decode()):
+                await self._patch_webhook(name, patch)
+
+        return publish
+
+    def in_config_map(self, name: str) -> Publish:
+        """As ca.crt of a ConfigMap."""
+
+        async def publish(bundle: bytes) -> None:
+            old = await self._config_map(name)
+            data = {**((old or {}).get("data") or {}), _BUNDLE: bundle.decode()}
+            if old is not None and old.get("data") == data:
+                return
+            metadata = old["metadata"] if old else {"name": name}
+            new = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+            await _create_or_replace(self._client, CONFIG_MAPS, old, new, namespace=self._namespace)
+            say("CA published", configmap=name, certificates=len(split(bundle)))
+
+        return publish
+
+    async def _config_map(self, name: str) -> Body | None:
+        try:
+            return await self._client.get(CONFIG_MAPS, name, namespace=self._namespace)
+        except NotFound:
+            return None
+
+    async def _patch_webhook(self, name: str, patch: list[Body]) -> None:
+        try:
+            await self._client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
+        except Rejected as error:  # a `test` failed: the list was changed after we read it
+            raise Conflict(str(error), status=error.status) from error
+        say("CA published", webhook=name, webhooks=len(patch) // 2)
+
+
+def _bundle_patch(body: Body, bundle: str) -> list[Body]:
+    """Tests the name at each index, so that a list that changed meanwhile is not hit in the wrong
+    place. Empty when all is well."""
+    patch: list[Body] = []
+    for index, webhook in enumerate(body.get("webhooks") or []):
+        if webhook["clientConfig"].get("caBundle") == bundle:
+            continue
+        path = f"/webhooks/{index}"
+        patch.append({"op": "test", "path": f"{path}/name", "value": webhook["name"]})
+        patch.append({"op": "add", "path": f"{path}/clientConfig/caBundle", "value": bundle})
+    return patch
+
+
+async def _create_or_replace(
+    client: Client, resource: Resource, old: Body | None, new: Body, *, namespace: str
+) -> None:
+    if old is None:
+        await client.create(resource, new, namespace=namespace)
+    else:
+        await client.replace(resource, new, namespace=namespace)

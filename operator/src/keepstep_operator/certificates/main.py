@@ -1,0 +1,216 @@
+"""`keepstep-operator certificates`: the process."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import click
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from keepstep_operator import journal
+from keepstep_operator.certificates.keeper import Keeper, Published, Server
+from keepstep_operator.certificates.rotation import Lifetimes
+from keepstep_operator.journal import say, warn
+from keepstep_operator.kube import Client, KubeError, find_access
+from keepstep_operator.quantities import parse_duration
+from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.settings import metrics_port_option, namespace_option, option
+
+_WEBHOOK_OVERLAP: Final = timedelta(days=1)
+"""The API server hears of a new caBundle within a second."""
+_REPORTS_OVERLAP: Final = timedelta(days=365)
+"""A sidecar knows the bundle of the day on which its pod was created."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The command's options. `overlap`: None for each server's own."""
+
+    namespace: str
+    admission_service: str
+    reports_service: str
+    reports_ca_configmap: str
+    webhook_configuration: str
+    authority_life: timedelta
+    leaf_life: timedelta
+    overlap: timedelta | None
+    interval: timedelta
+    metrics_port: int
+
+    def lifetimes(self, overlap: timedelta) -> Lifetimes:
+        return Lifetimes(
+            authority=self.authority_life, leaf=self.leaf_life, overlap=self.overlap or overlap
+        )
+
+
+class Metrics:
+    """Every metric of this component. docs/operations.md lists the same."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.expiry = Gauge(
+            "keepstep_certificate_expiry_timestamp_seconds",
+            "When the server's certificate ends",
+            ("service",),
+            registry=self.registry,
+        )
+        self.rounds = Counter(
+            "keepstep_certificate_rounds",
+            "Looks at a server's certificates",
+            ("service", "result"),
+            registry=self.registry,
+        )
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta | None:
+    try:
+        return None if value is None else timedelta(seconds=parse_duration(value))
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command(short_help="Make and rotate the certificates of both servers.")
+@namespace_option
+@option(
+    "--admission-service",
+    metavar="NAME",
+    default="keepstep-admission",
+    help="Service of admission; its Secrets are NAME-ca and NAME-tls.",
+)
+@option(
+    "--reports-service",
+    metavar="NAME",
+    default="keepstep-reports",
+    help="Service of the reports API; its Secrets are NAME-ca and NAME-tls.",
+)
+@option(
+    "--reports-ca-configmap",
+    metavar="NAME",
+    default="keepstep-reports-ca",
+    help="ConfigMap that tells sidecars the CA of the reports API.",
+)
+@option(
+    "--webhook-configuration",
+    metavar="NAME",
+    default="keepstep",
+    help="MutatingWebhookConfiguration whose caBundle is kept.",
+)
+@option(
+    "--ca-lifetime",
+    "authority_life",
+    metavar="DURATION",
+    default="87600h",
+    callback=_duration,
+    help="Of an authority; the next one is made after two thirds of it.",
+)
+@option(
+    "--leaf-lifetime",
+    "leaf_life",
+    metavar="DURATION",
+    default="2160h",
+    callback=_duration,
+    help="Of a server's certificate; it is made anew after two thirds of it.",
+)
+@option(
+    "--overlap",
+    metavar="DURATION",
+    callback=_duration,
+    help="From the publication of a new CA to its use, and from there to the end of the old one."
+    "  [default: 24h for the webhook, 8760h for reports]",
+)
+@option(
+    "--interval",
+    metavar="DURATION",
+    default="15s",
+    callback=_duration,
+    help="Between two looks.",
+)
+@metrics_port_option
+@click.option("--once", is_flag=True, help="Do what is due now, and end.")
+def certificates(once: bool, **options: Any) -> None:
+    """Make and rotate the certificates of admission and of the reports API.
+
+    Begin a rotation of an authority by hand with
+    `kubectl annotate secret keepstep-admission-ca keepstep.dev/rotate-ca=now`.
+
+    \b
+    Examples:
+      keepstep-operator certificates --namespace keepstep-system
+      keepstep-operator certificates --namespace keepstep-system --once
+    """  # fmt: skip
+    journal.configure("certificates")
+    settings = Settings(**options)
+    asyncio.run(run_once(settings) if once else serve(settings))
+
+
+async def run_once(settings: Settings) -> None:
+    """One round. Raises KubeError."""
+    async with Client(find_access()) as client:
+        for _, keeper in keepers(client, settings):
+            await keeper.round()
+
+
+async def serve(settings: Settings) -> None:
+    """Rounds until SIGTERM; a failed one is said and tried again."""
+    metrics, tried = Metrics(), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(find_access()))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        loop = group.create_task(
+            _rounds(keepers(client, settings), settings.interval, metrics, tried), name="rounds"
+        )
+
+        def ready() -> str:
+            return "" if tried.is_set() else "no round is over yet"
+
+        async with listening(observed(metrics.registry, ready), port=settings.metrics_port) as port:
+            say("listening", metrics_port=port)
+            await until_signal()
+        loop.cancel()
+    say("ended")
+
+
+def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper]]:
+    """One for each server, by the name of its Service."""
+    published = Published(client, namespace=settings.namespace)
+    servers = (
+        Server(
+            service=settings.admission_service,
+            publish=published.in_webhook(settings.webhook_configuration),
+            lifetimes=settings.lifetimes(_WEBHOOK_OVERLAP),
+        ),
+        Server(
+            service=settings.reports_service,
+            publish=published.in_config_map(settings.reports_ca_configmap),
+            lifetimes=settings.lifetimes(_REPORTS_OVERLAP),
+        ),
+    )
+    return [
+        (one.service, Keeper(client, one, namespace=settings.namespace, clock=_now))
+        for one in servers
+    ]
+
+
+async def _rounds(
+    served: list[tuple[str, Keeper]], interval: timedelta, metrics: Metrics, tried: asyncio.Event
+) -> None:
+    while True:
+        for service, keeper in served:
+            result = "ok"
+            try:
+                leaf = await keeper.round()
+                metrics.expiry.labels(service).set(leaf.not_after.timestamp())
+            except KubeError as error:
+                result = "failed"
+                warn("round failed", service=service, reason=str(error), status=error.status)
+            metrics.rounds.labels(service, result).inc()
+        tried.set()
+        await asyncio.sleep(interval.total_seconds())
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,181 @@
+"""The containers that injection adds, and what the training container gets.
+
+All settings reach the sidecar by environment, so that its arguments can never disagree with them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from keepstep import reports
+from keepstep_operator.bodies import Body
+from keepstep_operator.injection.resources import cost_of, resources_of
+from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.volumes import (
+    host_mounts,
+    memory_mount,
+    mounts_of,
+    paths_of,
+    prepared_paths,
+)
+from keepstep_operator.names import (
+    GROUP_ID,
+    MEMORY_PATH,
+    SIDECAR_CONTAINER,
+    SIDECAR_METRICS_PORT,
+    SOCKET_ENV,
+    SOCKET_PATH,
+    TOKEN_PATH,
+    USER_ID,
+    VOLUMES_CONTAINER,
+)
+from keepstep_operator.pods import Placement
+from keepstep_operator.policy import PersistMode, Policy, Verify
+
+_PROGRAM: Final = "keepstep-sidecar"
+_PROBE_S: Final = 1
+_PROBES: Final = 120
+_COPIED = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|JOB_COMPLETION_INDEX|PET_[A-Z0-9_]+)$"
+)
+"""Job controllers set these on the containers that they know, which the sidecar is not."""
+_VERIFY: Final = {Verify.FULL: "full", Verify.SEAL: "seal"}
+
+
+def sidecar(
+    policy: Policy,
+    placement: Placement,
+    defaults: Defaults,
+    *,
+    training: Body,
+    storage: str | None = None,
+    host_network: bool = False,
+) -> Body:
+    """The native sidecar: starts first, ends last, and never keeps a finished job alive.
+
+    No readiness probe: it would keep the pod out of the Service that ranks meet at.
+    `training`: the container whose ranks it serves. `storage`: the ephemeral storage it asks for,
+    None for no limit. `host_network`: then no port is declared, as it would become the node's, and
+    two pods would not fit on one.
+    """
+    resources = resources_of(cost_of(policy))
+    if storage is not None:
+        for kind in resources.values():
+            kind["ephemeral-storage"] = storage
+    return {
+        "name": SIDECAR_CONTAINER,
+        "image": defaults.sidecar_image,
+        "imagePullPolicy": defaults.sidecar_pull_policy,
+        "restartPolicy": "Always",
+        "env": _environment(policy, placement, defaults, training),
+        **({} if host_network else {"ports": [_metrics_port()]}),
+        "resources": resources,
+        "volumeMounts": mounts_of(policy, placement),
+        "startupProbe": {
+            "exec": {"command": [_PROGRAM, "--probe"]},
+            "periodSeconds": _PROBE_S,
+            "timeoutSeconds": 5,
+            "failureThreshold": _PROBES,
+        },
+        "lifecycle": {"preStop": {"exec": {"command": [_PROGRAM, "--flush"]}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": _confined(user=USER_ID, group=GROUP_ID),
+    }
+
+
+def directories(policy: Policy, placement: Placement, defaults: Defaults) -> Body | None:
+    """The init container that makes the pod's directory below each hostPath; None without one.
+
+    It is root, as a hostPath is root's, with no more than it takes to give a directory away.
+    """
+    if not policy.host_paths:
+        return None
+    security = _confined(user=0, group=0)
+    security["capabilities"]["add"] = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    amounts = {"cpu": "100m", "memory": "128Mi"}
+    return {
+        "name": VOLUMES_CONTAINER,
+        "image": defaults.sidecar_image,
+        "imagePullPolicy": defaults.sidecar_pull_policy,
+        "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
+        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "volumeMounts": host_mounts(policy),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": security,
+    }
+
+
+def trained(container: Body) -> Body:
+    """The training container with the shared memory and the way to the sidecar's socket."""
+    mounts = [*(container.get("volumeMounts") or []), memory_mount()]
+    result = {**container, "volumeMounts": mounts}
+    environment = container.get("env") or []
+    if not any(one.get("name") == SOCKET_ENV for one in environment):
+        result["env"] = [*environment, {"name": SOCKET_ENV, "value": SOCKET_PATH}]
+    return result
+
+
+def _metrics_port() -> Body:
+    """Its name is what the chart's PodMonitor looks for."""
+    return {"name": "keepstep", "containerPort": SIDECAR_METRICS_PORT, "protocol": "TCP"}
+
+
+def _environment(
+    policy: Policy, placement: Placement, defaults: Defaults, training: Body
+) -> list[Body]:
+    ours = _settings(policy, placement, defaults)
+    return [
+        *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
+        *_copied(training.get("env") or []),
+    ]
+
+
+def _settings(
+    policy: Policy, placement: Placement, defaults: Defaults
+) -> dict[str, str | int | None]:
+    """The contract with `keepstep-sidecar`; None is left out."""
+    fixed = policy.persist_mode is PersistMode.FIXED
+    return {
+        "KEEPSTEP_RUN": placement.run_key,
+        "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
+        "KEEPSTEP_VOLUMES": " ".join(paths_of(policy)),
+        "KEEPSTEP_SLOTS": policy.slots,
+        "KEEPSTEP_MEMORY_LIMIT": policy.memory_limit_bytes,
+        "KEEPSTEP_STAGE_EVERY": policy.stage_every,
+        "KEEPSTEP_PERSIST_EVERY": policy.persist_every if fixed else policy.stage_every,
+        "KEEPSTEP_KEEP": policy.keep,
+        "KEEPSTEP_CAPACITY": policy.usable_bytes,
+        "KEEPSTEP_IO_THREADS": policy.io_threads,
+        "KEEPSTEP_BYTES_PER_SECOND": policy.bytes_per_second,
+        "KEEPSTEP_VERIFY": _VERIFY[policy.verify],
+        "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
+        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
+        "KEEPSTEP_REPORT_CA": defaults.reports_ca,
+        "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",
+        "KEEPSTEP_METRICS_PORT": SIDECAR_METRICS_PORT,
+    }
+
+
+def _copied(environment: list[Body]) -> list[Body]:
+    """What tells ranks apart: written out, or from a field of the pod; never a Secret's content."""
+    return [dict(one) for one in environment if _COPIED.match(one.get("name", "")) and _plain(one)]
+
+
+def _plain(variable: Body) -> bool:
+    """`$(OTHER)` would expand to nothing in the sidecar, where OTHER is not set."""
+    source = variable.get("valueFrom")
+    return "fieldRef" in source if source else "$(" not in variable.get("value", "")
+
+
+def _confined(*, user: int, group: int) -> Body:
+    """Pod Security "restricted", for everybody but root."""
+    return {
+        "runAsNonRoot": user != 0,
+        "runAsUser": user,
+        "runAsGroup": group,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }

@@ -1,0 +1,214 @@
+"""Pod -> Pod. Raises instead of guessing; whoever calls lets the pod pass unchanged then."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Final
+
+from keepstep_operator.bodies import Body
+from keepstep_operator.injection.containers import directories, sidecar, trained
+from keepstep_operator.injection.resources import carve, cost_of, storage_limit
+from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.volumes import file_system_group, volumes_of
+from keepstep_operator.names import (
+    GROUP_ID,
+    INJECTED_LABEL,
+    MEMORY_PATH,
+    NODE_RANK_LABEL,
+    RUN_KEY_LABEL,
+    SIDECAR_CONTAINER,
+    SOCKET_ENV,
+    SOCKET_PATH,
+    STATUS_ANNOTATION,
+    VOLUMES_CONTAINER,
+)
+from keepstep_operator.pods import (
+    Injected,
+    Placement,
+    Pod,
+    PodError,
+    injected_of,
+    parse_pod,
+    placement,
+    placement_of,
+    root_of,
+    training_container,
+)
+from keepstep_operator.policy import Accounting, Policy, require_allowed
+
+_KUBERNETES_GRACE_S: Final = 30
+_LONGEST_GRACE_S: Final = 120
+_AFTER_FLUSH_S: Final = 10
+
+
+def inject(pod: Body, policy: Policy, defaults: Defaults) -> Body:
+    """The pod with the sidecar, and whatever it needs; unchanged when it is there already.
+
+    `pod` is not modified. Raises PodError, or PolicyError when the policy asks for a hostPath that
+    `defaults` do not allow.
+    """
+    parsed = parse_pod(pod, namespace=policy.namespace)
+    if is_injected(parsed):
+        return pod
+    require_allowed(policy, defaults.host_paths)
+    _require_free(pod, parsed, policy)
+    return _Injection.of(parsed, policy, defaults).apply(pod)
+
+
+def is_injected(pod: Pod) -> bool:
+    """Whether an earlier call of admission for this pod did its work (webhooks are reinvoked).
+
+    Not so for a template that was copied from the pod of another job: its labels name another run.
+    """
+    said = injected_of(pod)
+    if not pod.has_sidecar or said is None or said.reason:
+        return False
+    try:
+        return placement_of(pod) == placement(pod)
+    except PodError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Injection:
+    """What was decided about one pod. `warnings` grows while it is applied."""
+
+    pod: Pod
+    policy: Policy
+    defaults: Defaults
+    place: Placement
+    container: str
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pod: Pod, policy: Policy, defaults: Defaults) -> _Injection:
+        return cls(
+            pod=pod,
+            policy=policy,
+            defaults=defaults,
+            place=placement(pod),
+            container=training_container(pod).name,
+        )
+
+    def apply(self, body: Body) -> Body:
+        result = deepcopy(body)
+        spec = result.setdefault("spec", {})
+        training = _named(spec["containers"], self.container)
+        spec["initContainers"] = [*self._first(spec, training), *(spec.get("initContainers") or [])]
+        spec["containers"] = [
+            self._training(one) if one is training else one for one in spec["containers"]
+        ]
+        spec["securityContext"] = self._security(spec)
+        spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
+        spec["terminationGracePeriodSeconds"] = self._grace_s(spec)
+        result["metadata"] = self._metadata(result.get("metadata") or {})
+        return result
+
+    def _first(self, spec: Body, training: Body) -> list[Body]:
+        """The new init containers, in order: directories, then the sidecar that writes there."""
+        storage, warning = storage_limit(self.policy, spec["containers"])
+        self._warn(warning)
+        prepared = directories(self.policy, self.place, self.defaults)
+        added = sidecar(
+            self.policy,
+            self.place,
+            self.defaults,
+            training=training,
+            storage=storage,
+            host_network=bool(spec.get("hostNetwork")),
+        )
+        return [added] if prepared is None else [prepared, added]
+
+    def _training(self, container: Body) -> Body:
+        for one in container.get("env") or []:
+            if one.get("name") == SOCKET_ENV and one.get("value") != SOCKET_PATH:
+                self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
+        result = trained(container)
+        if self.policy.accounting is Accounting.CARVE_OUT:
+            left, reason = carve(container.get("resources") or {}, cost_of(self.policy))
+            if not reason:
+                return {**result, "resources": left}
+            self._warn(f"accounting CarveOut is not possible, Add is used: {reason}")
+        return result
+
+    def _security(self, spec: Body) -> Body:
+        """One supplemental group lets a trainer of any user fill slots (2770, 0660)."""
+        security = dict(spec.get("securityContext") or {})
+        groups = security.get("supplementalGroups") or []
+        if GROUP_ID not in groups:
+            security["supplementalGroups"] = [*groups, GROUP_ID]
+        if (group := file_system_group(self.policy, spec)) is not None:
+            security["fsGroup"] = group
+        return security
+
+    def _grace_s(self, spec: Body) -> int:
+        """Raised to what a flush needs, never lowered."""
+        own = spec.get("terminationGracePeriodSeconds")
+        needed = min(self.policy.flush_timeout_s + _AFTER_FLUSH_S, _LONGEST_GRACE_S)
+        return max(_KUBERNETES_GRACE_S if own is None else own, needed)
+
+    def _metadata(self, metadata: Body) -> Body:
+        labels = {
+            INJECTED_LABEL: "true",
+            RUN_KEY_LABEL: self.place.run_key,
+            NODE_RANK_LABEL: str(self.place.node_rank),
+        }
+        annotations = {STATUS_ANNOTATION: self._status().render()}
+        return {
+            **metadata,
+            "labels": {**(metadata.get("labels") or {}), **labels},
+            "annotations": {**(metadata.get("annotations") or {}), **annotations},
+        }
+
+    def _status(self) -> Injected:
+        return Injected(
+            policy=self.policy.name,
+            generation=self.policy.generation,
+            image=self.defaults.sidecar_image,
+            version=self.defaults.version,
+            container=self.container,
+            job=root_of(self.pod),
+            warnings=tuple(self.warnings),
+        )
+
+    def _warn(self, warning: str) -> None:
+        if warning:
+            self.warnings.append(warning)
+
+
+def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
+    """Names and places that we need must not be the user's. Raises PodError."""
+    spec = body.get("spec") or {}
+    if (spec.get("os") or {}).get("name") == "windows":
+        raise PodError("Windows", "keepstep needs Linux; remove the annotation from this pod")
+    if spec.get("resources"):
+        raise PodError(
+            "PodResources",
+            "the pod sets spec.resources, which the sidecar would not fit into; set resources on"
+            " its containers instead",
+        )
+    containers = {*(one.name for one in pod.containers), *pod.init_containers}
+    volumes = {one.get("name") for one in spec.get("volumes") or []}
+    wanted = {one["name"] for one in volumes_of(policy)}
+    if taken := sorted({SIDECAR_CONTAINER, VOLUMES_CONTAINER} & containers) + sorted(
+        wanted & volumes
+    ):
+        raise PodError(
+            "Conflict",
+            f"the pod template has a container or volume named {taken[0]}, which keepstep adds;"
+            " remove it (was it copied from an injected pod?)",
+        )
+    training = _named(spec.get("containers") or [], training_container(pod).name)
+    for mount in training.get("volumeMounts") or []:
+        if PurePosixPath(mount.get("mountPath", "/")).is_relative_to(MEMORY_PATH):
+            raise PodError(
+                "Conflict",
+                f"container {training['name']} mounts {mount['mountPath']}, where keepstep's shared"
+                " memory goes; mount it elsewhere",
+            )
+
+
+def _named(containers: list[Body], name: str) -> Body:
+    return next(one for one in containers if one.get("name") == name)

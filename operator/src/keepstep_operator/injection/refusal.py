@@ -1,0 +1,22 @@
+"""A pod that asked for keepstep and does not get it carries the reason: whoever looks at the pod
+sees it, and the reconciler turns it into an Event on the job."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from keepstep_operator.bodies import Body
+from keepstep_operator.names import INJECTED_LABEL, STATUS_ANNOTATION
+from keepstep_operator.pods import Injected, parse_pod
+
+
+def refuse(pod: Body, *, reason: str, message: str) -> Body:
+    """The pod with keepstep.dev/status saying why it has no sidecar, and otherwise unchanged."""
+    said = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)
+    result = deepcopy(pod)
+    metadata = result["metadata"] = {**(result.get("metadata") or {})}
+    annotations = metadata.get("annotations") or {}
+    metadata["annotations"] = {**annotations, STATUS_ANNOTATION: said.render()}
+    if INJECTED_LABEL in (metadata.get("labels") or {}):  # copied from a pod that has the sidecar
+        del metadata["labels"][INJECTED_LABEL]
+    return result

@@ -1,0 +1,141 @@
+"""The pod's volumes that injection adds, and where the sidecar mounts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from keepstep.reports import AUDIENCE
+from keepstep_operator.bodies import Body
+from keepstep_operator.names import (
+    GROUP_ID,
+    MEMORY_PATH,
+    MEMORY_VOLUME,
+    TOKEN_PATH,
+    TOKEN_VOLUME,
+    VOLUME_PREFIX,
+    VOLUMES_PATH,
+)
+from keepstep_operator.pods import Placement, PodError
+from keepstep_operator.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
+from keepstep_operator.quantities import format_bytes
+
+HOST_ROOT: Final = "/host"
+"""Where the init container sees the whole of each hostPath."""
+
+_BESIDE_SLOTS_BYTES: Final = 16 << 20
+"""Socket, records and the slots' own pages of metadata."""
+_TOKEN_S: Final = 3600
+_READABLE: Final = 0o444
+"""The kubelet narrows it to 0600 or 0640 where the pod has one user, or an fsGroup."""
+_OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
+
+
+def volumes_of(policy: Policy) -> list[Body]:
+    """What goes into `spec.volumes`."""
+    return [_memory(policy), _token(), *(_volume(one) for one in policy.volumes)]
+
+
+def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
+    """The sidecar's."""
+    return [
+        memory_mount(),
+        {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
+        *(_mount(one, policy, placement) for one in policy.volumes),
+    ]
+
+
+def memory_mount() -> Body:
+    """Of the shared memory: the same in the sidecar and in the training container."""
+    return {"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH}
+
+
+def paths_of(policy: Policy) -> list[str]:
+    """Directories of the policy's volumes, as the sidecar sees them."""
+    return [f"{VOLUMES_PATH}/{one.name}" for one in policy.volumes]
+
+
+def host_mounts(policy: Policy) -> list[Body]:
+    """The init container's: the hostPaths, whole."""
+    return [
+        {"name": VOLUME_PREFIX + one.name, "mountPath": f"{HOST_ROOT}/{one.name}"}
+        for one in _on_host(policy)
+    ]
+
+
+def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
+    """What the init container makes: this pod's directory below each hostPath."""
+    below = _below(policy, placement)
+    return [f"{HOST_ROOT}/{one.name}/{below}" for one in _on_host(policy)]
+
+
+def file_system_group(policy: Policy, spec: Body) -> int | None:
+    """The fsGroup that the pod must get: an ephemeral claim is root's otherwise. None: leave it.
+
+    Raises PodError where setting one would change the owner of the user's own claims.
+    """
+    if not any(isinstance(one.source, Ephemeral) for one in policy.volumes):
+        return None
+    if (spec.get("securityContext") or {}).get("fsGroup") is not None:
+        return None
+    for volume in spec.get("volumes") or []:
+        if any(kind in volume for kind in _OWNED_BY_FS_GROUP):
+            raise PodError(
+                "NoFsGroup",
+                "the policy's ephemeral volume needs spec.securityContext.fsGroup, which would"
+                f" also give the files of volume {volume.get('name')!r} to that group; set fsGroup"
+                f" in the pod template ({GROUP_ID}, or one of your own)",
+            )
+    return GROUP_ID
+
+
+def _memory(policy: Policy) -> Body:
+    size = format_bytes(policy.memory_limit_bytes + _BESIDE_SLOTS_BYTES)
+    return {"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+def _token() -> Body:
+    source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
+    projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
+    return {"name": TOKEN_VOLUME, "projected": projected}
+
+
+def _volume(volume: Volume) -> Body:
+    return {"name": VOLUME_PREFIX + volume.name, **_source(volume)}
+
+
+def _source(volume: Volume) -> Body:
+    match volume.source:
+        case EmptyDir(size_limit_bytes=limit):
+            return {"emptyDir": {} if limit is None else {"sizeLimit": format_bytes(limit)}}
+        case HostPath(path=path):
+            return {"hostPath": {"path": path, "type": "DirectoryOrCreate"}}
+        case Ephemeral(size_bytes=size, storage_class=storage_class):
+            return {"ephemeral": {"volumeClaimTemplate": {"spec": _claim(size, storage_class)}}}
+
+
+def _claim(size_bytes: int, storage_class: str | None) -> Body:
+    claim: Body = {
+        "accessModes": ["ReadWriteOnce"],
+        "volumeMode": "Filesystem",
+        "resources": {"requests": {"storage": format_bytes(size_bytes)}},
+    }
+    if storage_class is not None:
+        claim["storageClassName"] = storage_class
+    return claim
+
+
+def _mount(volume: Volume, policy: Policy, placement: Placement) -> Body:
+    mount = {"name": VOLUME_PREFIX + volume.name, "mountPath": f"{VOLUMES_PATH}/{volume.name}"}
+    if isinstance(volume.source, HostPath):
+        mount["subPath"] = _below(policy, placement)
+    return mount
+
+
+def _below(policy: Policy, placement: Placement) -> str:
+    """All three parts were checked: DNS labels and a number, so nothing leaves the hostPath."""
+    return f"{policy.namespace}/{placement.run_key}/{placement.node_rank}"
+
+
+def _on_host(policy: Policy) -> Iterator[Volume]:
+    return (one for one in policy.volumes if isinstance(one.source, HostPath))

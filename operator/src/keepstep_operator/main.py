@@ -1,0 +1,79 @@
+"""The group `keepstep-operator`. A component is imported when it is asked for: admission must not
+pay for the ledger, nor reconcile for `cryptography`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+import click
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep_operator import __version__
+
+_COMMANDS: Final = {
+    "admission": (
+        "keepstep_operator.admission.main:admission",
+        "Serve the webhook that puts the sidecar into annotated pods.",
+    ),
+    "reconcile": (
+        "keepstep_operator.reconcile.main:reconcile",
+        "Watch runs, take their sidecars' reports, tell what is protected.",
+    ),
+    "certificates": (
+        "keepstep_operator.certificates.main:certificates",
+        "Make and rotate the certificates of both servers.",
+    ),
+}
+
+
+class _Misuse(click.ClickException):
+    exit_code = 2
+
+
+class _Components(click.Group):
+    """Knows the commands by name, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Components"):
+            formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeepstepError as error:
+            kind = _Misuse if isinstance(error, UsageError) else click.ClickException
+            raise kind(str(error)) from error
+
+
+@click.group(
+    cls=_Components,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="keepstep-operator")
+def cli() -> None:
+    """keepstep's operator for Kubernetes: one program, three processes.
+
+    \b
+    Examples:
+      keepstep-operator admission --namespace keepstep-system --sidecar-image keepstep/sidecar:0.1.0
+      keepstep-operator certificates --namespace keepstep-system --once
+      keepstep-operator reconcile --help
+
+    Every option can be given as a variable KEEPSTEP_<OPTION>; the chart does so. Outside a cluster
+    KUBECONFIG says which one is meant.
+    """
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,56 @@
+"""Every name that users, pods and the cluster see: labels, annotations, paths, ports, variables.
+
+One place, because admission, reconcile, chart and documentation must agree on them.
+"""
+
+from __future__ import annotations
+
+GROUP = "keepstep.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+# --- what users write into a pod template ------------------------------------------------------
+
+POLICY_ANNOTATION = "keepstep.dev/policy"
+"""Name of a CheckpointPolicy of the pod's namespace: this is what asks for keepstep."""
+CONTAINER_ANNOTATION = "keepstep.dev/container"
+"""The training container's name, where it is not the one that the job kind fixes or the first."""
+RUN_LABEL = "keepstep.dev/run"
+"""Continues one run over several jobs."""
+FRESH_START_ANNOTATION = "keepstep.dev/fresh-start"
+"""On a CheckpointRun: the epoch (or "newest") that rightly began anew; older steps may go."""
+
+# --- what injection adds -----------------------------------------------------------------------
+
+INJECTED_LABEL = "keepstep.dev/injected"
+RUN_KEY_LABEL = "keepstep.dev/run-key"
+"""The run's directory name and the name of its CheckpointRun."""
+NODE_RANK_LABEL = "keepstep.dev/node-rank"
+STATUS_ANNOTATION = "keepstep.dev/status"
+"""JSON: policy, generation, sidecar image and version, training container, job."""
+
+SIDECAR_CONTAINER = "keepstep-sidecar"
+VOLUMES_CONTAINER = "keepstep-volumes"
+"""Init container that makes this run's directory below a hostPath, and gives it to the group."""
+MEMORY_VOLUME = "keepstep-memory"
+TOKEN_VOLUME = "keepstep-token"
+VOLUME_PREFIX = "keepstep-volume-"
+
+MEMORY_PATH = "/run/keepstep"
+"""Slots and the socket, in both containers."""
+SOCKET_PATH = f"{MEMORY_PATH}/sidecar.sock"
+VOLUMES_PATH = "/keepstep/volumes"
+TOKEN_PATH = "/var/run/secrets/keepstep.dev/token"
+
+SOCKET_ENV = "KEEPSTEP_SOCKET"
+
+USER_ID = 65532
+GROUP_ID = 65532
+"""Of the sidecar; the pod gets the group as a supplemental one, so that trainers may fill slots."""
+
+# --- ports -------------------------------------------------------------------------------------
+
+ADMISSION_PORT = 9443
+REPORTS_PORT = 9444
+METRICS_PORT = 9090
+SIDECAR_METRICS_PORT = 9464

@@ -1,0 +1,287 @@
+"""A pod as small values: which run it belongs to, which place in it, which container trains.
+
+Admission sees a pod before it has a uid (and, from a generateName, before it has a name), reconcile
+sees it later. Both must come to the same answers, so everything here is a function of what a pod
+has from its birth: labels, annotations, owner, containers. After injection the labels that
+admission wrote are what counts (`placement_of`). Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keepstep.errors import UsageError
+from keepstep_operator import names
+from keepstep_operator.bodies import Body
+
+JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
+JOBSET_INDEX_LABEL = "jobset.sigs.k8s.io/job-global-index"
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Annotation of every pod of an Indexed Job; since Kubernetes 1.28 a label, too."""
+REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
+TRAINJOB_LABELS = (
+    "trainer.kubeflow.org/trainjob-name",
+    "trainer.kubeflow.org/trainjob-ancestor-step",
+)
+
+PODS_OF_A_JOB = 10_000
+"""Node ranks that a JobSet's job gets: its global index times this, plus the completion index. An
+identity within the run, not torch's RANK."""
+
+_TRAINING_CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
+_LONGEST_KEY = 63
+_HEX_OF_UID = 8
+_DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+
+
+class PodError(UsageError):
+    """A pod that cannot be part of a run. `reason` is one word; the message says what to change."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The job that a run is: what `kubectl describe` is asked about. `uid` is '' for a pod without
+    an owner (its own root) that is not created yet."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """`literals`: environment variables with a value written out (no references)."""
+
+    name: str
+    image: str
+    literals: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """What we look at. `owner`: the controller's reference. `init_containers`: names, in order."""
+
+    namespace: str
+    name: str
+    uid: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    owner: Root | None
+    containers: tuple[Container, ...]
+    init_containers: tuple[str, ...]
+    node: str = ""
+    phase: str = ""
+    deleting: bool = False
+
+    @property
+    def policy(self) -> str | None:
+        """The CheckpointPolicy that the pod asks for; None: it does not."""
+        return self.annotations.get(names.POLICY_ANNOTATION)
+
+    @property
+    def has_sidecar(self) -> bool:
+        """Whether the sidecar is really there, whatever labels say."""
+        return names.SIDECAR_CONTAINER in self.init_containers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a pod stands: its run's key (directory and CheckpointRun name) and its node rank."""
+
+    run_key: str
+    node_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected:
+    """The annotation keepstep.dev/status: what admission did to the pod, or why it did nothing.
+
+    `reason` is '' when the sidecar was injected, else one word, and `message` says what to do.
+    `job`: None when refused. `image` and `version`: of the sidecar. `warnings`: what was done in
+    another way than asked.
+    """
+
+    policy: str
+    reason: str = ""
+    message: str = ""
+    generation: int = 0
+    image: str = ""
+    version: str = ""
+    container: str = ""
+    job: Root | None = None
+    warnings: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """As the annotation's value: JSON without what is empty, keys in a fixed order."""
+        fields = {name: value for name, value in asdict(self).items() if value}
+        return json.dumps(fields, separators=(",", ":"))
+
+
+def parse_pod(body: Body, *, namespace: str = "") -> Pod:
+    """A Pod object as values. `namespace`: of the admission request; a new pod's may be empty."""
+    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
+    status = body.get("status") or {}
+    return Pod(
+        namespace=metadata.get("namespace") or namespace,
+        name=metadata.get("name") or "",
+        uid=metadata.get("uid") or "",
+        labels=metadata.get("labels") or {},
+        annotations=metadata.get("annotations") or {},
+        owner=_controller(metadata.get("ownerReferences") or []),
+        containers=tuple(_container(one) for one in spec.get("containers") or []),
+        init_containers=tuple(one.get("name", "") for one in spec.get("initContainers") or []),
+        node=spec.get("nodeName") or "",
+        phase=status.get("phase") or "",
+        deleting=bool(metadata.get("deletionTimestamp")),
+    )
+
+
+def root_of(pod: Pod) -> Root:
+    """The job that the pod belongs to: a JobSet by its labels, else the controller, else itself."""
+    jobset, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
+    if jobset and uid:
+        return Root(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=jobset, uid=uid)
+    return pod.owner or Root(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
+
+
+def run_key(pod: Pod) -> str:
+    """The run's name, a DNS label: from the label keepstep.dev/run, else from the root job.
+
+    Raises PodError when neither gives one.
+    """
+    if (label := pod.labels.get(names.RUN_LABEL)) is not None:
+        return _checked(label, f"label {names.RUN_LABEL}")
+    root = root_of(pod)
+    if root.kind != "Pod":
+        return _key_of_job(root)
+    if not pod.name:
+        raise PodError(
+            "NoRun",
+            "the pod has neither an owner nor a name of its own, so nothing tells which run it goes"
+            f" on with; give it the label {names.RUN_LABEL}",
+        )
+    return _checked(pod.name, "the pod's name")
+
+
+def node_rank(pod: Pod) -> int:
+    """The pod's place in its run, constant over restarts; 0 when nothing tells one."""
+    kind = root_of(pod).kind
+    completion = _index(pod.labels.get(COMPLETION_INDEX) or pod.annotations.get(COMPLETION_INDEX))
+    if kind == "JobSet":
+        job = pod.labels.get(JOBSET_INDEX_LABEL) or pod.annotations.get(JOBSET_INDEX_LABEL)
+        return (_index(job) or 0) * PODS_OF_A_JOB + (completion or 0)
+    if completion is not None:
+        return completion
+    return _kubeflow_rank(pod) if kind == "PyTorchJob" else 0
+
+
+def training_container(pod: Pod) -> Container:
+    """The container that trains: the annotated one, else the one that the kind of job names, else
+    the first. Raises PodError when the annotated one, or any at all, is not there."""
+    by_name = {one.name: one for one in pod.containers}
+    if (wanted := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
+        if wanted not in by_name:
+            raise PodError(
+                "NoContainer",
+                f"annotation {names.CONTAINER_ANNOTATION} names {wanted!r}; the pod has"
+                f" {', '.join(by_name)}",
+            )
+        return by_name[wanted]
+    if not pod.containers:
+        raise PodError("NoContainer", "the pod has no container that could train")
+    return by_name.get(_usual_container(pod), pod.containers[0])
+
+
+def placement(pod: Pod) -> Placement:
+    """Run key and node rank from what a pod is born with. Raises PodError."""
+    return Placement(run_key=run_key(pod), node_rank=node_rank(pod))
+
+
+def placement_of(pod: Pod) -> Placement | None:
+    """Run key and node rank as admission wrote them; None for a pod that was not injected."""
+    key = pod.labels.get(names.RUN_KEY_LABEL)
+    rank = _index(pod.labels.get(names.NODE_RANK_LABEL))
+    if key is None or rank is None or pod.labels.get(names.INJECTED_LABEL) != "true":
+        return None
+    return Placement(run_key=key, node_rank=rank)
+
+
+def injected_of(pod: Pod) -> Injected | None:
+    """What admission wrote about the pod; None when it wrote nothing, or somebody spoilt it."""
+    try:
+        fields: dict[str, Any] = json.loads(pod.annotations.get(names.STATUS_ANNOTATION, ""))
+        job = fields.pop("job", None)
+        fields["warnings"] = tuple(fields.get("warnings", ()))
+        known = {name: fields[name] for name in Injected.__dataclass_fields__ if name in fields}
+        return Injected(**known, job=Root(**job) if job else None)
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _controller(references: list[Body]) -> Root | None:
+    for one in references:
+        if one.get("controller"):
+            return Root(
+                api_version=one.get("apiVersion", ""),
+                kind=one.get("kind", ""),
+                name=one.get("name", ""),
+                uid=one.get("uid", ""),
+            )
+    return None
+
+
+def _container(body: Body) -> Container:
+    environment = body.get("env") or []
+    literals = {one["name"]: one["value"] for one in environment if one.get("value")}
+    return Container(name=body.get("name", ""), image=body.get("image", ""), literals=literals)
+
+
+def _usual_container(pod: Pod) -> str:
+    if any(label in pod.labels for label in TRAINJOB_LABELS):
+        return _TRAINING_CONTAINERS["TrainJob"]
+    return _TRAINING_CONTAINERS.get(root_of(pod).kind, "")
+
+
+def _checked(name: str, what: str) -> str:
+    if len(name) > _LONGEST_KEY or not _DNS_LABEL.match(name):
+        raise PodError(
+            "NoRun",
+            f"{what} is {name!r}, but a run's name has at most {_LONGEST_KEY} characters out of"
+            f" a-z, 0-9 and '-'; set the label {names.RUN_LABEL} to such a name",
+        )
+    return name
+
+
+def _key_of_job(root: Root) -> str:
+    """Job names may be DNS subdomains, longer and with dots; the uid keeps what is cut apart."""
+    digits = root.uid.replace("-", "").lower()[:_HEX_OF_UID]
+    if not digits.isalnum():
+        raise PodError("NoRun", f"the owner {root.kind} {root.name} has no uid")
+    name = root.name.lower().replace(".", "-")[: _LONGEST_KEY - _HEX_OF_UID - 1].rstrip("-")
+    return f"{name}-{digits}"
+
+
+def _kubeflow_rank(pod: Pod) -> int:
+    """The training operator writes the pod's index into RANK (whatever nproc-per-node is), but not
+    for an elastic job without a master: there the replica's index is unique."""
+    try:
+        literals = training_container(pod).literals
+    except PodError:
+        literals = {}
+    written = (literals.get("RANK"), literals.get("PET_NODE_RANK"))
+    found = (_index(text) for text in (*written, pod.labels.get(REPLICA_INDEX_LABEL)))
+    return next((index for index in found if index is not None), 0)
+
+
+def _index(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else None

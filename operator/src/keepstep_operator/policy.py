@@ -1,0 +1,333 @@
+"""A CheckpointPolicy as values: parsed once, at the edge, checked again, defaults filled in again.
+
+The CRD's schema says the same (crds/keepstep.dev_checkpointpolicies.yaml). It is repeated here
+because an object may be older than a default or a rule of the schema, and because admission and
+reconcile must agree on what a policy means. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+from keepstep.errors import UsageError
+from keepstep_operator.bodies import Body
+from keepstep_operator.quantities import parse_bytes, parse_duration, parse_millicores
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+_VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+_SOURCES = ("emptyDir", "hostPath", "ephemeral")
+_MOST_VOLUMES = 8
+_LEAST_BYTES = 1 << 20
+_LONGEST_FLUSH_S = 120
+_FULL_BEFORE_EVICTION = 0.95
+"""Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
+
+
+class PolicyError(UsageError):
+    """A policy that cannot work. `field` is its path below spec; the message says what to write.
+
+    `reason`: of the condition Accepted=False, one word.
+    """
+
+    def __init__(self, field: str, message: str, *, reason: str = "Invalid") -> None:
+        super().__init__(f"spec.{field}: {message}" if field else message)
+        self.field = field
+        self.reason = reason
+
+
+class PersistMode(str, enum.Enum):
+    """Which staged steps become durable: as many as the volumes take, or every N-th."""
+
+    AUTO = "Auto"
+    FIXED = "Fixed"
+
+
+class Accounting(str, enum.Enum):
+    """Whose requests the sidecar's are: on top, or carved out of the training container's."""
+
+    ADD = "Add"
+    CARVE_OUT = "CarveOut"
+
+
+class Verify(str, enum.Enum):
+    """What is checked before torch sees a shard: all digests, or only that it is complete."""
+
+    FULL = "Full"
+    SEAL = "Seal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyDir:
+    """The node's own disk, for the life of the pod."""
+
+    size_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPath:
+    """A directory of the node, absolute and normal; survives the pod."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ephemeral:
+    """A claim made and deleted with the pod. `storage_class`: None is the cluster's default."""
+
+    size_bytes: int
+    storage_class: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """One local drive of each pod. `capacity_bytes`: what the policy allows keepstep to use."""
+
+    name: str
+    source: EmptyDir | HostPath | Ephemeral
+    capacity_bytes: int | None = None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The capacity, or less where filling it would get the pod evicted; None: no limit."""
+        limits = [self.capacity_bytes]
+        if isinstance(self.source, EmptyDir) and self.source.size_limit_bytes:
+            limits.append(int(self.source.size_limit_bytes * _FULL_BEFORE_EVICTION))
+        return min((one for one in limits if one is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
+
+    `memory_limit_bytes`: for the slots of all ranks of one pod; the sidecar gets `overhead_bytes`
+    beside it. `persist_every`: None with mode Auto. `keep`: newest committed steps that stay.
+    `spec`: as it stands in the object, for snapshots; nobody reads fields from it.
+    """
+
+    namespace: str
+    name: str
+    generation: int
+    memory_limit_bytes: int
+    volumes: tuple[Volume, ...]
+    slots: int = 4
+    stage_every: int = 1
+    persist_mode: PersistMode = PersistMode.AUTO
+    persist_every: int | None = None
+    accounting: Accounting = Accounting.ADD
+    keep: int = 2
+    verify: Verify = Verify.FULL
+    restore_timeout_s: int = 600
+    cpu_millicores: int = 100
+    overhead_bytes: int = 256 << 20
+    io_threads: int = 4
+    bytes_per_second: int | None = None
+    flush_timeout_s: int = 60
+    run_ttl_s: int = 168 * 3600
+    spec: Mapping[str, Any]
+
+    @property
+    def host_paths(self) -> tuple[str, ...]:
+        """Every directory of the node that the policy asks for."""
+        return tuple(one.source.path for one in self.volumes if isinstance(one.source, HostPath))
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Of each volume: the smallest of theirs, as the sidecar knows one. None: no limit."""
+        return min((one.usable_bytes for one in self.volumes if one.usable_bytes), default=None)
+
+
+def parse_policy(body: Body) -> Policy:
+    """A CheckpointPolicy object as values. Raises PolicyError that names the first wrong field."""
+    metadata = body.get("metadata") or {}
+    spec = _Fields("", body.get("spec") or {})
+    persist, memory, restore = spec.child("persist"), spec.child("memory"), spec.child("restore")
+    sidecar = spec.child("sidecar")
+    resources = sidecar.child("resources")
+    stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
+    mode, persist_every = _persist(persist, stage_every)
+    return Policy(
+        namespace=str(metadata.get("namespace", "")),
+        name=str(metadata.get("name", "")),
+        generation=int(metadata.get("generation") or 0),
+        memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
+        volumes=_volumes(spec.value("volumes")),
+        slots=memory.number("slots", 4, least=2, most=16),
+        stage_every=stage_every,
+        persist_mode=mode,
+        persist_every=persist_every,
+        accounting=spec.choice("accounting", Accounting.ADD),
+        keep=spec.child("retention").child("local").number("last", 2, least=1, most=1000),
+        verify=restore.choice("verify", Verify.FULL),
+        restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
+        cpu_millicores=resources.millicores("cpu", "100m"),
+        overhead_bytes=resources.size("memory", "256Mi", reason="InvalidMemory"),
+        io_threads=sidecar.number("ioThreadsPerVolume", 4, least=1, most=64),
+        bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
+        flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
+        run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
+        spec=spec.fields,
+    )
+
+
+def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...]:
+    """The directories of the node that lie below none of the `allowed` prefixes."""
+    prefixes = [PurePosixPath(one) for one in allowed]
+    return tuple(
+        path
+        for path in policy.host_paths
+        if not any(PurePosixPath(path).is_relative_to(one) for one in prefixes)
+    )
+
+
+def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
+    """Raises PolicyError (HostPathNotAllowed) when a hostPath lies below no allowed prefix."""
+    allowed = tuple(allowed)
+    if refused := refused_host_paths(policy, allowed):
+        places = ", ".join(allowed) or "none"
+        raise PolicyError(
+            "volumes",
+            f"hostPath {refused[0]} is not allowed by the administrator (allowed: {places}); use an"
+            " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
+            reason="HostPathNotAllowed",
+        )
+
+
+def _persist(fields: _Fields, stage_every: int) -> tuple[PersistMode, int | None]:
+    mode = fields.choice("mode", PersistMode.AUTO)
+    if mode is PersistMode.AUTO:
+        return mode, None
+    if fields.value("every") is None:
+        raise PolicyError("persist.every", "mode Fixed needs a number of steps, like 100")
+    every = fields.number("every", 1, least=1, most=1_000_000)
+    if every % stage_every:
+        raise PolicyError("persist.every", f"{every} is no multiple of stage.every {stage_every}")
+    return mode, every
+
+
+def _volumes(listed: object) -> tuple[Volume, ...]:
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_VOLUMES:
+        raise PolicyError("volumes", f"a list of 1 to {_MOST_VOLUMES} volumes is needed")
+    volumes = tuple(_volume(_Fields(f"volumes[{i}]", one)) for i, one in enumerate(listed))
+    names = [one.name for one in volumes]
+    if len(set(names)) < len(names):
+        raise PolicyError("volumes", f"names must differ: {', '.join(names)}")
+    return volumes
+
+
+def _volume(fields: _Fields) -> Volume:
+    name = fields.value("name")
+    if not isinstance(name, str) or not _VOLUME_NAME.match(name):
+        raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
+    given = [one for one in _SOURCES if fields.value(one) is not None]
+    if len(given) != 1:
+        raise fields.wrong("", f"exactly one of {', '.join(_SOURCES)} is needed, not {len(given)}")
+    return Volume(
+        name=name,
+        source=_source(given[0], fields.child(given[0])),
+        capacity_bytes=fields.optional_size("capacity"),
+    )
+
+
+def _source(kind: str, fields: _Fields) -> EmptyDir | HostPath | Ephemeral:
+    if kind == "emptyDir":
+        return EmptyDir(size_limit_bytes=fields.optional_size("sizeLimit"))
+    if kind == "ephemeral":
+        storage_class = fields.value("storageClassName")
+        return Ephemeral(
+            size_bytes=fields.size("size"),
+            storage_class=None if storage_class is None else str(storage_class),
+        )
+    return HostPath(path=_host_path(fields))
+
+
+def _host_path(fields: _Fields) -> str:
+    """Normal form (no `//`, no `/./`, no trailing slash), so that prefixes can be compared."""
+    path = fields.value("path")
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise fields.wrong("path", "an absolute directory is needed, like /mnt/nvme0/keepstep")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise fields.wrong("path", "must not contain '..'")
+    if not parts:
+        raise fields.wrong("path", "must not be the root of the node")
+    return "/" + "/".join(parts)
+
+
+class _Fields:
+    """A part of the spec, and where it stands, so that messages can say so."""
+
+    def __init__(self, path: str, fields: object) -> None:
+        self._path = path
+        if not isinstance(fields, dict):
+            raise PolicyError(path, f"an object is needed, not {fields!r}")
+        self.fields: Body = fields
+
+    def wrong(self, name: str, message: str, *, reason: str = "Invalid") -> PolicyError:
+        """The error to raise about the field `name`, or about the whole part when it is ''."""
+        return PolicyError(self._at(name), message, reason=reason)
+
+    def child(self, name: str) -> _Fields:
+        """A part that may be left out."""
+        value = self.fields.get(name)
+        return _Fields(self._at(name), {} if value is None else value)
+
+    def value(self, name: str) -> object:
+        return self.fields.get(name)
+
+    def number(self, name: str, default: int, *, least: int, most: int) -> int:
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, f"{value!r} is not a whole number from {least} to {most}")
+        return value
+
+    def choice(self, name: str, default: Choice) -> Choice:
+        value = self.fields.get(name, default.value)
+        try:
+            return type(default)(value)
+        except ValueError:
+            words = " or ".join(str(one.value) for one in type(default))
+            raise self.wrong(name, f"{value!r} is not {words}") from None
+
+    def duration(self, name: str, default: str, *, least: int, most: int) -> int:
+        value = self.fields.get(name, default)
+        try:
+            seconds = parse_duration(value)
+        except ValueError as error:
+            raise self.wrong(name, str(error)) from None
+        if not least <= seconds <= most:
+            raise self.wrong(name, f"{value} is not from {least}s to {most}s")
+        return seconds
+
+    def size(self, name: str, default: str | None = None, *, reason: str = "Invalid") -> int:
+        value = self.fields.get(name, default)
+        if value is None:
+            raise self.wrong(name, "is needed: a quantity like 32Gi", reason=reason)
+        try:
+            size_bytes = parse_bytes(value)
+        except ValueError as error:
+            raise self.wrong(name, str(error), reason=reason) from None
+        if size_bytes < _LEAST_BYTES:
+            raise self.wrong(name, f"{value} is less than 1Mi; write a unit", reason=reason)
+        return size_bytes
+
+    def optional_size(self, name: str) -> int | None:
+        return None if self.fields.get(name) is None else self.size(name)
+
+    def millicores(self, name: str, default: str) -> int:
+        value = self.fields.get(name, default)
+        try:
+            millicores = parse_millicores(value)
+        except ValueError as error:
+            raise self.wrong(name, str(error)) from None
+        if millicores < 1:
+            raise self.wrong(name, f"{value} is not a positive number of CPUs")
+        return millicores
+
+    def _at(self, name: str) -> str:
+        return ".".join(part for part in (self._path, name) if part)

@@ -1,0 +1,51 @@
+"""What all sidecars of a run are told: watermarks, the plan, and what nobody needs any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.steps import StepId, Tier
+from keepstep_operator.reconcile.host import Host
+
+SMALL_WORLD = 64
+OLD_S_A_RANK = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """As of `at`. `committed`: watermark by tier; `expendable`: steps on local, oldest first."""
+
+    at: float
+    committed: dict[str, StepId]
+    plan: StepId | None
+    expendable: tuple[StepId, ...]
+
+
+class Adviser:
+    """Remembers the advice of large runs for a moment: it costs time for each rank, and being told
+    a second later loses nothing."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._known: Advice | None = None
+
+    def forget(self) -> None:
+        """What is kept, or for how long, was changed by somebody."""
+        self._known = None
+
+    def advise(self, *, at: float) -> Advice:
+        """The present advice, or one that is a little old."""
+        known = self._known
+        may_be_old_s = ((self._host.world or 0) - SMALL_WORLD) * OLD_S_A_RANK
+        if known is None or not known.at <= at < known.at + may_be_old_s:
+            known = self._known = self._work_out(at)
+        return known
+
+    def _work_out(self, at: float) -> Advice:
+        marks = {Tier.MEMORY: self._host.common(), Tier.LOCAL: self._host.committed()}
+        return Advice(
+            at=at,
+            committed={str(tier): id for tier, id in marks.items() if id is not None},
+            plan=self._host.plan(),
+            expendable=self._host.expendable(),
+        )

@@ -1,0 +1,169 @@
+"""All runs, and who belongs to which: routes what the shell sees to the runs it is about.
+
+Pure like `runs`: events in, actions out, time passed in. Nothing is indexed that grows with steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from keepstep.reports import Report, ReportReply
+from keepstep_operator.reconcile.actions import Action
+from keepstep_operator.reconcile.objects import RunStatus
+from keepstep_operator.reconcile.records import (
+    JobState,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+)
+from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.reconcile.status import render
+
+REPORT_S = 0.0015
+RANK_S = 0.000012
+"""CPU time of one report with its connection, and more for each rank of its run (measured by
+tests/operator/reconcile/load.py)."""
+BUDGET = 0.3
+"""Of a core, for reports; each run has an equal part of it, and reports as often as that allows."""
+LONGEST_GAP_S = 30.0
+
+
+class Book:
+    """The state of all runs."""
+
+    def __init__(self) -> None:
+        self.runs: dict[RunKey, Run] = {}
+        self._run_of_pod: dict[str, RunKey] = {}
+        self._policies: dict[tuple[str, str], PolicyRecord] = {}
+
+    # --- pods ----------------------------------------------------------------------------
+
+    def pod(self, uid: str) -> PodRecord | None:
+        """The pod with this uid, if it asked for keepstep and is still there."""
+        key = self._run_of_pod.get(uid)
+        return self.runs[key].pods.get(uid) if key in self.runs else None
+
+    def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
+        """A pod is there, or has changed."""
+        actions: list[Action] = []
+        if self._run_of_pod.get(pod.uid, pod.run) != pod.run:
+            actions += self.pod_gone(pod.uid, at=at)
+        self._run_of_pod[pod.uid] = pod.run
+        run = self._run(pod.run)
+        actions += run.pod_seen(pod, at=at)
+        run.earlier = run.earlier or self._earlier(run)
+        policy = self._policies.get((pod.namespace, pod.policy))
+        if policy is not None and run.policy_now != policy:
+            actions += run.policy_seen(policy)
+        return actions
+
+    def _earlier(self, run: Run) -> RunKey | None:
+        """The newest run of another job of this name that has a commit."""
+        found = [
+            other
+            for other in self.runs.values()
+            if other is not run
+            and other.key.namespace == run.key.namespace
+            and other.commit is not None
+            and run.job is not None
+            and other.job is not None
+            and (other.job.kind, other.job.name) == (run.job.kind, run.job.name)
+            and not run.labelled
+        ]
+        newest = max(found, key=lambda other: other.commit.at if other.commit else 0, default=None)
+        return newest.key if newest is not None else None
+
+    def pod_gone(self, uid: str, *, at: float) -> list[Action]:
+        """The pod's object is deleted."""
+        key = self._run_of_pod.pop(uid, None)
+        return self.runs[key].pod_gone(uid, at=at) if key in self.runs else []
+
+    # --- objects -------------------------------------------------------------------------
+
+    def policy_seen(self, policy: PolicyRecord) -> list[Action]:
+        """A CheckpointPolicy is there, or has changed."""
+        self._policies[policy.namespace, policy.name] = policy
+        return self._tell_of_policy(policy.namespace, policy.name, policy)
+
+    def policy_gone(self, namespace: str, name: str) -> list[Action]:
+        """A CheckpointPolicy is deleted; the runs that go by it keep doing so."""
+        self._policies.pop((namespace, name), None)
+        return self._tell_of_policy(namespace, name, None)
+
+    def _tell_of_policy(
+        self, namespace: str, name: str, policy: PolicyRecord | None
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for run in self.runs.values():
+            if run.key.namespace == namespace and name in _policies_of(run):
+                actions += run.policy_seen(policy)
+        return actions
+
+    def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
+        """A CheckpointRun is there, or has changed."""
+        run = self._run(object.key)
+        actions = run.object_seen(object, at=at)
+        if run.policy is not None and run.policy_now is None:
+            now = self._policies.get((object.key.namespace, run.policy.name))
+            actions += run.policy_seen(now) if now is not None else []
+        return actions
+
+    def object_gone(self, key: RunKey) -> list[Action]:
+        """A CheckpointRun is deleted."""
+        actions = self.runs[key].object_gone() if key in self.runs else []
+        self._drop_if_empty(key)
+        return actions
+
+    # --- reports -------------------------------------------------------------------------
+
+    def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
+        """What the sidecar of this pod said. Raises KeyError for a pod that is not known."""
+        run = self.runs[self._run_of_pod[uid]]
+        return run.reported(run.pods[uid], report, at=at)
+
+    def reply(self, uid: str, *, at: float) -> ReportReply:
+        """What to tell the sidecar of this pod. Raises KeyError."""
+        run = self.runs[self._run_of_pod[uid]]
+        return run.reply(run.pods[uid], least_gap_s=self.least_gap_s(run), at=at)
+
+    def least_gap_s(self, run: Run) -> float:
+        """The shortest time between two reports of one pod, so that all can be taken in."""
+        all_pods_s = len(run.pods) * (REPORT_S + RANK_S * (run.host.world or 0))
+        return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self.runs) / BUDGET))
+
+    # --- time ----------------------------------------------------------------------------
+
+    def job_answered(self, key: RunKey, state: JobState, *, at: float) -> list[Action]:
+        """What a look at a run's root job said."""
+        return self.runs[key].job_answered(state, at=at) if key in self.runs else []
+
+    def tick(self, *, at: float) -> Iterator[Action]:
+        """Once a second or so: what becomes true by waiting."""
+        for key in list(self.runs):
+            yield from self.runs[key].tick(at=at)
+            self._drop_if_empty(key)
+
+    def waits(self, key: RunKey, *, at: float) -> bool:
+        """What was written before should stand for a moment longer."""
+        return key in self.runs and self.runs[key].resumes(at=at)
+
+    def status(self, key: RunKey, *, at: float) -> RunStatus | None:
+        """What should be written now; None: there is nothing to write about any more."""
+        run = self.runs.get(key)
+        if run is None or run.is_empty:
+            return None
+        run.written = render(run, at=at)
+        return run.written
+
+    def _run(self, key: RunKey) -> Run:
+        return self.runs.setdefault(key, Run(key))
+
+    def _drop_if_empty(self, key: RunKey) -> None:
+        if key in self.runs and self.runs[key].is_empty:
+            del self.runs[key]
+
+
+def _policies_of(run: Run) -> set[str]:
+    names = {pod.policy for pod in run.pods.values()}
+    return names | ({run.policy.name} if run.policy is not None else set())

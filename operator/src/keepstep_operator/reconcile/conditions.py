@@ -1,0 +1,253 @@
+"""The three conditions of a run, in words for the person who is on call. Pure.
+
+`Protected` sums up: True means that a crash now would cost little. What stands first in its list of
+reasons is what to act on first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from keepstep_operator import names
+from keepstep_operator.reconcile import texts
+from keepstep_operator.reconcile.objects import utc
+from keepstep_operator.reconcile.outlook import LIBRARY_S, SILENT_S
+from keepstep_operator.reconcile.past import FINISHED
+from keepstep_operator.reconcile.records import PodRecord
+from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.reconcile.survival import Survives, survives, volumes_outlive_pod
+
+PROTECTED = "Protected"
+FULLY_INJECTED = "FullyInjected"
+COMMITTING = "Committing"
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A condition without its times. `status`: True, False or Unknown."""
+
+    status: str
+    reason: str
+    message: str
+
+
+def verdicts(run: Run) -> dict[str, Verdict]:
+    """By type, in the order in which they are shown."""
+    return {
+        PROTECTED: _protected(run),
+        FULLY_INJECTED: _fully_injected(run),
+        COMMITTING: _committing(run),
+    }
+
+
+def outlives(run: Run) -> tuple[Survives, ...]:
+    """What the run would outlive now."""
+    return survives(
+        common=run.host.common() is not None,
+        committed=run.host.committed() is not None,
+        kinds=run.volumes,
+        labelled=run.labelled,
+    )
+
+
+# --- Protected -----------------------------------------------------------------------------------
+
+
+def _protected(run: Run) -> Verdict:
+    for judge in _JUDGES:
+        if (verdict := judge(run)) is not None:
+            return verdict
+    return Verdict("True", PROTECTED, _what_is_kept(run))
+
+
+def _finished(run: Run) -> Verdict | None:
+    if run.finished_at is None:
+        return None
+    if run.commit is None:
+        return Verdict("Unknown", FINISHED, "the job is over; no step of it was committed")
+    said = f"the job is over; its last committed step is {run.commit.id.step}"
+    if volumes_outlive_pod(run.volumes):
+        said += (
+            ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
+            f" the label {names.RUN_LABEL}: {run.key.name}"
+        )
+    return Verdict("Unknown", FINISHED, said)
+
+
+def _unheard(run: Run) -> Verdict | None:
+    if run.host.places:
+        return None
+    troubled = _troubled(run)
+    why = f"; pod {troubled[0].name} is {troubled[0].trouble}" if troubled else ""
+    if not run.pods:
+        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+    if all(not pod.injected for pod in run.pods.values()):
+        return None
+    return Verdict(
+        "Unknown",
+        "NoReports",
+        f"no sidecar of its {len(run.pods)} pods has reported yet{why}. If that stays so, look at"
+        f" kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar",
+    )
+
+
+def _uninjected(run: Run) -> Verdict | None:
+    verdict = _fully_injected(run)
+    return verdict if verdict.status == "False" else None
+
+
+def _no_library(run: Run) -> Verdict | None:
+    if not (pods := sorted(run.outlook.without_library)):
+        return None
+    message = texts.without_library(pods[0], after_s=LIBRARY_S) + _and_more(pods)
+    return Verdict("False", "LibraryMissing", message)
+
+
+def _silent(run: Run) -> Verdict | None:
+    if not (pods := sorted(run.outlook.silent)):
+        return None
+    return Verdict(
+        "Unknown",
+        "SidecarsSilent",
+        f"no report for more than {SILENT_S:.0f} s from the sidecars of {_few(pods)}: what is"
+        " written here is what was known before. Training and restarts do not depend on it. Look at"
+        f" kubectl logs -n {run.key.namespace} {pods[0]} -c keepstep-sidecar",
+    )
+
+
+def _nothing_kept(run: Run) -> Verdict | None:
+    if outlives(run):
+        return None
+    missing = [place.pod for place in run.host.places.values() if place.gone]
+    if missing and run.step:
+        return Verdict(
+            "False",
+            "PodsMissing",
+            f"{len(missing)} pods of the run are gone, with what they held, and have not come back:"
+            " without them no step is complete. Look at the job why they are not made again",
+        )
+    return Verdict(
+        "False",
+        "NothingKept",
+        "no step is held by all ranks yet: a crash now begins at step 0. This is usual until the"
+        " first save; if it stays so, does the script call checkpointer.save(step) on every rank?",
+    )
+
+
+def _not_committing(run: Run) -> Verdict | None:
+    verdict = _committing(run)
+    return verdict if verdict.status == "False" else None
+
+
+_JUDGES: tuple[Callable[[Run], Verdict | None], ...] = (
+    _finished,
+    _unheard,
+    _uninjected,
+    _no_library,
+    _silent,
+    _nothing_kept,
+    _not_committing,
+)
+
+
+def _what_is_kept(run: Run) -> str:
+    common, committed = run.host.common(), run.host.committed()
+    restart = max(one.step for one in (common, committed) if one is not None)
+    said = [f"the restart of a container goes on from step {restart}"]
+    if not volumes_outlive_pod(run.volumes):
+        fleeting = sorted({str(kind) for kind in run.volumes})
+        said.append(
+            "a pod that is deleted or moved takes its part with it, and the run then begins at step"
+            f" 0 (volumes: {', '.join(fleeting) or 'none'}; hostPath outlives pods)"
+        )
+    elif committed is None:
+        said.append("nothing is committed yet: a pod that is deleted takes its part with it")
+    else:
+        said.append(
+            f"a pod that comes back to its node goes on from step {committed.step} or newer; a node"
+            " that is lost takes its part with it"
+        )
+        if Survives.JOB_RECREATE not in outlives(run):
+            said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+    return "; ".join(said)
+
+
+# --- the other two -------------------------------------------------------------------------------
+
+
+def _fully_injected(run: Run) -> Verdict:
+    pods = [pod for pod in run.pods.values() if not pod.over]
+    if run.finished_at is not None:
+        return Verdict("Unknown", FINISHED, "the job is over")
+    if not pods:
+        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+    without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
+    if without:
+        message = texts.not_injected(without[0]) + _and_more([pod.name for pod in without])
+        return Verdict("False", "NotInjected", message)
+    return Verdict("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
+
+
+def _committing(run: Run) -> Verdict:
+    if run.finished_at is not None:
+        return Verdict("Unknown", FINISHED, "the job is over")
+    if run.outlook.stalled:
+        return Verdict("False", "CommitStalled", f"{run.outlook.stalled}. {_what_hinders(run)}")
+    if not run.host.places:
+        return Verdict("Unknown", "NoReports", "no sidecar has reported yet")
+    if run.commit is None:
+        return Verdict("Unknown", "NothingCommitted", "no step was committed yet")
+    return Verdict(
+        "True",
+        COMMITTING,
+        f"step {run.commit.id.step} became committed at {utc(run.commit.at)};"
+        f" {run.behind or 0} steps are staged and not committed",
+    )
+
+
+def _what_hinders(run: Run) -> str:
+    """The likeliest reason, and where to look."""
+    logs = f"kubectl logs -n {run.key.namespace}"
+    absent = sorted(pod.name for pod in run.pods.values() if not pod.injected)
+    if absent:
+        return f"Pods without a sidecar: {_few(absent)}. Delete them, their job makes them again"
+    if run.outlook.silent:
+        pods = sorted(run.outlook.silent)
+        return f"Sidecars that do not report: {_few(pods)}; {logs} {pods[0]} -c keepstep-sidecar"
+    if slowest := _slowest(run):
+        return (
+            f"Pod {slowest} holds the oldest step on its volumes; {logs} {slowest} -c"
+            " keepstep-sidecar. Training goes on; a restart goes back to the last commit"
+        )
+    return f"{logs} POD -c keepstep-sidecar says more. Training goes on"
+
+
+def _slowest(run: Run) -> str:
+    """The pod whose newest step on local is the oldest."""
+    newest = {}
+    for place in run.host.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None and place.report.ranks:
+            steps = [
+                max((held.id.step for held in rank.local), default=-1)
+                for rank in place.report.ranks
+            ]
+            newest[pod.name] = min(steps)
+    return min(newest, key=lambda name: (newest[name], name), default="")
+
+
+def _troubled(run: Run) -> list[PodRecord]:
+    return sorted((pod for pod in run.pods.values() if pod.trouble), key=lambda pod: pod.name)
+
+
+def _few(names: Collection[str]) -> str:
+    named = sorted(names)[:_NAMED]
+    more = len(names) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+
+
+def _and_more(names: Collection[str]) -> str:
+    return f" (the same holds for {len(names) - 1} more pods)" if len(names) > 1 else ""

@@ -1,0 +1,199 @@
+"""`keepstep-operator reconcile`: the process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from keepstep_operator import journal
+from keepstep_operator.journal import say
+from keepstep_operator.kube import Client, find_access
+from keepstep_operator.names import REPORTS_PORT
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.events import Teller
+from keepstep_operator.reconcile.handlers import Errands, Handlers
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.reports import Reports
+from keepstep_operator.reconcile.tokens import Tokens
+from keepstep_operator.reconcile.watching import PodClient
+from keepstep_operator.reconcile.writer import Writer
+from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.settings import (
+    metrics_port_option,
+    namespace_option,
+    option,
+    port_option,
+    tls_dir_option,
+)
+from keepstep_operator.tls import ServerTls
+
+_TICK_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The command's options."""
+
+    host_paths: tuple[str, ...]
+    tls_dir: Path
+    port: int
+    metrics_port: int
+    namespace: str
+
+
+class Clock:
+    """Unix seconds that never jump: the wall clock at the start, and what has passed since."""
+
+    def __init__(self) -> None:
+        self._wall = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._wall + time.monotonic()
+
+
+@click.command(short_help="Watch runs, take their sidecars' reports, tell what is protected.")
+@option(
+    "--host-path",
+    "host_paths",
+    multiple=True,
+    metavar="DIR",
+    envvar="KEEPSTEP_HOST_PATHS",
+    help="Prefix of node directories that policies may use; may be repeated (variable: separated"
+    " by spaces).",
+)
+@tls_dir_option("/tls")
+@port_option(REPORTS_PORT)
+@metrics_port_option
+@namespace_option
+def reconcile(**options: Any) -> None:
+    """Watch runs, take their sidecars' reports, tell what is protected.
+
+    Run one of it. While it is down training, saving and restarts go on; what it knows it learns
+    again from pods and reports.
+
+    \b
+    Examples:
+      keepstep-operator reconcile --namespace keepstep-system --tls-dir /tls
+      keepstep-operator reconcile --namespace keepstep-system --host-path /mnt/nvme0
+    """
+    journal.configure("reconcile")
+    asyncio.run(serve(Settings(**options)))
+
+
+class Reconciler:
+    """All parts of the process, wired. `group` owns every task; an exception in one ends it."""
+
+    def __init__(
+        self,
+        client: Client,
+        pod_client: Client,
+        *,
+        group: asyncio.TaskGroup,
+        host_paths: tuple[str, ...] = (),
+        clock: Callable[[], float],
+    ) -> None:
+        self.book = Book()
+        self.metrics = Metrics(self.book)
+        self._clients = client, pod_client
+        self._group = group
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+        self.writer = Writer(self.book, client, metrics=self.metrics, clock=clock)
+        self.teller = Teller(client, metrics=self.metrics, clock=clock)
+        self.errands = Errands(
+            self.book,
+            client,
+            writer=self.writer,
+            teller=self.teller,
+            metrics=self.metrics,
+            group=group,
+            clock=clock,
+        )
+        handlers = Handlers(
+            self.book,
+            self.errands,
+            writer=self.writer,
+            metrics=self.metrics,
+            host_paths=host_paths,
+            clock=clock,
+        )
+        self.objects, self.pods = handlers.objects(), handlers.pods()
+        self.reports = Reports(
+            self.book,
+            client,
+            tokens=Tokens(client, clock=clock),
+            obey=self.errands.obey,
+            metrics=self.metrics,
+            ready=self.ready,
+            clock=clock,
+        )
+
+    def start(self) -> None:
+        """Begin all tasks."""
+        client, pod_client = self._clients
+        for feed in self.objects:
+            self._spawn(feed.run(client), f"follow {feed.name}")
+        for feed in self.pods:
+            self._spawn(feed.run(pod_client), f"follow {feed.name}")
+        self._spawn(self.writer.run(), "write statuses")
+        self._spawn(self.teller.run(), "write events")
+        self._spawn(self._tick(), "tick")
+
+    def stop(self) -> None:
+        """End them. What was not written yet is known again after a restart."""
+        for task in self._tasks:
+            task.cancel()
+        self.errands.stop()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(self._group.create_task(work, name=name))
+
+    def ready(self) -> str:
+        """Why no report can be taken in yet, '' when it can."""
+        missing = [feed.name for feed in self.objects if not feed.loaded.is_set()]
+        return f"waiting for the API server to list {', '.join(missing)}" if missing else ""
+
+    async def _tick(self) -> None:
+        """What becomes true by waiting; not before everything that is there has been seen."""
+        for feed in (*self.objects, *self.pods):
+            await feed.loaded.wait()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.errands.obey(self.book.tick(at=self._clock()))
+
+
+async def serve(settings: Settings) -> None:
+    """Until SIGTERM."""
+    tls, access = ServerTls(settings.tls_dir), find_access()
+    async with (
+        Client(access) as client,
+        PodClient(access) as pod_client,
+        asyncio.TaskGroup() as group,
+    ):
+        parts = Reconciler(
+            client, pod_client, group=group, host_paths=settings.host_paths, clock=Clock()
+        )
+        parts.start()
+        reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")
+        await _listen(parts, settings, tls)
+        parts.stop()
+        reloading.cancel()
+    say("ended")
+
+
+async def _listen(parts: Reconciler, settings: Settings, tls: ServerTls) -> None:
+    """Serve both ports until a signal comes."""
+    seen = observed(parts.metrics.registry, parts.ready)
+    reports = parts.reports.application()
+    async with (
+        listening(seen, port=settings.metrics_port) as metrics_port,
+        listening(reports, port=settings.port, ssl_context=tls.context) as port,
+    ):
+        say("listening", port=port, metrics_port=metrics_port)
+        await until_signal()

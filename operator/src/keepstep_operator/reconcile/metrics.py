@@ -1,0 +1,135 @@
+"""Every metric of the reconciler, in two tables. docs/operations.md lists the same.
+
+What is known of runs is read from the book when somebody scrapes; what the process does is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
+from keepstep_operator.reconcile.objects import Condition
+from keepstep_operator.reconcile.runs import Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One gauge per run; a run without a value is left out."""
+
+    name: str
+    help: str
+    value: Callable[[Run], float | None]
+
+
+def _condition(type: str) -> Callable[[Run], float | None]:
+    """1, 0, or nothing while it is unknown."""
+
+    def value(run: Run) -> float | None:
+        found = next((one for one in run.written.conditions if one.type == type), None)
+        return _truth(found) if found is not None else None
+
+    return value
+
+
+def _truth(condition: Condition) -> float | None:
+    return {"True": 1.0, "False": 0.0}.get(condition.status)
+
+
+RUNS: Final = (
+    Row("keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len(run.pods))),
+    Row("keepstep_run_ranks", "Ranks of the run", lambda run: _number(run.host.world)),
+    Row("keepstep_run_step", "Newest step staged by all ranks", lambda run: _number(run.step)),
+    Row(
+        "keepstep_run_committed_step",
+        "Newest committed step",
+        lambda run: _number(run.commit.id.step) if run.commit else None,
+    ),
+    Row(
+        "keepstep_run_last_commit_timestamp_seconds",
+        "When it was committed",
+        lambda run: run.commit.at if run.commit else None,
+    ),
+    Row(
+        "keepstep_run_behind_steps",
+        "Steps staged and not committed",
+        lambda run: _number(run.behind),
+    ),
+    Row(
+        "keepstep_run_restarts",
+        "Restores after the first start",
+        lambda run: float(run.restores.restarts),
+    ),
+    Row(
+        "keepstep_run_lost_steps",
+        "Steps that had to be made again",
+        lambda run: float(run.restores.lost_steps),
+    ),
+    Row(
+        "keepstep_run_finished",
+        "1 when the job is over",
+        lambda run: float(run.finished_at is not None),
+    ),
+    Row("keepstep_run_protected", "Condition Protected: 1 or 0", _condition(PROTECTED)),
+    Row("keepstep_run_injected", "Condition FullyInjected: 1 or 0", _condition(FULLY_INJECTED)),
+    Row("keepstep_run_committing", "Condition Committing: 1 or 0", _condition(COMMITTING)),
+)
+"""Labels: namespace, run."""
+
+
+def _number(value: int | None) -> float | None:
+    return None if value is None else float(value)
+
+
+class _Runs(Collector):
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    def collect(self) -> Iterator[Metric]:
+        for row in RUNS:
+            family = GaugeMetricFamily(row.name, row.help, labels=("namespace", "run"))
+            for key, run in self._book.runs.items():
+                if (value := row.value(run)) is not None:
+                    family.add_metric((key.namespace, key.name), value)
+            yield family
+
+
+class Metrics:
+    """Of one process, with a registry of their own."""
+
+    def __init__(self, book: Book) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Runs(book))
+        self.reports = Counter("keepstep_reports", "Reports taken in", registry=self.registry)
+        self.refused = Counter(
+            "keepstep_reports_refused",
+            "Reports refused, by code",
+            ("code",),
+            registry=self.registry,
+        )
+        self._writes = Counter(
+            "keepstep_api_writes",
+            "Writes to the API server: status, run, event, policy, other",
+            ("what", "outcome"),
+            registry=self.registry,
+        )
+        self._following = Gauge(
+            "keepstep_following",
+            "1 while a collection is followed, 0 while the API server does not answer",
+            ("collection",),
+            registry=self.registry,
+        )
+
+    def wrote(self, what: str, *, failed: bool = False) -> None:
+        """One write."""
+        self._writes.labels(what, "failed" if failed else "ok").inc()
+
+    def following(self, collection: str, works: bool) -> None:
+        """Whether a watch works."""
+        self._following.labels(collection).set(works)

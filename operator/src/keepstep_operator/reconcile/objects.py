@@ -1,0 +1,169 @@
+"""CheckpointRun.status as types: what is written, and what an earlier reconciler wrote.
+
+Field names follow crds/keepstep.dev_checkpointruns.yaml (camelCase there). Empty fields are left
+out. Reading is lenient: a status that does not fit is as good as none.
+"""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+MOST_RECENT = 10
+MOST_RANKS = 64
+MOST_WARNINGS = 10
+LONGEST_TEXT = 1000
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The root job."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The policy that the pods were made with."""
+
+    name: str
+    generation: int = 0
+    spec: dict[str, Any] = {}
+
+
+class CommittedStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """The newest committed step; `time` by the reconciler's clock."""
+
+    step: int
+    id: str
+    time: str
+
+
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Slots of a rank."""
+
+    slots: int = 0
+
+
+class StallStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What saving cost, summed over ranks since their sidecars started."""
+
+    skipped: int = 0
+    discarded: int = 0
+    blocked_seconds: float = 0.0
+
+
+class RecentStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Something that happened, newest first in the list."""
+
+    time: str
+    type: str
+    step: int | None = None
+    tier: str = ""
+    seconds: float | None = None
+    lost_steps: int | None = None
+    message: str = ""
+
+
+class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One pod and the newest steps that all of its ranks hold."""
+
+    node_rank: int
+    node: str = ""
+    pod: str = ""
+    ranks: str = ""
+    memory: int | None = None
+    local: int | None = None
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A Kubernetes condition."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    observed_generation: int = 0
+    last_transition_time: str = ""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """CheckpointRun.status, whole."""
+
+    observed_generation: int = 0
+    phase: str = "Waiting"
+    job: JobStatus | None = None
+    job_name: str = ""
+    policy: PolicyStatus | None = None
+    sidecar_image: str = ""
+    sidecar_version: str = ""
+    library_version: str = ""
+    world: int = 0
+    nodes: int = 0
+    epoch: str = ""
+    step: int | None = None
+    committed: CommittedStatus | None = None
+    behind: int | None = None
+    watermarks: dict[str, str] = {}
+    tiers: str = ""
+    nodes_summary: str = ""
+    survives: list[str] = []
+    survives_summary: str = ""
+    protected: str = "Unknown"
+    pinned: str = ""
+    memory: MemoryStatus | None = None
+    stall: StallStatus | None = None
+    restarts: int = 0
+    lost_steps: int = 0
+    recent: list[RecentStatus] = []
+    ranks: list[PlaceStatus] = []
+    warnings: list[str] = []
+    conditions: list[Condition] = []
+
+
+_ALWAYS = ("phase", "protected", "restarts", "lostSteps", "world", "nodes")
+"""Shown even when they have their default: a column that is empty looks like a fault."""
+
+
+def as_json(status: RunStatus) -> dict[str, Any]:
+    """As the API server takes it."""
+    body: dict[str, Any] = msgspec.to_builtins(status)
+    defaults = RunStatus()
+    for name in _ALWAYS:
+        attribute = "lost_steps" if name == "lostSteps" else name
+        body.setdefault(name, getattr(defaults, attribute))
+    return body
+
+
+def read_status(body: Mapping[str, Any]) -> RunStatus:
+    """What somebody wrote before; an empty status when it cannot be read."""
+    try:
+        return msgspec.convert(dict(body), RunStatus, strict=False)
+    except msgspec.ValidationError:
+        return RunStatus()
+
+
+def utc(seconds: float) -> str:
+    """RFC 3339, whole seconds, as the API server writes times."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def seconds_of(written: str) -> float | None:
+    """Inverse of `utc`; None for what is not a time."""
+    try:
+        return float(calendar.timegm(time.strptime(written, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return None
+
+
+def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:
+    """At most `longest` characters of what others wrote, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 3] + "..."

@@ -1,0 +1,117 @@
+"""When something may be done again: status writes, events, log lines. Pure, time passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+SETTLE_S = 0.2
+"""Changes come in groups: reports of all pods of a run, after each step."""
+LEAST_PERIOD_S = 2.0
+WRITES_A_SECOND = 25.0
+"""Over all runs; with more than fifty, each is written less often than every two seconds."""
+_LONGEST_BACKOFF_S = 15.0
+
+
+class Pacer(Generic[Key]):
+    """Which keys are due for a write: soon after a change, never twice within the period, later
+    and later while it fails."""
+
+    def __init__(
+        self,
+        *,
+        least_period_s: float = LEAST_PERIOD_S,
+        writes_a_second: float = WRITES_A_SECOND,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self._least_period_s = least_period_s
+        self._writes_a_second = writes_a_second
+        self._settle_s = settle_s
+        self._due: dict[Key, float] = {}
+        self._began: dict[Key, float] = {}
+        self._failures: dict[Key, int] = {}
+
+    @property
+    def period_s(self) -> float:
+        """Between two writes of one key, now."""
+        return max(self._least_period_s, len(self._began) / self._writes_a_second)
+
+    def mark(self, key: Key, *, at: float) -> None:
+        """It has changed. What waits already keeps its turn."""
+        if key not in self._due:
+            earliest = self._began.get(key, -self.period_s) + self.period_s
+            self._due[key] = max(at + self._settle_s, earliest)
+
+    def take(self, *, at: float) -> list[Key]:
+        """Everything that is due, in order; it counts as begun now."""
+        due = sorted((when, index, key) for index, (key, when) in enumerate(self._due.items()))
+        keys = [key for when, _, key in due if when <= at]
+        for key in keys:
+            del self._due[key]
+            self._began[key] = at
+        return keys
+
+    def next_at(self) -> float | None:
+        """When the next key is due; None: nothing waits."""
+        return min(self._due.values(), default=None)
+
+    def done(self, key: Key) -> None:
+        """It was written, or needed no write."""
+        self._failures.pop(key, None)
+
+    def failed(self, key: Key, *, at: float) -> None:
+        """It was not written: again, later."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        pause_s = min(_LONGEST_BACKOFF_S, self._least_period_s * 2.0**failures)
+        self._due[key] = at + pause_s
+
+    def forget(self, key: Key) -> None:
+        """It is gone."""
+        for known in (self._due, self._began, self._failures):
+            known.pop(key, None)
+
+
+@dataclass
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class Throttle:
+    """Says the same thing at most once a period, and at most `burst` things a subject at once."""
+
+    def __init__(
+        self, *, burst: int = 20, refill_s: float = 30.0, remembered: int = 20_000
+    ) -> None:
+        self._burst = burst
+        self._refill_s = refill_s
+        self._remembered = remembered
+        self._said: dict[Hashable, float] = {}
+        self._buckets: dict[Hashable, _Bucket] = {}
+
+    def allows(self, subject: Hashable, thing: Hashable, *, period_s: float, at: float) -> bool:
+        """Whether to say it; then it counts as said."""
+        key = (subject, thing)
+        if key in self._said and at - self._said[key] < max(period_s, 0.0):
+            return False
+        if not self._has_token(subject, at):
+            return False
+        self._said.pop(key, None)  # the newest last, so that the oldest is forgotten first
+        self._said[key] = at
+        while len(self._said) > self._remembered:
+            del self._said[next(iter(self._said))]
+        return True
+
+    def _has_token(self, subject: Hashable, at: float) -> bool:
+        bucket = self._buckets.setdefault(subject, _Bucket(float(self._burst), at))
+        refilled = bucket.tokens + (at - bucket.at) / self._refill_s
+        bucket.tokens, bucket.at = min(float(self._burst), refilled), at
+        if bucket.tokens < 1.0:
+            return False
+        bucket.tokens -= 1.0
+        while len(self._buckets) > self._remembered:
+            del self._buckets[next(iter(self._buckets))]
+        return True

@@ -1,0 +1,248 @@
+"""Kubernetes objects into records: the only place where bodies are taken apart. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from keepstep_operator import names
+from keepstep_operator.bodies import Body
+from keepstep_operator.pods import (
+    Injected,
+    Pod,
+    PodError,
+    Root,
+    injected_of,
+    parse_pod,
+    placement,
+    placement_of,
+    root_of,
+    training_container,
+)
+from keepstep_operator.policy import (
+    EmptyDir,
+    HostPath,
+    Policy,
+    PolicyError,
+    parse_policy,
+    require_allowed,
+)
+from keepstep_operator.reconcile.objects import cut
+from keepstep_operator.reconcile.records import (
+    Job,
+    JobState,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+    VolumeKind,
+)
+
+_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "labels",
+    "annotations",
+    "ownerReferences",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "resourceVersion",
+)
+_STATUS = ("phase", "conditions", "containerStatuses", "initContainerStatuses")
+_HARMLESS = ("ContainerCreating", "PodInitializing")
+_DONE = {"Complete", "Succeeded", "Completed", "Finished"}
+
+
+def lean_pod(body: Body) -> Body:
+    """The pod without what nobody here reads: a tenth of its size, for thousands of them."""
+    spec, metadata = body.get("spec") or {}, body.get("metadata") or {}
+    status = body.get("status") or {}
+    return {
+        "metadata": {name: metadata[name] for name in _METADATA if name in metadata},
+        "spec": {
+            "nodeName": spec.get("nodeName"),
+            "containers": [_lean_container(one) for one in spec.get("containers") or []],
+            "initContainers": [
+                {"name": one.get("name")} for one in spec.get("initContainers") or []
+            ],
+            "volumes": [
+                {name: one[name] for name in ("name", *VolumeKind) if name in one}
+                for one in spec.get("volumes") or []
+                if str(one.get("name", "")).startswith(names.VOLUME_PREFIX)
+            ],
+        },
+        "status": {name: status[name] for name in _STATUS if name in status},
+    }
+
+
+def _lean_container(body: Body) -> Body:
+    return {"name": body.get("name"), "image": body.get("image"), "env": body.get("env") or []}
+
+
+def parse_pod_record(body: Body) -> PodRecord | None:
+    """The pod, if it asks for keepstep and belongs to a run; None if not.
+
+    Un-injected pods come here too: what run they would belong to is what admission would have said.
+    """
+    pod = parse_pod(body)
+    injected = pod.has_sidecar and placement_of(pod) is not None
+    if not injected and pod.policy is None:
+        return None
+    try:
+        place = placement_of(pod) or placement(pod)
+    except PodError:
+        return None
+    said = injected_of(pod) or Injected(policy=pod.policy or "")
+    metadata, status = body.get("metadata") or {}, body.get("status") or {}
+    trainer = _container_status(status, _training_name(pod, said))
+    return PodRecord(
+        uid=pod.uid,
+        namespace=pod.namespace,
+        name=pod.name,
+        injected=injected,
+        run=RunKey(pod.namespace, place.run_key),
+        node_rank=place.node_rank,
+        node=pod.node,
+        phase=pod.phase or "Pending",
+        created_at=str(metadata.get("creationTimestamp") or ""),
+        training="running" in (trainer.get("state") or {}),
+        restarts=int(trainer.get("restartCount") or 0),
+        trouble=cut(_trouble(status) if injected else said.message),
+        volumes=_volumes(body),
+        policy=said.policy,
+        policy_generation=said.generation,
+        sidecar_image=said.image,
+        sidecar_version=said.version,
+        labelled=names.RUN_LABEL in pod.labels,
+        job=_job(said.job or root_of(pod)),
+    )
+
+
+def _job(root: Root) -> Job:
+    return Job(api_version=root.api_version, kind=root.kind, name=root.name, uid=root.uid)
+
+
+def _training_name(pod: Pod, said: Injected) -> str:
+    if said.container:
+        return said.container
+    try:
+        return training_container(pod).name
+    except PodError:
+        return ""
+
+
+def _container_status(status: Body, name: str) -> Body:
+    for one in status.get("containerStatuses") or []:
+        if one.get("name") == name:
+            found: Body = one
+            return found
+    return {}
+
+
+def _volumes(body: Body) -> tuple[VolumeKind, ...]:
+    kinds = []
+    for one in (body.get("spec") or {}).get("volumes") or []:
+        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
+            kinds += [kind for kind in VolumeKind if kind.value in one]
+    return tuple(kinds)
+
+
+def _trouble(status: Body) -> str:
+    """Why it does not run: the scheduler's words, or those of the kubelet about a container."""
+    for one in status.get("conditions") or []:
+        if one.get("type") == "PodScheduled" and one.get("status") == "False":
+            return f"not scheduled: {one.get('message') or one.get('reason') or 'no reason given'}"
+    parts = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    for one in parts:
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        if (reason := waiting.get("reason")) and reason not in _HARMLESS:
+            said = f" ({waiting['message']})" if waiting.get("message") else ""
+            return f"container {one.get('name')}: {reason}{said}"
+    return ""
+
+
+def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRecord:
+    """The policy, with why it is not accepted, if so."""
+    metadata = body.get("metadata") or {}
+    try:
+        policy = parse_policy(body)
+        require_allowed(policy, allowed_paths)
+    except PolicyError as error:
+        return PolicyRecord(
+            **_identity(metadata),
+            spec=body.get("spec") or {},
+            problem=(error.reason, cut(str(error))),
+        )
+    return PolicyRecord(
+        **_identity(metadata),
+        spec=policy.spec,
+        keep=policy.keep,
+        persist_every=policy.persist_every,
+        slots=policy.slots,
+        run_ttl_s=float(policy.run_ttl_s),
+        advice=advice_on(policy),
+    )
+
+
+def advice_on(policy: Policy) -> str:
+    """What an accepted policy does not give, said before somebody misses it."""
+    kinds = [_kind(one.source) for one in policy.volumes]
+    fleeting = sorted({str(kind) for kind in kinds if kind is not VolumeKind.HOST_PATH})
+    if not fleeting:
+        return "a step outlives its pod on the same node; no tier outlives the loss of a node"
+    return (
+        f"volumes of kind {' and '.join(fleeting)} go with their pod: a step outlives the restart"
+        " of a container, not that of a pod; use hostPath for that"
+    )
+
+
+def _kind(source: object) -> VolumeKind:
+    if isinstance(source, HostPath):
+        return VolumeKind.HOST_PATH
+    return VolumeKind.EMPTY_DIR if isinstance(source, EmptyDir) else VolumeKind.EPHEMERAL
+
+
+def _identity(metadata: Body) -> dict[str, Any]:
+    return {
+        "namespace": str(metadata.get("namespace") or ""),
+        "name": str(metadata.get("name") or ""),
+        "uid": str(metadata.get("uid") or ""),
+        "generation": int(metadata.get("generation") or 0),
+    }
+
+
+def parse_run_object(body: Body) -> RunObject:
+    """A CheckpointRun; what is not of the schema counts as absent."""
+    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
+    pins = spec.get("pins") or []
+    return RunObject(
+        key=RunKey(str(metadata.get("namespace") or ""), str(metadata.get("name") or "")),
+        uid=str(metadata.get("uid") or ""),
+        generation=int(metadata.get("generation") or 1),
+        pins=tuple(str(one) for one in pins) if isinstance(pins, list) else (),
+        paused=bool(spec.get("paused")),
+        fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
+        policy=_snapshot(body.get("status") or {}, str(metadata.get("namespace") or "")),
+        status=body.get("status") or {},
+    )
+
+
+def _snapshot(status: Body, namespace: str) -> PolicyRecord | None:
+    """The policy that the run was known to go by; it was allowed then."""
+    written = status.get("policy") or {}
+    metadata = {**written, "namespace": namespace}
+    record = parse_policy_record(
+        {"metadata": metadata, "spec": written.get("spec") or {}}, allowed_paths=("/",)
+    )
+    return record if record.problem is None else None
+
+
+def job_state(body: Body) -> JobState:
+    """Whether a Job, JobSet, PyTorchJob or TrainJob is over: all tell by their conditions."""
+    for one in (body.get("status") or {}).get("conditions") or []:
+        if one.get("status") == "True" and one.get("type") in _DONE:
+            return JobState.FINISHED
+        if one.get("status") == "True" and one.get("type") == "Failed":
+            return JobState.FAILED
+    return JobState.ACTIVE

@@ -1,0 +1,432 @@
+"""One run: its pods, its ledger, what happened to it. Events in, actions out; time is passed in.
+
+Everything but a few counters comes again from pods and reports after the reconciler restarts; the
+counters (`restarts`, `lostSteps`, `recent`, the time of the last commit) are taken over from the
+CheckpointRun's status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from keepstep import ledger
+from keepstep.ledger import AlarmKind
+from keepstep.reports import Report, ReportReply
+from keepstep.steps import StepId
+from keepstep_operator.reconcile import texts
+from keepstep_operator.reconcile.actions import (
+    Action,
+    AskJob,
+    DeleteRun,
+    EmitEvent,
+    NameFreshStart,
+    WriteStatus,
+)
+from keepstep_operator.reconcile.advice import Adviser
+from keepstep_operator.reconcile.host import Host, Sender
+from keepstep_operator.reconcile.objects import MOST_RECENT, RecentStatus, RunStatus, cut, utc
+from keepstep_operator.reconcile.outlook import LIBRARY_S, Outlook, look
+from keepstep_operator.reconcile.past import (
+    FINISHED,
+    Commit,
+    Past,
+    parse_epoch,
+    parse_steps,
+    read_past,
+)
+from keepstep_operator.reconcile.records import (
+    Job,
+    JobState,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+    VolumeKind,
+)
+from keepstep_operator.reconcile.restores import Restores
+from keepstep_operator.reconcile.survival import volumes_outlive_pod
+
+FRESH_START_S = 120.0
+"""How long an acknowledgement of "newest" waits for reports that show what it is about."""
+ASK_JOB_S = 30.0
+COMMITTED_EVENT_S = 300.0
+ALARM_S = 3600.0
+NOT_INJECTED_S = 24 * 3600.0
+RESUME_S = 45.0
+
+
+class Run:
+    """The state of one run. Methods named after events return what the shell has to do."""
+
+    def __init__(self, key: RunKey) -> None:
+        self.key = key
+        self.host = Host()
+        self._adviser = Adviser(self.host)
+        self.pods: dict[str, PodRecord] = {}
+        self.job: Job | None = None
+        self.policy: PolicyRecord | None = None
+        self.policy_now: PolicyRecord | None = None
+        self.object: RunObject | None = None
+        self.restores = Restores()
+        self.recent: list[RecentStatus] = []
+        self.commit: Commit | None = None
+        self.finished_at: float | None = None
+        self.outlook = Outlook()
+        self.written = RunStatus()
+        self.past: Past | None = None
+        self.earlier: RunKey | None = None
+        """Another run of a job of the same name, which holds steps that this one will not find."""
+        self.volumes: tuple[VolumeKind, ...] = ()
+        self.labelled = False
+        self._resumed_at: float | None = None
+        self._past_step: int | None = None
+        self.alive_since: float | None = None
+        self.training_since: dict[str, float] = {}
+        self._alarms: dict[str, float] = {}
+        self._asked_at = 0.0
+        self._fresh_start_until: float | None = None
+
+    # --- pods ----------------------------------------------------------------------------
+
+    def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
+        """A pod is there, or has changed."""
+        before = self.pods.get(pod.uid)
+        if before == pod:
+            return []
+        self.pods[pod.uid] = pod
+        self.job = pod.job or self.job
+        if pod.injected:
+            self.volumes, self.labelled = pod.volumes, pod.labelled
+        self._adopt()
+        if not pod.over:
+            self.finished_at = None
+        if not pod.training:
+            self.training_since.pop(pod.uid, None)
+        elif before is None or before.restarts != pod.restarts or not before.training:
+            self.training_since[pod.uid] = at
+        said = self._ended(pod, at) if pod.over else []
+        return [WriteStatus(self.key), *said, *self._not_injected(pod)]
+
+    def pod_gone(self, uid: str, *, at: float) -> list[Action]:
+        """The pod's object is deleted."""
+        pod = self.pods.pop(uid, None)
+        if pod is None:
+            return []
+        self.training_since.pop(uid, None)
+        return [WriteStatus(self.key), *self._ended(pod, at)]
+
+    def _ended(self, pod: PodRecord, at: float) -> list[Action]:
+        """Its containers will not run again: memory is gone, and what goes with a pod."""
+        said = self.host.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
+        self._know_alive(at)
+        return list(self._alarmed(said, at=at))
+
+    def _not_injected(self, pod: PodRecord) -> Iterator[Action]:
+        if not pod.injected and not pod.over:
+            yield self._event(
+                "NotInjected",
+                texts.not_injected(pod),
+                warning=True,
+                topic=pod.uid,
+                period_s=NOT_INJECTED_S,
+            )
+
+    # --- objects -------------------------------------------------------------------------
+
+    def policy_seen(self, policy: PolicyRecord | None) -> list[Action]:
+        """The policy that the pods name, as it is now; None: there is none (any more)."""
+        self.policy_now = policy
+        self._adopt()
+        return [WriteStatus(self.key)]
+
+    def _adopt(self) -> None:
+        """A change holds for pods that are made after it, so the run goes by the policy that its
+        newest pod was made with, even when that was deleted meanwhile."""
+        now, held = self.policy_now, self.policy
+        if now is None or now.problem is not None:
+            return
+        made_with = max(
+            (pod.policy_generation for pod in self.pods.values() if pod.policy == now.name),
+            default=0,
+        )
+        if held is None or held.name != now.name or made_with >= now.generation:
+            self.policy = now
+            self._configure()
+
+    def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
+        """The CheckpointRun. What it says of the past is taken over when nothing else is known."""
+        before, self.object = self.object, replace(object, status={}, policy=None)
+        if before is None and not self.recent and not self.host.places:
+            self.policy = self.policy or object.policy
+            self._resume(read_past(object.status), at)
+        self._configure()
+        if object.fresh_start and (before is None or before.fresh_start != object.fresh_start):
+            self._fresh_start_until = at + FRESH_START_S
+        changed = before is None or before.generation != object.generation
+        return [*self._acknowledge(at=at), *([WriteStatus(self.key)] if changed else [])]
+
+    def object_gone(self) -> list[Action]:
+        """Somebody deleted it; as long as the run has pods it is made again."""
+        self.object = None
+        self.written = RunStatus()
+        return [WriteStatus(self.key)] if self.pods else []
+
+    def _resume(self, past: Past, at: float) -> None:
+        self.past, self.written = past, past.status
+        self._resumed_at = at if past.status.phase != "Waiting" else None
+        self.restores.resume(restarts=past.restarts, lost_steps=past.lost_steps, counted=past.epoch)
+        self.recent = past.recent
+        self._past_step = past.step
+        self.commit = past.commit
+        self.job = self.job or past.job
+        self.finished_at = None if self.pods else past.finished_at
+
+    def _configure(self) -> None:
+        pins = self.object.pins if self.object else ()
+        keep = self.policy.keep if self.policy else 2
+        self._adviser.forget()
+        self.host.configure(keep=keep, pins=parse_steps(pins))
+
+    @property
+    def generation(self) -> int:
+        return self.object.generation if self.object else 0
+
+    # --- reports -------------------------------------------------------------------------
+
+    def reported(self, pod: PodRecord, report: Report, *, at: float) -> list[Action]:
+        """What a sidecar said. One that comes too late changes nothing."""
+        before = self.host.progress.step if self.host.progress else self._past_step
+        sender = Sender(
+            pod=pod.uid,
+            node_rank=pod.node_rank,
+            node=pod.node,
+            created_at=pod.created_at,
+            local_stays=volumes_outlive_pod(pod.volumes),
+        )
+        said = self.host.take(sender, report, at=at)
+        if said is None:
+            return []
+        self.restores.take(
+            report,
+            current=self.host.ledger.lineage.current,
+            recorded={epoch.id: epoch for epoch in self.host.ledger.epochs},
+            before=before,
+            at=at,
+        )
+        self._know_alive(at)
+        over = self._ended(pod, at) if pod.over else []
+        return [
+            WriteStatus(self.key),
+            *over,
+            *self._committed(at),
+            *self._alarmed(said, at=at),
+            *self._acknowledge(at=at),
+            *self._restarted(at),
+        ]
+
+    def _know_alive(self, at: float) -> None:
+        alive = any(one.alive for one in self.host.ranks())
+        self.alive_since = (self.alive_since or at) if alive else None
+
+    def reply(self, pod: PodRecord, *, least_gap_s: float, at: float) -> ReportReply:
+        """What this pod's sidecar should know. Without a known policy nothing is ever retired."""
+        advice = self._adviser.advise(at=at)
+        held = self.host.local(pod.node_rank)
+        paused = self.object is not None and self.object.paused
+        return ReportReply(
+            least_gap_s=least_gap_s,
+            committed=advice.committed,
+            plan=None if paused else advice.plan,
+            retire=tuple(
+                id
+                for id in advice.expendable
+                if id in held and not paused and self.policy is not None
+            ),
+        )
+
+    def _committed(self, at: float) -> Iterator[Action]:
+        id, known = self.host.committed(), self.commit
+        if id is None:
+            # it went with a pod, or is just out of sight while somebody is missing
+            self.commit = None if self.host.settled else known
+            return
+        if known is not None and (id == known.id or not self._is_news(id, known)):
+            return
+        since = max(known.at, self.alive_since or known.at) if known is not None else None
+        self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
+        yield self._event(
+            "Committed",
+            f"step {id.step} is durable on all {self.host.world or 0} ranks",
+            period_s=COMMITTED_EVENT_S,
+        )
+
+    def _is_news(self, id: StepId, known: Commit) -> bool:
+        """A lower watermark is believed only when everybody is there: else somebody's copy may
+        just be out of sight."""
+        return id > known.id or self.host.settled
+
+    def _alarmed(self, said: Iterable[ledger.Action], *, at: float) -> Iterator[Action]:
+        for one in said:
+            if not isinstance(one, ledger.Alarm) or one.kind is AlarmKind.FRESH_START:
+                continue  # a fresh start is told as a restart, with what it cost
+            self._alarms[cut(one.text)] = at
+            reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
+            yield self._event(reason, cut(one.text), warning=True, topic=one.text)
+
+    # --- restarts ------------------------------------------------------------------------
+
+    def _restarted(self, at: float) -> Iterator[Action]:
+        for restart in self.restores.due(world=self.host.world, at=at):
+            reason = "Restored" if restart.parent else "FreshStart"
+            message = texts.restarted(
+                restart,
+                self.key,
+                kept_aside=self.host.ledger.lineage.fresh == restart.epoch,
+            )
+            self._remember(
+                RecentStatus(
+                    time=utc(at),
+                    type=reason,
+                    step=restart.step,
+                    tier=str(restart.tier or ""),
+                    seconds=round(restart.seconds, 3),
+                    lost_steps=restart.lost_steps,
+                    message=message,
+                )
+            )
+            yield WriteStatus(self.key)
+            yield self._event(
+                reason, message, warning=not restart.parent, topic=str(restart.epoch), period_s=0.0
+            )
+
+    def _remember(self, one: RecentStatus) -> None:
+        self.recent = [one, *self.recent][:MOST_RECENT]
+
+    def _acknowledge(self, *, at: float) -> Iterator[Action]:
+        """The annotation names an epoch, or the newest one that began anew; that one is looked for
+        a while only, so that a later one is never acknowledged by it."""
+        if self._fresh_start_until is None or self.object is None:
+            return
+        named = parse_epoch(self.object.fresh_start)
+        epoch = named or self.host.ledger.lineage.fresh
+        if epoch is not None:
+            self._fresh_start_until = None
+            yield from self._alarmed(self.host.acknowledge(epoch), at=at)
+            yield WriteStatus(self.key)
+            if named is None:
+                yield NameFreshStart(self.key, epoch)
+        elif at > self._fresh_start_until:
+            self._fresh_start_until = None
+
+    # --- the job's end -------------------------------------------------------------------
+
+    def job_answered(self, state: JobState, *, at: float) -> list[Action]:
+        """What a look at the root job said."""
+        if state is JobState.ACTIVE or self.finished_at is not None or not self._idle:
+            return []
+        return self._finish(at, str(state))
+
+    @property
+    def _idle(self) -> bool:
+        return all(pod.over for pod in self.pods.values())
+
+    def _finish(self, at: float, how: str) -> list[Action]:
+        self.finished_at = at
+        step = self.commit.id.step if self.commit else None
+        kept = f"; step {step} is committed" if step is not None else ""
+        message = f"the job is {how}{kept}"
+        self._remember(RecentStatus(time=utc(at), type=FINISHED, step=step, message=message))
+        return [WriteStatus(self.key)]
+
+    def _look_after(self, at: float) -> Iterator[Action]:
+        """Is the job over, and was it so for long enough?"""
+        if not self._idle:
+            return
+        if self.finished_at is None:
+            phases = [pod.phase for pod in self.pods.values()]
+            if phases and all(phase == "Succeeded" for phase in phases):
+                yield from self._finish(at, "finished")
+            elif self.job is not None and at - self._asked_at >= ASK_JOB_S:
+                self._asked_at = at
+                yield AskJob(self.key, self.job)
+        elif not self.pods and at - self.finished_at >= self.ttl_s:
+            yield DeleteRun(self.key)
+
+    @property
+    def ttl_s(self) -> float:
+        return self.policy.run_ttl_s if self.policy else 7 * 24 * 3600.0
+
+    # --- time ----------------------------------------------------------------------------
+
+    def tick(self, *, at: float) -> list[Action]:
+        """Once a second or so: what becomes true by waiting."""
+        actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
+        if self._resumed_at is not None and not self.resumes(at=at):
+            self._resumed_at = None
+            actions.append(WriteStatus(self.key))
+        before, self.outlook = self.outlook, look(self, at=at)
+        if self.outlook != before:
+            actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
+        self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
+        return [*actions, *self._look_after(at)]
+
+    def _changed_outlook(self, before: Outlook, at: float) -> Iterator[Action]:
+        if self.outlook.stalled and not before.stalled:
+            step = self.commit.id.step if self.commit else None
+            message = self.outlook.stalled
+            self._remember(
+                RecentStatus(time=utc(at), type="CommitStalled", step=step, message=message)
+            )
+            yield self._event("CommitStalled", message, warning=True)
+        for name in sorted(self.outlook.without_library - before.without_library):
+            message = texts.without_library(name, after_s=LIBRARY_S)
+            yield self._event("LibraryMissing", message, warning=True, topic=name)
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int | None:
+        """The newest step that all ranks staged, as far as anybody knows."""
+        return self.host.progress.step if self.host.progress else self._past_step
+
+    @property
+    def behind(self) -> int | None:
+        """Steps staged by all and not committed."""
+        if self.step is None:
+            return None
+        return max(0, self.step - (self.commit.id.step if self.commit else 0))
+
+    def resumes(self, *, at: float) -> bool:
+        """What an earlier reconciler wrote is better than what is known yet: sidecars report
+        within half a minute, and until then nothing has changed but our knowledge."""
+        since = self._resumed_at
+        return since is not None and at - since < RESUME_S and not self.host.settled
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        return tuple(self._alarms)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left to tell about."""
+        return self.object is None and not self.pods
+
+    def _event(
+        self,
+        reason: str,
+        message: str,
+        *,
+        warning: bool = False,
+        topic: str = "",
+        period_s: float = 600.0,
+    ) -> EmitEvent:
+        return EmitEvent(
+            run=self.key,
+            about=self.job,
+            reason=reason,
+            message=message,
+            warning=warning,
+            topic=topic,
+            period_s=period_s,
+        )

@@ -1,0 +1,301 @@
+"""CheckpointRun.status from a run's state: a pure function, called when it is time to write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from keepstep.reports import ReportedRank
+from keepstep.steps import StepId, Tier
+from keepstep_operator import names
+from keepstep_operator.reconcile.conditions import PROTECTED, Verdict, outlives, verdicts
+from keepstep_operator.reconcile.host import Place
+from keepstep_operator.reconcile.objects import (
+    MOST_RANKS,
+    MOST_WARNINGS,
+    CommittedStatus,
+    Condition,
+    JobStatus,
+    MemoryStatus,
+    PlaceStatus,
+    PolicyStatus,
+    RunStatus,
+    StallStatus,
+    cut,
+    utc,
+)
+from keepstep_operator.reconcile.past import FINISHED
+from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.reconcile.texts import acknowledge
+
+_NODES_NAMED = 5
+_TEXT = 300
+
+
+def render(run: Run, *, at: float) -> RunStatus:
+    """The whole status as it should be now. Contains no age and no "now": it changes only when the
+    run does."""
+    said = verdicts(run)
+    if run.past is not None and not run.host.places:
+        return _renewed(run.past.status, run, said, at)
+    survived = [str(one) for one in outlives(run)]
+    return RunStatus(
+        observed_generation=run.generation,
+        phase=_phase(run),
+        job=_job(run),
+        job_name=run.job.name if run.job else "",
+        policy=_policy(run),
+        sidecar_image=_newest(pod.sidecar_image for pod in run.pods.values()),
+        sidecar_version=_versions(one.report.sidecar for one in run.host.places.values()),
+        library_version=_versions(one.report.library for one in run.host.places.values()),
+        world=run.host.world or 0,
+        nodes=_pods(run),
+        epoch=_epoch(run),
+        step=run.step,
+        committed=_committed(run),
+        behind=run.behind,
+        watermarks=_watermarks(run),
+        tiers=_tiers(run),
+        nodes_summary=_nodes(run),
+        survives=survived,
+        survives_summary=",".join(survived),
+        protected=said[PROTECTED].status,
+        pinned=_pinned(run),
+        memory=MemoryStatus(slots=run.policy.slots) if run.policy else None,
+        stall=_stall(run),
+        restarts=run.restores.restarts,
+        lost_steps=run.restores.lost_steps,
+        recent=run.recent,
+        ranks=_ranks(run),
+        warnings=_warnings(run),
+        conditions=_conditions(run, said, at),
+    )
+
+
+def _renewed(past: RunStatus, run: Run, said: Mapping[str, Verdict], at: float) -> RunStatus:
+    """Nobody has reported (yet, or ever again): what reports said before still stands."""
+    return msgspec.structs.replace(
+        past,
+        observed_generation=run.generation,
+        phase=_phase(run),
+        nodes=_pods(run),
+        protected=said[PROTECTED].status,
+        recent=run.recent,
+        warnings=_warnings(run),
+        conditions=_conditions(run, said, at),
+    )
+
+
+def _pods(run: Run) -> int:
+    return sum(not pod.over for pod in run.pods.values()) or len(run.pods)
+
+
+def _phase(run: Run) -> str:
+    if run.finished_at is not None:
+        return FINISHED
+    if not run.host.places:
+        return "Waiting"
+    alive = {one.rank for one in run.host.ranks() if one.alive}
+    if run.host.world and len(alive) >= run.host.world:
+        return "Running"
+    return "Restoring" if run.step or run.commit else "Waiting"
+
+
+def _job(run: Run) -> JobStatus | None:
+    if run.job is None:
+        return None
+    return JobStatus(
+        api_version=run.job.api_version, kind=run.job.kind, name=run.job.name, uid=run.job.uid
+    )
+
+
+def _policy(run: Run) -> PolicyStatus | None:
+    if run.policy is None:
+        return None
+    return PolicyStatus(
+        name=run.policy.name, generation=run.policy.generation, spec=dict(run.policy.spec)
+    )
+
+
+def _epoch(run: Run) -> str:
+    """The newest one that was accounted for: what an heir of this reconciler need not count."""
+    if run.restores.waiting and run.restores.counted is not None:
+        return str(run.restores.counted)
+    return str(run.host.ledger.lineage.current or run.restores.counted or "")
+
+
+def _committed(run: Run) -> CommittedStatus | None:
+    if run.commit is None:
+        return None
+    id = run.commit.id
+    return CommittedStatus(step=id.step, id=str(id), time=utc(run.commit.at))
+
+
+def _watermarks(run: Run) -> dict[str, str]:
+    marks = {Tier.MEMORY: run.host.common(), Tier.LOCAL: run.host.committed()}
+    return {str(tier): str(id) for tier, id in marks.items() if id is not None}
+
+
+def _tiers(run: Run) -> str:
+    """Those that hold the newest committed step of every rank."""
+    if run.commit is None or not run.host.world:
+        return ""
+    held = [
+        str(tier)
+        for tier in (Tier.MEMORY, Tier.LOCAL)
+        if len(run.host.ledger.holders(run.commit.id, tier)) >= run.host.world
+    ]
+    return ",".join(held)
+
+
+def _nodes(run: Run) -> str:
+    nodes = sorted({pod.node for pod in run.pods.values() if pod.node})
+    more = len(nodes) - _NODES_NAMED
+    return ",".join(nodes[:_NODES_NAMED]) + (f",+{more}" if more > 0 else "")
+
+
+def _pinned(run: Run) -> str:
+    said = sorted({place.report.pinned for place in run.host.places.values()} - {""})
+    others = [text for text in said if text != "locked"]
+    return cut((others or said or [""])[0], longest=_TEXT)
+
+
+def _stall(run: Run) -> StallStatus:
+    ranks = list(run.host.ranks())
+    return StallStatus(
+        skipped=sum(one.skipped for one in ranks),
+        discarded=sum(one.discarded for one in ranks),
+        blocked_seconds=round(sum(one.blocked_s for one in ranks), 1),
+    )
+
+
+def _ranks(run: Run) -> list[PlaceStatus]:
+    places = sorted(run.host.places.items())[:MOST_RANKS]
+    return [
+        PlaceStatus(
+            node=place.node,
+            pod=run.pods[place.pod].name if place.pod in run.pods else "",
+            node_rank=node_rank,
+            ranks=_spans(one.rank for one in place.report.ranks),
+            memory=None if place.gone else _newest_common(run, place, Tier.MEMORY),
+            local=None if place.dropped else _newest_common(run, place, Tier.LOCAL),
+        )
+        for node_rank, place in places
+    ]
+
+
+def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
+    """Of all ranks on this pod; not a step that a later life of the run left behind."""
+    each = [_ids(one, tier) for one in place.report.ranks]
+    common = set.intersection(*each) if each else set()
+    alive = (id for id in common if not run.host.ledger.is_dead(id))
+    return max((id.step for id in alive), default=None)
+
+
+def _ids(rank: ReportedRank, tier: Tier) -> set[StepId]:
+    return {one.id for one in (rank.memory if tier is Tier.MEMORY else rank.local)}
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """`0-3,8` of 0, 1, 2, 3, 8."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _newest(texts: Iterable[str]) -> str:
+    return max((text for text in texts if text), default="")
+
+
+def _versions(texts: Iterable[str]) -> str:
+    return cut(", ".join(sorted({text for text in texts if text})), longest=128)
+
+
+# --- warnings and conditions -----------------------------------------------------------------
+
+
+def _warnings(run: Run) -> list[str]:
+    found = [*_policy_warnings(run), *_fresh_start(run), *_earlier_run(run), *run.alarms]
+    there = sorted(run.pods.values(), key=lambda pod: pod.name)
+    found += [f"pod {pod.name}: {pod.trouble}" for pod in there if pod.trouble and pod.injected]
+    found += [f"{text} ({_first(pods)})" for text, pods in sorted(_said(run).items())]
+    return [cut(text) for text in dict.fromkeys(found)][:MOST_WARNINGS]
+
+
+def _policy_warnings(run: Run) -> list[str]:
+    if run.policy is None or run.finished_at is not None:
+        return []
+    now = run.policy_now
+    if now is None:
+        return [
+            f"CheckpointPolicy {run.policy.name} does not exist any more: this run goes on by what"
+            " it was, but pods that are made from now on get no sidecar. Create it again"
+        ]
+    if now.problem is not None:
+        return [f"CheckpointPolicy {now.name} is not accepted: {now.problem[1]}"]
+    if now.generation > run.policy.generation:
+        return [
+            f"CheckpointPolicy {now.name} has changed (generation {run.policy.generation} to"
+            f" {now.generation}): it holds for pods that are made from now on"
+        ]
+    return []
+
+
+def _fresh_start(run: Run) -> list[str]:
+    fresh = run.host.ledger.lineage.fresh
+    if fresh is None:
+        return []
+    return [f"epoch {fresh} began at step 0 beside older steps. {acknowledge(run.key)}"]
+
+
+def _earlier_run(run: Run) -> list[str]:
+    if run.earlier is None or run.finished_at is not None:
+        return []
+    return [
+        f"an earlier job of this name was run {run.earlier.name}; its steps are kept, but this job"
+        f" does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
+        f" {run.earlier.name} on its pods"
+    ]
+
+
+def _said(run: Run) -> dict[str, list[str]]:
+    """What sidecars warn of, once each, with the pods that say it."""
+    said: dict[str, list[str]] = {}
+    for place in run.host.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None:
+            for text in place.report.warnings[:MOST_WARNINGS]:
+                said.setdefault(cut(text, longest=_TEXT), []).append(pod.name)
+    return said
+
+
+def _first(pods: Collection[str]) -> str:
+    first, more = min(pods), len(pods) - 1
+    return f"pod {first} and {more} more" if more else f"pod {first}"
+
+
+def _conditions(run: Run, said: Mapping[str, Verdict], at: float) -> list[Condition]:
+    before = {one.type: one for one in run.written.conditions}
+    return [
+        Condition(
+            type=type,
+            status=verdict.status,
+            reason=verdict.reason,
+            message=verdict.message,
+            observed_generation=run.generation,
+            last_transition_time=_since(before.get(type), verdict.status, at),
+        )
+        for type, verdict in said.items()
+    ]
+
+
+def _since(before: Condition | None, status: str, at: float) -> str:
+    """A transition is a change of status; reasons and messages come and go."""
+    if before is not None and before.status == status and before.last_transition_time:
+        return before.last_transition_time
+    return utc(at)

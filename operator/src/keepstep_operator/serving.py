@@ -1,0 +1,92 @@
+"""Listening, and ending in order: what every component's process does beside its own work.
+
+On SIGTERM a component says at once that it is not ready, goes on answering while the cluster takes
+it out of its Services (`drain_s`), then lets requests that are under way finish, and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from keepstep_operator.journal import say
+
+_SHUTDOWN_S: Final = 5.0
+
+Ready = Callable[[], str]
+"""Why the process is not ready, '' when it is."""
+
+
+def health_routes(ready: Ready) -> list[web.RouteDef]:
+    """`/healthz`: the process answers. `/readyz`: 503 with a reason until it may get work."""
+
+    async def healthz(request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(request: web.Request) -> web.Response:
+        reason = ready()
+        return web.Response(text=f"{reason or 'ok'}\n", status=503 if reason else 200)
+
+    return [web.get("/healthz", healthz), web.get("/readyz", readyz)]
+
+
+def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
+    """What the metrics port serves: `/metrics`, `/healthz`, `/readyz`."""
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), *health_routes(ready)])
+    return app
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application,
+    *,
+    port: int,
+    host: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    shutdown_s: float = _SHUTDOWN_S,
+) -> AsyncIterator[int]:
+    """Serve `app` on `port` while the context lasts; yields the port. 0: any free one of loopback
+    (on all interfaces, IPv4 and IPv6 would get two different ones).
+
+    At the end no new connection is taken, and requests under way get `shutdown_s` to finish.
+    """
+    host = "127.0.0.1" if host is None and port == 0 else host
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=ssl_context).start()
+        bound: int = runner.addresses[0][1]
+        yield bound
+    finally:
+        await runner.cleanup()
+
+
+async def until_signal() -> str:
+    """Wait for SIGTERM or SIGINT; its name."""
+    loop = asyncio.get_running_loop()
+    caught: asyncio.Future[str] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        if not caught.done():
+            caught.set_result(number.name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, note, number)
+    name = await caught
+    say("ending", signal=name)
+    return name

@@ -1,0 +1,50 @@
+"""Options that several components share. Each has its variable spelt out: an automatic prefix would
+meet the `<SERVICE>_PORT` variables that Kubernetes sets for Services named `keepstep-...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from keepstep_operator.names import METRICS_PORT
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def option(name: str, *more: str, **settings: Any) -> Callable[[Command], Command]:
+    """A click option `--<name>` that also reads KEEPSTEP_<NAME>, and says so in the help."""
+    variable = "KEEPSTEP_" + name.removeprefix("--").replace("-", "_").upper()
+    settings.setdefault("envvar", variable)
+    return click.option(name, *more, show_envvar=True, show_default=True, **settings)
+
+
+namespace_option: Final = option(
+    "--namespace", required=True, metavar="NAME", help="Namespace of the release."
+)
+
+metrics_port_option: Final = option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=METRICS_PORT,
+    help="HTTP: /metrics, /healthz, /readyz. 0: any free port.",
+)
+
+
+def tls_dir_option(default: str) -> Callable[[Command], Command]:
+    """`--tls-dir`: where the Secret with the server's certificate is mounted."""
+    return option(
+        "--tls-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=default,
+        help="Directory with tls.crt and tls.key; they are loaded again when they change.",
+    )
+
+
+def port_option(default: int) -> Callable[[Command], Command]:
+    """`--port`: of HTTPS."""
+    return option(
+        "--port", type=click.IntRange(0, 65535), default=default, help="HTTPS. 0: any free port."
+    )

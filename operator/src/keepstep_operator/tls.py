@@ -1,0 +1,72 @@
+"""A server's TLS from files that change under it: the kubelet swaps them when a Secret is written.
+
+The same `SSLContext` is loaded again, so that listeners stay as they are: new connections get the
+new certificate, those that are open keep theirs. A pair that does not fit together (a half-written
+directory) is left alone until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+from pathlib import Path
+from typing import Final
+
+from keepstep.errors import UsageError
+from keepstep_operator.journal import say, warn
+
+CERTIFICATE: Final = "tls.crt"
+KEY: Final = "tls.key"
+_LOOK_EVERY_S: Final = 5.0
+
+
+class ServerTls:
+    """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh.
+
+    Raises UsageError when there is no usable pair to begin with.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.context = _context()
+        try:
+            self._loaded = self._digest()
+            self.context.load_cert_chain(directory / CERTIFICATE, directory / KEY)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(
+                f"{directory} holds no usable {CERTIFICATE} and {KEY}: {error}; they come from"
+                " `keepstep-operator certificates`, or from cert-manager"
+            ) from error
+
+    def reload(self) -> bool:
+        """Load the files again if they changed; whether they did."""
+        try:
+            digest = self._digest()
+            if digest == self._loaded:
+                return False
+            files = self._directory / CERTIFICATE, self._directory / KEY
+            _context().load_cert_chain(*files)  # a wrong pair must not reach the live context
+            self.context.load_cert_chain(*files)
+        except (OSError, ssl.SSLError) as error:
+            warn("certificate not loaded", directory=str(self._directory), reason=str(error))
+            return False
+        self._loaded = digest
+        say("certificate loaded", directory=str(self._directory))
+        return True
+
+    async def keep_fresh(self, *, every_s: float = _LOOK_EVERY_S) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(every_s)
+            self.reload()
+
+    def _digest(self) -> str:
+        both = (self._directory / name for name in (CERTIFICATE, KEY))
+        return hashlib.sha256(b"\0".join(one.read_bytes() for one in both)).hexdigest()
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

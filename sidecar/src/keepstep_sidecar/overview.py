@@ -1,0 +1,69 @@
+"""What a sidecar knows of the whole run beyond its own ranks: what the operator told it.
+
+The operator's word saves and frees: it publishes commits, names the step to fetch ahead of time,
+allows deletion. It is never needed to restore (the ranks' vote decides) nor to go on training, and
+while it is silent this sidecar deletes only what lies between the last known commit and its own
+newest steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from keepstep.reports import ReportReply
+from keepstep.retention import crowded_out, unwatched
+from keepstep.steps import StepId, Tier
+
+SILENT_AFTER_S = 60.0
+"""Two of the operator's usual report intervals."""
+
+
+class Overview:
+    """`told`: there is somebody to tell, who decides what is kept. `commit`: the last one heard of,
+    from whatever life of this sidecar."""
+
+    def __init__(self, *, told: bool, clock: Callable[[], float]) -> None:
+        self.told = told
+        self.commit: StepId | None = None
+        self.memory: StepId | None = None
+        self.plan: StepId | None = None
+        self.pinned: frozenset[StepId] = frozenset()
+        self._retire: frozenset[StepId] = frozenset()
+        self._clock = clock
+        self._heard_at = clock()
+
+    def remember(self, commit: StepId | None) -> None:
+        """What an earlier sidecar wrote down."""
+        if commit is not None:
+            self.commit = max(commit, self.commit or commit)
+
+    def hear(self, reply: ReportReply) -> None:
+        """The operator has answered. One that has just started may not know what we know."""
+        self._heard_at = self._clock()
+        self.remember(reply.committed.get(str(Tier.LOCAL)))
+        self.memory = reply.committed.get(str(Tier.MEMORY))
+        self.plan = reply.plan
+        self.pinned = frozenset(reply.pinned)
+        self._retire = frozenset(reply.retire)
+
+    @property
+    def silent(self) -> bool:
+        """Nobody was there to tell for too long."""
+        return self.told and self._clock() - self._heard_at > SILENT_AFTER_S
+
+    def retired(self, held: Iterable[StepId]) -> list[StepId]:
+        """The steps of `held` that the operator wants deleted, oldest first.
+
+        Never one that is not older than the last commit: no operator rightly asks for that.
+        """
+        return sorted(
+            id for id in held if id in self._retire and self.commit is not None and id < self.commit
+        )
+
+    def unwatched(self, held: Iterable[StepId], *, commit: StepId | None) -> list[StepId]:
+        """What may go while nobody is there to tell."""
+        return [id for id in unwatched(held, last_commit=commit) if id not in self.pinned]
+
+    def crowded_out(self, held: Iterable[StepId], *, commit: StepId | None) -> list[StepId]:
+        """What may go because the volume is full."""
+        return list(crowded_out(held, last_commit=commit, pinned=self.pinned))

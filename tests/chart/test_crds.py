@@ -1,0 +1,168 @@
+"""crds/: what the API server must accept, and what a reader of `kubectl explain` must find."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from keepstep_operator.reconcile import objects
+from keepstep_operator.reconcile.objects import RunStatus
+from scripts.api_reference import TARGET, reference
+from tests.chart.charts import ROOT, Object, crds, schema_of, walk
+from tests.chart.schemas import closed, filled, json_schema
+
+CRDS = crds()
+KINDS = sorted(CRDS)
+FIELDS = [
+    (f"{kind}{path}", schema) for kind in KINDS for path, schema in walk(schema_of(CRDS[kind]))
+]
+UNITS = re.compile(
+    r"bytes|seconds|steps|number|duration|threads|cpus|images|ranks|generation|restores|saves"
+    r"|newest step|its place|the step",
+    re.IGNORECASE,
+)
+
+
+def test_there_are_three_kinds() -> None:
+    assert KINDS == ["Checkpoint", "CheckpointPolicy", "CheckpointRun"]
+
+
+def test_every_field_is_described_in_sentences() -> None:
+    sentence = re.compile(r"[A-Z0-9].*\.")
+    assert [path for path, one in FIELDS if not sentence.fullmatch(one["description"])] == []
+
+
+def test_every_number_says_its_unit() -> None:
+    numbers = [
+        (path, one["description"])
+        for path, one in FIELDS
+        if one.get("type") in ("integer", "number") or "x-kubernetes-int-or-string" in one
+    ]
+    assert [path for path, description in numbers if not UNITS.search(description)] == []
+
+
+def test_every_string_list_and_map_is_bounded() -> None:
+    assert [path for path, one in FIELDS if not _bounded(one)] == []
+
+
+def test_every_list_says_how_it_is_merged() -> None:
+    lists = [(path, one) for path, one in FIELDS if one.get("type") == "array"]
+    assert [path for path, one in lists if "x-kubernetes-list-type" not in one] == []
+
+
+def test_every_schema_has_one_type() -> None:
+    for path, one in FIELDS:
+        assert ("type" in one) != ("x-kubernetes-int-or-string" in one), path
+
+
+def test_every_rule_says_in_a_line_what_is_wrong() -> None:
+    rules = [rule for _, one in FIELDS for rule in one.get("x-kubernetes-validations", ())]
+    assert len(rules) > 10
+    assert [rule for rule in rules if len(rule["message"]) < 20 or "\n" in rule["message"]] == []
+
+
+def test_every_default_satisfies_its_own_schema() -> None:
+    for path, one in FIELDS:
+        if "default" in one:
+            jsonschema.validate(one["default"], json_schema(one))
+            assert one["default"] == filled(one["default"], one), f"{path}: others lie inside"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_status_short_names_columns_and_stays_on_uninstall(kind: str) -> None:
+    crd = CRDS[kind]
+    (version,) = crd["spec"]["versions"]
+    assert version["name"] == "v1alpha1"
+    assert version["subresources"] == {"status": {}}
+    assert crd["spec"]["names"]["categories"] == ["keepstep"]
+    assert crd["spec"]["names"]["shortNames"]
+    assert crd["metadata"]["name"] == f"{crd['spec']['names']['plural']}.keepstep.dev"
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert schema_of(crd)["properties"]["metadata"] == {"type": "object"}, "else it is refused"
+    assert all(_resolves(schema_of(crd), one["jsonPath"]) for one in _columns(kind))
+
+
+def test_the_columns_of_a_run_are_those_of_the_documentation() -> None:
+    shown = [one["name"].upper() for one in _columns("CheckpointRun") if not one.get("priority")]
+    assert shown == ["JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED"]
+    wide = [one["name"].upper() for one in _columns("CheckpointRun") if one.get("priority")]
+    assert wide == ["TIERS", "NODES", "PHASE", "AGE"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/kubernetes").glob("policy*.yaml")))
+def test_the_example_policies_fit_the_schema(path: Path) -> None:
+    body = yaml.safe_load(path.read_text())
+    schema = schema_of(CRDS["CheckpointPolicy"])
+    jsonschema.validate(filled(body, schema), closed(json_schema(schema)))
+
+
+def test_every_field_that_the_reconciler_writes_is_in_the_schema() -> None:
+    """One that is not would be dropped by the API server, without a word."""
+    schema = schema_of(CRDS["CheckpointRun"])["properties"]["status"]
+    known = {path for path, _ in walk(schema)}
+    assert set(_written(msgspec.json.schema(RunStatus))) <= known
+
+
+def test_what_the_reconciler_cuts_fits_the_schema() -> None:
+    status = schema_of(CRDS["CheckpointRun"])["properties"]["status"]["properties"]
+    assert status["recent"]["maxItems"] >= objects.MOST_RECENT
+    assert status["ranks"]["maxItems"] >= objects.MOST_RANKS
+    assert status["warnings"]["maxItems"] >= objects.MOST_WARNINGS
+    for text in (
+        status["warnings"]["items"],
+        status["recent"]["items"]["properties"]["message"],
+        status["conditions"]["items"]["properties"]["message"],
+        status["pinned"],
+    ):
+        assert text["maxLength"] >= objects.LONGEST_TEXT
+
+
+def test_the_reference_is_generated_from_the_schemas() -> None:
+    assert TARGET.read_text() == reference(), "run: python scripts/api_reference.py"
+
+
+def _bounded(schema: Object) -> bool:
+    if schema.get("type") == "array":
+        return bool(schema["maxItems"] <= 64)
+    if schema.get("type") == "string" or "x-kubernetes-int-or-string" in schema:
+        limited = "maxLength" in schema or "enum" in schema
+        return limited or schema.get("format") == "date-time"
+    return "additionalProperties" not in schema
+
+
+def _columns(kind: str) -> list[Object]:
+    columns: list[Object] = CRDS[kind]["spec"]["versions"][0]["additionalPrinterColumns"]
+    return columns
+
+
+def _resolves(schema: Object, path: str) -> bool:
+    """Whether a column's simple jsonPath leads to a field of the schema."""
+    if path == ".metadata.creationTimestamp":
+        return True
+    for name in re.sub(r"\[[^]]*\]", "[]", path).lstrip(".").split("."):
+        schema = schema["properties"].get(name.removesuffix("[]"), {})
+        schema = schema.get("items", {}) if name.endswith("[]") else schema
+    return bool(schema)
+
+
+def _written(schema: Object) -> Iterator[str]:
+    """Paths of msgspec's JSON schema, in the notation of `walk`."""
+
+    def below(one: Object, path: str) -> Iterator[str]:
+        if "$ref" in one:
+            one = schema["$defs"][one["$ref"].rpartition("/")[2]]
+        for choice in one.get("anyOf", ()):
+            yield from below(choice, path)
+        for name, inner in one.get("properties", {}).items():
+            yield f"{path}.{name}"
+            yield from below(inner, f"{path}.{name}")
+        if isinstance(one.get("items"), dict):
+            yield from below(one["items"], f"{path}[]")
+
+    yield from below(schema, "")

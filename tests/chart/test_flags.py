@@ -1,0 +1,26 @@
+"""The arguments that the chart gives are options that the operator's commands have."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from tests.chart.charts import Chart, of_kind
+
+main = pytest.importorskip("keepstep_operator.main", reason="the operator's commands are not there")
+
+COMMANDS = ("admission", "reconcile", "certificates")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> None:
+    objects = chart.render({"hostPaths": ["/mnt/a", "/mnt/b"]})
+    spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
+    command, *arguments = spec["containers"][0]["args"]
+    assert command == name
+    found = main.cli.get_command(click.Context(main.cli), name)
+    assert found is not None
+    filled = [one.replace("$(KEEPSTEP_NAMESPACE)", "keepstep-system") for one in arguments]
+    context = found.make_context(name, filled)
+    if "host_paths" in context.params:
+        assert context.params["host_paths"] == ("/mnt/a", "/mnt/b")

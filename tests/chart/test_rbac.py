@@ -1,0 +1,118 @@
+"""The table of docs/security.md is what the chart grants, and it grants no more than that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.chart.charts import ROOT, Object, is_hook, of_kind
+
+COMPONENTS = ("admission", "reconcile", "certificates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """One row: who may do what, where."""
+
+    component: str
+    scope: str
+    group: str
+    resources: frozenset[str]
+    names: frozenset[str]
+    verbs: frozenset[str]
+
+
+def test_the_table_of_rights_is_what_the_chart_renders(plain: list[Object]) -> None:
+    rendered = {grant for component in COMPONENTS for grant in _rendered(plain, component)}
+    documented = _documented()
+    assert rendered - documented == set(), "granted, but not in docs/security.md"
+    assert documented - rendered == set(), "in docs/security.md, but not granted"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_component_has_a_service_account_of_its_own(
+    plain: list[Object], component: str
+) -> None:
+    name = f"keepstep-{component}"
+    spec = of_kind(plain, "Deployment")[name]["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == name
+    assert name in of_kind(plain, "ServiceAccount")
+    for kind in ("ClusterRoleBinding", "RoleBinding"):
+        for one in of_kind(plain, kind).values():
+            if one["metadata"]["name"] == name:
+                assert [subject["name"] for subject in one["subjects"]] == [name]
+
+
+def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:
+    for kind in ("ClusterRole", "Role"):
+        for one in of_kind(plain, kind).values():
+            for rule in one["rules"]:
+                assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+
+
+def test_secrets_are_read_by_name_and_by_the_certificates_component_alone(
+    plain: list[Object],
+) -> None:
+    for component in COMPONENTS:
+        for grant in _rendered(plain, component):
+            if "secrets" in grant.resources:
+                assert component == "certificates"
+                assert grant.scope == "namespace"
+                assert grant.names or grant.verbs == {"create"}
+
+
+def test_viewers_read_and_editors_write_policies_and_runs(plain: list[Object]) -> None:
+    roles = of_kind(plain, "ClusterRole")
+    (view,) = roles["keepstep-view"]["rules"]
+    assert set(view["verbs"]) == {"get", "list", "watch"}
+    assert roles["keepstep-view"]["metadata"]["labels"][
+        "rbac.authorization.k8s.io/aggregate-to-view"
+    ] == "true"  # fmt: skip
+    written = {name for rule in roles["keepstep-edit"]["rules"] for name in rule["resources"]}
+    assert written == {"checkpointpolicies", "checkpointruns", "checkpoints"}
+    assert not any("status" in name for name in written)
+
+
+def _rendered(objects: list[Object], component: str) -> set[Grant]:
+    name = f"keepstep-{component}"
+    grants = set()
+    for kind, scope in (("ClusterRole", "cluster"), ("Role", "namespace")):
+        role = of_kind([one for one in objects if not is_hook(one)], kind).get(name)
+        for rule in role["rules"] if role else ():
+            (group,) = rule["apiGroups"]
+            grants.add(
+                Grant(
+                    component=component,
+                    scope=scope,
+                    group=group or "core",
+                    resources=frozenset(rule["resources"]),
+                    names=frozenset(rule.get("resourceNames", ())),
+                    verbs=frozenset(rule["verbs"]),
+                )
+            )
+    return grants
+
+
+def _documented() -> set[Grant]:
+    text = (ROOT / "docs" / "security.md").read_text().partition("## RBAC")[2]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(tuple(f"| {component} |" for component in COMPONENTS))
+    ]
+    return {
+        Grant(
+            component=row[0],
+            scope=row[1],
+            group=row[2],
+            resources=_listed(row[3]),
+            names=_listed(row[4]),
+            verbs=_listed(row[5]),
+        )
+        for row in rows
+    }
+
+
+def _listed(cell: str) -> frozenset[str]:
+    return frozenset(one.strip() for one in cell.split(",") if one.strip())

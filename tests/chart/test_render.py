@@ -1,0 +1,300 @@
+"""The rendered chart over a matrix of values: valid, restricted, consistent in itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.charts import (
+    CHART,
+    KUBERNETES,
+    NAMESPACE,
+    ROOT,
+    Chart,
+    Object,
+    Refused,
+    is_hook,
+    of_kind,
+    pod_specs,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import kubernetes_validate  # type: ignore[import-untyped]
+
+EVERYTHING: Object = {
+    "hostPaths": ["/mnt/nvme0/keepstep", "/var/lib/keepstep"],
+    "networkPolicy": {"enabled": True},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "images": {"pullSecrets": ["registry"], "operator": {"digest": "sha256:" + "a" * 64}},
+    "admission": {
+        "failurePolicy": "Fail",
+        "replicas": 3,
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "infra", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "system-cluster-critical",
+        "podAnnotations": {"example.com/note": "yes"},
+        "podLabels": {"team": "ml"},
+    },
+}
+MATRIX: dict[str, Object] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "one replica": {"admission": {"replicas": 1, "podDisruptionBudget": {"enabled": False}}},
+    "no CRDs, no roles": {"crds": {"install": False}, "rbac": {"aggregate": False}},
+    "another name": {"fullnameOverride": "steps"},
+    "metrics from one namespace": {
+        "networkPolicy": {
+            "enabled": True,
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        }
+    },
+}
+OURS = {"CheckpointPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+"""Kinds that Kubernetes' own schemas do not know."""
+
+
+@pytest.fixture(params=sorted(MATRIX))
+def rendered(chart: Chart, request: pytest.FixtureRequest) -> list[Object]:
+    """The chart with each row of the matrix."""
+    return chart.render(MATRIX[request.param])
+
+
+@pytest.mark.parametrize("name", sorted(MATRIX))
+def test_helm_lint_finds_nothing(chart: Chart, name: str) -> None:
+    chart.lint(MATRIX[name])
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> None:
+    for one in rendered:
+        if one["kind"] not in OURS | {"CustomResourceDefinition"}:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
+    rendered: list[Object],
+) -> None:
+    for one in rendered:
+        labels = one["metadata"].get("labels", {})
+        if one["kind"] == "CustomResourceDefinition":
+            continue
+        assert labels["app.kubernetes.io/name"] == "keepstep"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert ("namespace" in one["metadata"]) == (not _cluster_wide(one))
+
+
+def test_every_container_is_restricted(rendered: list[Object]) -> None:
+    specs = dict(pod_specs(rendered))
+    assert len(specs) == 4
+    for spec in specs.values():
+        pod = spec["securityContext"]
+        assert (pod["runAsNonRoot"], pod["runAsUser"], pod["runAsGroup"]) == (True, 65532, 65532)
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert all({"secret", "configMap"} & volume.keys() for volume in spec.get("volumes", ()))
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "runAsNonRoot": True,
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_selectors_choose_the_pods_that_they_mean(rendered: list[Object]) -> None:
+    deployments = of_kind(rendered, "Deployment")
+    for one in deployments.values():
+        chosen = one["spec"]["selector"]["matchLabels"]
+        assert chosen.items() <= one["spec"]["template"]["metadata"]["labels"].items()
+    for one in of_kind(rendered, "Service").values():
+        behind = [d for d in deployments.values() if _selects(one["spec"]["selector"], d)]
+        assert behind
+        for port in one["spec"]["ports"]:
+            assert all(port["targetPort"] in _port_names(d) for d in behind)
+
+
+def test_no_secret_is_rendered_and_no_ca_bundle(rendered: list[Object]) -> None:
+    assert not of_kind(rendered, "Secret")
+    (configuration,) = of_kind(rendered, "MutatingWebhookConfiguration").values()
+    (webhook,) = configuration["webhooks"]
+    assert webhook["clientConfig"].keys() == {"service"}
+    templates = [path.read_text() for path in (CHART / "templates").rglob("*.yaml")]
+    assert not any("(lookup " in text or "{{ lookup" in text for text in templates)
+
+
+def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
+    assert of_kind(plain, "Service").keys() == {"keepstep-admission", "keepstep-reports"}
+    assert of_kind(plain, "Deployment").keys() == {
+        "keepstep-admission",
+        "keepstep-reconcile",
+        "keepstep-certificates",
+    }
+    assert of_kind(plain, "MutatingWebhookConfiguration").keys() == {"keepstep"}
+    secrets = [
+        volume["secret"]["secretName"]
+        for _, spec in pod_specs(plain)
+        for volume in spec.get("volumes", ())
+        if "secret" in volume
+    ]
+    assert sorted(secrets) == ["keepstep-admission-tls", "keepstep-reports-tls"]
+
+
+def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:
+    (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
+    assert webhook["failurePolicy"] == "Ignore"
+    assert webhook["timeoutSeconds"] == 5
+    assert webhook["reinvocationPolicy"] == "IfNeeded"
+    assert webhook["sideEffects"] == "None"
+    assert webhook["rules"] == [
+        {
+            "apiGroups": [""],
+            "apiVersions": ["v1"],
+            "resources": ["pods"],
+            "operations": ["CREATE"],
+            "scope": "Namespaced",
+        }
+    ]
+    (condition,) = webhook["matchConditions"]
+    assert "'keepstep.dev/policy' in object.metadata.annotations" in condition["expression"]
+    assert "injected" not in condition["expression"], "an injected pod is looked at again"
+    assert _left_out(webhook) == {"kube-system", NAMESPACE}
+
+
+def test_failure_policy_fail_holds(chart: Chart) -> None:
+    objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 10}})
+    (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
+    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 10)
+
+
+def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
+    spec = of_kind(plain, "Deployment")["keepstep-admission"]["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    constraints = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert {one["topologyKey"] for one in constraints} >= {"kubernetes.io/hostname"}
+    budget = of_kind(plain, "PodDisruptionBudget")["keepstep-admission"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"]["matchLabels"] == spec["selector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("name", ["keepstep-reconcile", "keepstep-certificates"])
+def test_the_singletons_never_run_twice(plain: list[Object], name: str) -> None:
+    spec = of_kind(plain, "Deployment")[name]["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_host_paths_reach_both_who_must_refuse(chart: Chart) -> None:
+    for name in ("keepstep-admission", "keepstep-reconcile"):
+        arguments = _arguments(chart.render({"hostPaths": ["/mnt/a", "/mnt/b"]}), name)
+        assert [one for one in arguments if one.startswith("--host-path")] == [
+            "--host-path=/mnt/a",
+            "--host-path=/mnt/b",
+        ]
+
+
+def test_images_follow_the_chart_unless_they_are_named(chart: Chart, plain: list[Object]) -> None:
+    app_version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert {c["image"] for _, spec in pod_specs(plain) for c in spec["containers"]} == {
+        f"keepstep/operator:{app_version}"
+    }
+    digest = "sha256:" + "b" * 64
+    named = chart.render(
+        {
+            "images": {
+                "pullPolicy": "Never",
+                "operator": {"repository": "registry.example/op", "tag": "7"},
+                "sidecar": {"repository": "registry.example/side", "tag": "7", "digest": digest},
+            }
+        }
+    )
+    assert {c["image"] for _, spec in pod_specs(named) for c in spec["containers"]} == {
+        "registry.example/op:7"
+    }
+    arguments = _arguments(named, "keepstep-admission")
+    assert f"--sidecar-image=registry.example/side@{digest}" in arguments
+    assert "--sidecar-pull-policy=Never" in arguments
+
+
+def test_the_crds_of_the_release_are_those_of_the_repository(plain: list[Object]) -> None:
+    files = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+    assert of_kind(plain, "CustomResourceDefinition") == {
+        one["metadata"]["name"]: one for one in files
+    }
+
+
+def test_options_are_off_unless_asked_for(chart: Chart, plain: list[Object]) -> None:
+    options = {"NetworkPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    assert not options & {one["kind"] for one in plain}
+    assert options <= {one["kind"] for one in chart.render(EVERYTHING)}
+
+
+def test_another_name_runs_through_everything(chart: Chart) -> None:
+    objects = [
+        one
+        for one in chart.render({"fullnameOverride": "steps"})
+        if one["kind"] != "CustomResourceDefinition" and not is_hook(one)
+    ]
+    assert all(one["metadata"]["name"].startswith("steps") for one in objects)
+    arguments = _arguments(objects, "steps-admission")
+    assert "--reports-url=https://steps-reports.keepstep-system.svc:443" in arguments
+    assert "--reports-ca-configmap=steps-reports-ca" in arguments
+
+
+def test_helm_test_uses_a_namespace_that_the_webhook_sees(plain: list[Object]) -> None:
+    hooks = [one for one in plain if is_hook(one)]
+    namespaces = of_kind(hooks, "Namespace")
+    (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
+    assert namespaces.keys() == {"keepstep-test"}
+    assert not namespaces.keys() & _left_out(webhook)
+    assert of_kind(hooks, "CheckpointPolicy")["helm-test"]["metadata"]["namespace"] in namespaces
+    weights = {
+        one["kind"]: int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) for one in hooks
+    }
+    assert weights["Namespace"] == min(weights.values())
+    assert weights["Pod"] == max(weights.values())
+
+
+def test_a_test_namespace_that_the_webhook_leaves_out_is_refused(chart: Chart) -> None:
+    with pytest.raises(Refused, match="name another"):
+        chart.render({"test": {"namespace": NAMESPACE}})
+
+
+def _arguments(objects: list[Object], deployment: str) -> list[str]:
+    spec = of_kind(objects, "Deployment")[deployment]["spec"]["template"]["spec"]
+    arguments: list[str] = spec["containers"][0]["args"]
+    return arguments
+
+
+def _left_out(webhook: Object) -> set[str]:
+    (expression,) = webhook["namespaceSelector"]["matchExpressions"]
+    assert (expression["key"], expression["operator"]) == ("kubernetes.io/metadata.name", "NotIn")
+    return set(expression["values"])
+
+
+def _selects(selector: dict[str, str], deployment: Object) -> bool:
+    labels: dict[str, Any] = deployment["spec"]["template"]["metadata"]["labels"]
+    return selector.items() <= labels.items()
+
+
+def _port_names(deployment: Object) -> set[str]:
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return {port["name"] for port in container["ports"]}
+
+
+def _cluster_wide(one: Object) -> bool:
+    return one["kind"] in {
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "MutatingWebhookConfiguration",
+        "Namespace",
+    }

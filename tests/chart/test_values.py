@@ -1,0 +1,100 @@
+"""values.yaml and values.schema.json: what is there is documented, what is not is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.chart.charts import CHART, Chart, Object, Refused
+
+SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
+VALUES: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+OPEN = {
+    "global": "Helm's own",
+    "podSelector": "a selector",
+    "namespaceSelector": "a selector",
+    "ipBlock": "Kubernetes' own",
+    "nodeAffinity": "Kubernetes' own",
+    "podAffinity": "Kubernetes' own",
+    "podAntiAffinity": "Kubernetes' own",
+}
+
+
+def test_the_defaults_satisfy_the_schema() -> None:
+    jsonschema.validate(VALUES, SCHEMA)
+
+
+def test_every_object_is_closed_but_for_a_few_of_kubernetes() -> None:
+    for name, schema in _objects(SCHEMA, ""):
+        assert "additionalProperties" in schema or name in OPEN, name
+
+
+def test_every_value_of_the_schema_has_a_default_in_values_yaml() -> None:
+    _same_names(VALUES, SCHEMA, "")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"hostPath": ["/mnt"]}, "hostPath"),
+        ({"admission": {"replica": 3}}, "replica"),
+        ({"admission": {"failurePolicy": "ignore"}}, "failurePolicy"),
+        ({"images": {"sidecar": {"version": "1"}}}, "version"),
+        ({"reconcile": {"replicas": 2}}, "replicas"),
+        ({"prometheusRule": {"enable": True}}, "enable"),
+        ({"crds": {"install": "yes"}}, "install"),
+    ],
+)
+def test_a_typo_is_refused_by_name(chart: Chart, values: Object, told: str) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=told):
+        jsonschema.validate(_over(VALUES, values), SCHEMA)
+    with pytest.raises(Refused, match=told):
+        chart.render(values)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//", "mnt", "/mnt/../etc", "/mnt/..", "/./mnt", "/mnt//nvme", ""]
+)
+def test_a_host_path_must_be_an_absolute_plain_directory(path: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(_over(VALUES, {"hostPaths": [path]}), SCHEMA)
+
+
+@pytest.mark.parametrize("path", ["/mnt/nvme0", "/mnt/nvme0/", "/mnt/.hidden", "/mnt/..data", "/a"])
+def test_plain_host_paths_are_taken(path: str) -> None:
+    jsonschema.validate(_over(VALUES, {"hostPaths": [path]}), SCHEMA)
+
+
+def _objects(schema: Any, name: str) -> Iterator[tuple[str, Object]]:
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _objects(one, name)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield name, schema
+        for inner_name, inner in schema.items():
+            yield from _objects(inner, inner_name)
+
+
+def _same_names(values: Object, schema: Object, path: str) -> None:
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    for name, inner in schema.get("properties", {}).items():
+        if name == "global" or path.endswith((".affinity", ".resources")):
+            continue
+        assert name in values, f"{path}.{name} is not in values.yaml"
+        if isinstance(values[name], dict):
+            _same_names(values[name], inner, f"{path}.{name}")
+
+
+def _over(values: Object, changes: Object) -> Object:
+    merged = dict(values)
+    for name, one in changes.items():
+        old = merged.get(name)
+        merged[name] = _over(old, one) if isinstance(old, dict) and isinstance(one, dict) else one
+    return merged

@@ -1,0 +1,176 @@
+"""A kind cluster with the job kinds, our images and our chart: made, loaded, and deleted.
+
+`KEEPSTEP_E2E_CLUSTER` names a cluster for development: made if it is not there, else used as it is,
+and left when the tests end. Without it, one is made for the suite and always deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.kubectl import Kubectl
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.1.0"
+OPERATOR = f"keepstep/operator:{VERSION}"
+SIDECAR = f"keepstep/sidecar:{VERSION}"
+TRAINER = f"keepstep/example-gpt:{VERSION}"
+RELEASE, NAMESPACE = "keepstep", "keepstep-system"
+HOST_PATH = "/var/lib/keepstep"
+
+_UPSTREAM = {
+    "training-operator.yaml": (
+        "-k",
+        "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3",
+    ),
+    "jobset.yaml": (
+        "-f",
+        "https://github.com/kubernetes-sigs/jobset/releases/download/v0.10.1/manifests.yaml",
+    ),
+}
+
+
+def run(*command: str, timeout_s: float = 600.0, input: str | None = None) -> str:
+    """Run a program; its standard output. Raises RuntimeError with what it said."""
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, input=input
+    )
+    if done.returncode:
+        said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{said}")
+    return done.stdout
+
+
+class Cluster:
+    """One kind cluster. Making it takes about a minute, images included two."""
+
+    def __init__(self, scratch: Path) -> None:
+        given = os.environ.get("KEEPSTEP_E2E_CLUSTER", "")
+        self.name = given or f"keepstep-e2e-{os.getpid()}"
+        self.kept = bool(given)
+        self.scratch = scratch
+        self.kubeconfig = scratch / f"{self.name}.kubeconfig"
+        self.kubectl = Kubectl(self.kubeconfig)
+
+    # --- life --------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Make the cluster and everything in it, as far as it is not there."""
+        missing = [name for name in ("docker", "kind", "kubectl", "helm") if not shutil.which(name)]
+        if missing:
+            raise RuntimeError(f"the end-to-end tests need {', '.join(missing)} on the PATH")
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        if self.name in run("kind", "get", "clusters").split():
+            run("kind", "export", "kubeconfig", "--name", self.name, *self._kubeconfig())
+            return  # what runs in it is the developer's affair
+        config = Path(__file__).with_name("kind.yaml")
+        run("kind", "create", "cluster", "--name", self.name, "--config", str(config),
+            "--wait", "180s", *self._kubeconfig())  # fmt: skip
+        self._say("cluster is up")
+        self.load(self._build())
+        self._say("images are loaded")
+        self._install_job_kinds()
+        self.install()
+        self._say("keepstep is installed")
+
+    def down(self) -> None:
+        """Delete the cluster, unless it was given."""
+        if not self.kept:
+            run("kind", "delete", "cluster", "--name", self.name)
+
+    def _kubeconfig(self) -> tuple[str, str]:
+        return "--kubeconfig", str(self.kubeconfig)
+
+    def _say(self, what: str) -> None:
+        print(f"e2e {time.strftime('%H:%M:%S')} {what}", flush=True)
+
+    # --- images ------------------------------------------------------------------------------
+
+    def _build(self) -> list[str]:
+        run("docker", "build", "--target", "operator", "-t", OPERATOR, ".", timeout_s=900)
+        run("docker", "build", "--target", "sidecar", "-t", SIDECAR, ".", timeout_s=900)
+        base = os.environ.get("KEEPSTEP_E2E_TORCH_IMAGE") or _image_with_wheels()
+        build = ("--build-arg", f"BUILD_IMAGE={base}") if base else ()
+        file = "examples/kubernetes/Dockerfile"
+        run("docker", "build", "-f", file, "-t", TRAINER, *build, ".", timeout_s=1800)
+        return [OPERATOR, SIDECAR, TRAINER]
+
+    def load(self, images: Sequence[str]) -> None:
+        """Put images onto the nodes; those that a node has already are skipped."""
+        workers = ",".join(self.workers())
+        for image in images:
+            run("kind", "load", "docker-image", image, "--name", self.name, "--nodes", workers)
+
+    # --- what runs in it ---------------------------------------------------------------------
+
+    def _install_job_kinds(self) -> None:
+        manifests = _manifests()
+        for name, upstream in _UPSTREAM.items():
+            local = manifests / name if manifests else None
+            source = ("-f", str(local)) if local and local.exists() else upstream
+            self.kubectl("apply", "--server-side", "--force-conflicts", *source)
+        for namespace, name in (("kubeflow", "training-operator"), ("jobset-system", "")):
+            what = f"deployment/{name}" if name else "deployment"
+            all_of = () if name else ("--all",)
+            self.kubectl(
+                "-n", namespace, "wait", what, *all_of, "--for=condition=Available",
+                "--timeout=180s", timeout_s=200,
+            )  # fmt: skip
+
+    def install(self, *values: str) -> None:
+        """`helm upgrade --install` of this checkout's chart, and wait until all of it is ready."""
+        self.helm(
+            "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
+            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
+            "--wait", "--timeout", "180s",
+        )  # fmt: skip
+
+    def helm(self, *arguments: str) -> str:
+        return run("helm", *arguments, *self._kubeconfig(), timeout_s=300)
+
+    # --- nodes -------------------------------------------------------------------------------
+
+    def nodes(self) -> list[str]:
+        return run("kind", "get", "nodes", "--name", self.name).split()
+
+    def workers(self) -> list[str]:
+        return sorted(node for node in self.nodes() if "control-plane" not in node)
+
+    def on_node(self, node: str, *command: str) -> str:
+        """Run something as root on a node."""
+        return run("docker", "exec", node, *command)
+
+    def kill_container(self, pod: dict[str, object], container: str) -> None:
+        """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""
+        statuses = [
+            *pod["status"].get("containerStatuses", ()),  # type: ignore[attr-defined]
+            *pod["status"].get("initContainerStatuses", ()),  # type: ignore[attr-defined]
+        ]
+        (id,) = [one["containerID"] for one in statuses if one["name"] == container]
+        node = str(pod["spec"]["nodeName"])  # type: ignore[index]
+        tasks = self.on_node(node, "ctr", "-n", "k8s.io", "tasks", "ls")
+        (pid,) = [
+            line.split()[1]
+            for line in tasks.splitlines()
+            if line.startswith(id.removeprefix("containerd://"))
+        ]
+        self.on_node(node, "kill", "-9", pid)
+
+
+def _manifests() -> Path | None:
+    """Upstream manifests that lie beside an offline `kind`; elsewhere they come from upstream."""
+    kind = shutil.which("kind")
+    place = Path(kind).resolve().parent.parent / "manifests" if kind else None
+    return place if place and place.is_dir() else None
+
+
+def _image_with_wheels() -> str:
+    """An image of this machine with a small build of torch, where there is one."""
+    image = "keepstep.test/python-wheels:3.11"
+    found = subprocess.run(["docker", "image", "inspect", image], capture_output=True)
+    return image if found.returncode == 0 else ""

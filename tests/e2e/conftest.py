@@ -1,0 +1,88 @@
+"""One cluster for the suite, a namespace a test, and everything written down when a test fails.
+
+Nothing here is skipped where docker, kind, kubectl or helm is missing: a suite that does not run is
+a failure, not a success.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import dump, jobs, runs
+from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.kubectl import Kubectl
+
+_SCRATCH = ROOT / "build" / "e2e"
+_REFERENCE_STEPS = 500
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(420, func_only=True))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Remember how the call went, so that the namespace knows whether to dump itself."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster, with keepstep installed as the quick start does it."""
+    made = Cluster(_SCRATCH)
+    try:
+        made.up()
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture
+def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
+    """kubectl in a new namespace of this test. Its pods are gone when the test is over."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:50].strip(
+        "-"
+    )
+    kubectl = cluster.kubectl.namespaced(name)
+    cluster.kubectl("create", "namespace", name)
+    try:
+        yield kubectl
+    finally:
+        if request.node.stash.get(_FAILED, True):
+            dump.namespace(cluster, kubectl, _SCRATCH / "failed" / request.node.name)
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def reference(cluster: Cluster) -> dict[int, str]:
+    """Step -> exact loss of a run of the example that nothing interrupted, without keepstep.
+
+    As long as the tests' jobs, since the learning rate depends on the number of steps; ended early.
+    """
+    kubectl = cluster.kubectl.namespaced("reference")
+    cluster.kubectl("create", "namespace", "reference")
+    job = jobs.pytorch_job("gpt", policy=None)
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        arguments = replica["template"]["spec"]["containers"][0]["args"]
+        arguments += ["--no-keepstep", "--step-seconds", "0"]
+    kubectl.apply(job)
+    try:
+        life = runs.training_beyond(kubectl, _REFERENCE_STEPS)
+    finally:
+        cluster.kubectl("delete", "namespace", "reference", "--wait=false")
+    return dict(life.losses)

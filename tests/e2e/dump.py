@@ -1,0 +1,39 @@
+"""Everything that explains a failure, written into a directory: objects, events, logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl
+
+_KINDS = "pods,jobs,pytorchjobs,jobsets,ckpolicy,ckrun,ckpt,events"
+
+
+def namespace(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
+    """Best effort: a cluster that is broken is dumped as far as it answers."""
+    place.mkdir(parents=True, exist_ok=True)
+    _write(kubectl, place / "objects.yaml", "get", _KINDS, "-o", "yaml")
+    _write(kubectl, place / "overview.txt", "get", _KINDS, "-o", "wide")
+    _logs(kubectl, place)
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    _write(system, place / "system.txt", "get", "pods,events", "-o", "wide")
+    _logs(system, place)
+
+
+def _logs(kubectl: Kubectl, place: Path) -> None:
+    try:
+        pods = kubectl.list("pods")
+    except RuntimeError as error:
+        (place / f"{kubectl.namespace}-pods.txt").write_text(str(error))
+        return
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        common = ("logs", name, "--all-containers", "--prefix", "--timestamps")
+        _write(kubectl, place / f"{name}.log", *common, "--tail=2000")
+        _write(kubectl, place / f"{name}.previous.log", *common, "--previous", "--tail=500")
+
+
+def _write(kubectl: Kubectl, path: Path, *arguments: str) -> None:
+    done = kubectl.attempt(*arguments, timeout_s=60)
+    path.write_text(done.stdout + (f"\n--- {done.stderr}" if done.returncode else ""))

@@ -1,0 +1,192 @@
+"""Jobs as users write them, in the variants that the tests need, and what their logs say."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from tests.e2e.cluster import ROOT, TRAINER
+from tests.e2e.kubectl import Kubectl, Object
+
+EXAMPLES = ROOT / "examples" / "kubernetes"
+STEPS = 300
+
+
+def example(name: str) -> Object:
+    """A file of examples/kubernetes, as it stands there."""
+    loaded: Object = yaml.safe_load((EXAMPLES / name).read_text())
+    return copy.deepcopy(loaded)  # aliases become objects of their own
+
+
+def policy(name: str = "default", *, host_path: bool = False, **spec: Any) -> Object:
+    """The example policy under another name, with some fields of its spec changed."""
+    body = example("policy-hostpath.yaml" if host_path else "policy.yaml")
+    body["metadata"]["name"] = name
+    body["spec"] |= spec
+    return body
+
+
+def trainer(*, steps: int, **container: Any) -> Object:
+    """The example's training container, of a user that Pod Security "restricted" accepts."""
+    (one,) = example("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]["Master"]["template"][
+        "spec"
+    ]["containers"]
+    # paced, so that two cores have time for everything else, too
+    one["args"] = ["--steps", str(steps), "--log-file", "-", "--step-seconds", "0.25"]
+    one["securityContext"] = {
+        "allowPrivilegeEscalation": False,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    changed: Object = json.loads(json.dumps(one)) | container
+    return changed
+
+
+def template(
+    *,
+    steps: int = 100_000,
+    policy: str | None = "default",
+    run: str = "",
+    spec: Object | None = None,
+    **container: Any,
+) -> Object:
+    """A pod template with the annotation."""
+    metadata: Object = {"annotations": {"keepstep.dev/policy": policy} if policy else {}}
+    if run:
+        metadata["labels"] = {"keepstep.dev/run": run}
+    return {
+        "metadata": metadata,
+        "spec": {"containers": [trainer(steps=steps, **container)], **(spec or {})},
+    }
+
+
+def pytorch_job(name: str = "gpt", *, workers: int = 1, **of_template: Any) -> Object:
+    """A PyTorchJob of `1 + workers` replicas."""
+    body = example("pytorchjob.yaml")
+    body["metadata"]["name"] = name
+    specs = body["spec"]["pytorchReplicaSpecs"]
+    for replica in specs.values():
+        replica["template"] = template(**of_template)
+    if workers:
+        specs["Worker"]["replicas"] = workers
+    else:
+        del specs["Worker"]
+    return body
+
+
+def indexed_job(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
+    """A plain Indexed Job whose pods find each other through a headless Service."""
+    body = template(**of_template)
+    environment = [
+        {"name": "OMP_NUM_THREADS", "value": "1"},
+        {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+        {"name": "MASTER_PORT", "value": "29500"},
+        {"name": "WORLD_SIZE", "value": str(pods)},
+        {
+            "name": "RANK",
+            "valueFrom": {
+                "fieldRef": {
+                    "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+                }
+            },
+        },
+    ]
+    body["spec"]["containers"][0]["env"] = environment
+    body["spec"] |= {"restartPolicy": "OnFailure", "subdomain": name}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name},
+        "spec": {
+            "completions": pods,
+            "parallelism": pods,
+            "completionMode": "Indexed",
+            "backoffLimit": 20,
+            "template": body,
+        },
+    }
+
+
+def headless_service(name: str) -> Object:
+    """Gives the pods of an Indexed Job their names."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+        },
+    }
+
+
+def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
+    """A JobSet of one Indexed Job; JobSet itself makes the headless Service."""
+    job = indexed_job(name, pods=pods, **of_template)
+    spec = job["spec"]
+    environment = spec["template"]["spec"]["containers"][0]["env"]
+    for one in environment:
+        if one["name"] == "MASTER_ADDR":
+            one["value"] = f"{name}-trainers-0-0.{name}"
+    del spec["template"]["spec"]["subdomain"]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 5},
+            "replicatedJobs": [{"name": "trainers", "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+
+
+# --- what came of it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of rank 0, from its log. `losses`: step -> exact loss; `first`: its first step."""
+
+    first: int
+    tier: str | None
+    losses: dict[int, str]
+
+    @property
+    def last(self) -> int:
+        return max(self.losses, default=self.first - 1)
+
+
+def read_life(log: str) -> Life | None:
+    """The last life in a log, or None while there is none yet."""
+    life: Life | None = None
+    for event in _events(log):
+        if "first" in event:
+            life = Life(event["first"], event["tier"], {})
+        elif life is not None and "step" in event:
+            life.losses[event["step"]] = event["loss_hex"]
+    return life
+
+
+def _events(log: str) -> Iterable[Object]:
+    for line in log.splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            yield json.loads(line)
+
+
+def life(
+    kubectl: Kubectl, pod: str, *, container: str = "pytorch", previous: bool = False
+) -> Life | None:
+    """What rank 0 has done so far in its container's present (or previous) life."""
+    which = ("--previous",) if previous else ()
+    done = kubectl.attempt("logs", pod, "-c", container, *which)
+    return read_life(done.stdout) if done.returncode == 0 else None
+
+
+__all__ = ["TRAINER", "Life", "example", "indexed_job", "job_set", "life", "policy", "pytorch_job"]

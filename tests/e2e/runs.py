@@ -1,0 +1,92 @@
+"""What a run's CheckpointRun says, and the ways a run dies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e import jobs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+
+def the_run(kubectl: Kubectl, job: str = "gpt") -> Object:
+    """The one CheckpointRun of this job. Raises RuntimeError while there is none."""
+    found = [one for one in kubectl.list("ckrun") if one.get("status", {}).get("jobName") == job]
+    if len(found) != 1:
+        raise RuntimeError(f"{len(found)} CheckpointRuns of job {job}")
+    return found[0]
+
+
+def status(kubectl: Kubectl, job: str = "gpt") -> Object:
+    """Its status."""
+    body: Object = the_run(kubectl, job)["status"]
+    return body
+
+
+def condition(kubectl: Kubectl, kind: str, job: str = "gpt") -> Object:
+    """One condition of the run. Raises KeyError while there is none."""
+    for one in status(kubectl, job)["conditions"]:
+        if one["type"] == kind:
+            body: Object = one
+            return body
+    raise KeyError(kind)
+
+
+def committed_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
+    """Wait until a step beyond `step` is committed; the step."""
+
+    def look() -> Any:
+        found = status(kubectl).get("committed", {}).get("step", -1)
+        return found > step and found
+
+    found: int = kubectl.eventually(look, within_s=within_s, what=f"a commit beyond step {step}")
+    return found
+
+
+def training_beyond(
+    kubectl: Kubectl,
+    step: int,
+    *,
+    pod: str = "gpt-master-0",
+    within_s: float = 180.0,
+    container: str = "pytorch",
+) -> jobs.Life:
+    """Wait until rank 0 has finished a step beyond `step`; its present life."""
+
+    def look() -> Any:
+        one = jobs.life(kubectl, pod, container=container)
+        return one and one.last > step and one
+
+    found: jobs.Life = kubectl.eventually(look, within_s=within_s, what=f"a step beyond {step}")
+    return found
+
+
+def restarted(
+    kubectl: Kubectl,
+    *,
+    pod: str = "gpt-master-0",
+    within_s: float = 120.0,
+    container: str = "pytorch",
+) -> jobs.Life:
+    """Wait until rank 0 trains again in a life that began behind step 0, with ten steps done."""
+
+    def look() -> Any:
+        one = jobs.life(kubectl, pod, container=container)
+        return one and one.first > 0 and one.last >= one.first + 10 and one
+
+    found: jobs.Life = kubectl.eventually(look, within_s=within_s, what="a life behind step 0")
+    return found
+
+
+def kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str, container: str = "pytorch") -> None:
+    """SIGKILL to a training container's first process."""
+    body = kubectl.get("pod", pod)
+    assert body is not None, f"no pod {pod}"
+    cluster.kill_container(body, container)
+
+
+def same_losses(life: jobs.Life, reference: dict[int, str]) -> None:
+    """Every loss of this life, bit by bit, is that of the run that nothing interrupted."""
+    compared = {step: loss for step, loss in life.losses.items() if step in reference}
+    assert compared, f"nothing to compare: steps {life.first} to {life.last}"
+    assert compared == {step: reference[step] for step in compared}

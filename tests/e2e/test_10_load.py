@@ -1,0 +1,68 @@
+"""A burst of pods: what admission takes, by its own histogram. Printed, and bounded generously."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.e2e import jobs
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+_PODS = 500
+_BUCKET = re.compile(r'^keepstep_admission_seconds_bucket\{(?:.*,)?le="([^"]+)"(?:,.*)?\} (\S+)$')
+
+
+def test_five_hundred_pods_in_a_burst_are_injected(cluster: Cluster, namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy())
+    job = jobs.indexed_job("owner")
+    job["spec"]["suspend"] = True
+    namespace.apply(job)
+    owner = namespace.get("job", "owner")
+    assert owner is not None
+    before = _histogram(cluster)
+    pods = {"apiVersion": "v1", "kind": "List", "items": [_pod(n, owner) for n in range(_PODS)]}
+    made = json.loads(
+        namespace(
+            "create", "--dry-run=server", "-o", "json", "-f", "-",
+            input=json.dumps(pods), timeout_s=240,
+        )
+    )["items"]  # fmt: skip
+    assert len(made) == _PODS
+    for pod in made:
+        names = [one["name"] for one in pod["spec"]["initContainers"]]
+        assert names == ["keepstep-sidecar"], pod["metadata"]["name"]
+
+    counts = {le: count - before.get(le, 0.0) for le, count in _histogram(cluster).items()}
+    total = counts[float("inf")]
+    assert total >= _PODS
+    p99 = min(le for le, count in counts.items() if count >= 0.99 * total)
+    print(f"admission of {total:.0f} pods: p99 <= {1e3 * p99:.0f} ms")
+    assert p99 <= 1.0, "within the webhook's 5 s, by far"
+
+
+def _pod(number: int, owner: Object) -> Object:
+    body = jobs.template(spec={"restartPolicy": "Never"})
+    reference = {
+        "apiVersion": "batch/v1", "kind": "Job", "name": "owner", "controller": True,
+        "uid": owner["metadata"]["uid"],
+    }  # fmt: skip
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": body["metadata"] | {"name": f"p{number}", "ownerReferences": [reference]},
+        "spec": body["spec"],
+    }
+
+
+def _histogram(cluster: Cluster) -> dict[float, float]:
+    """Upper bound in seconds -> reviews up to it, over all admission pods."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    sums: dict[float, float] = {}
+    for pod in system.list("pods", "app.kubernetes.io/component=admission"):
+        name = pod["metadata"]["name"]
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}:9090/proxy/metrics"
+        for line in system("get", "--raw", path).splitlines():
+            if match := _BUCKET.match(line):
+                sums[float(match[1])] = sums.get(float(match[1]), 0.0) + float(match[2])
+    return sums

@@ -1,0 +1,56 @@
+"""What docs/quickstart.md shows: a policy, one annotation, and a run that can be seen."""
+
+from __future__ import annotations
+
+from tests.e2e import jobs, runs
+from tests.e2e.kubectl import Kubectl
+
+
+def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy())
+    job = jobs.example("pytorchjob.yaml")
+    namespace.apply(job)
+
+    pods = namespace.eventually(
+        lambda: len(found := namespace.list("pods")) == 2 and found, what="two pods"
+    )
+    for pod in pods:
+        assert pod["metadata"]["labels"]["keepstep.dev/injected"] == "true"
+        assert pod["spec"]["initContainers"][0]["name"] == "keepstep-sidecar"
+
+    first = runs.committed_beyond(namespace, 0)
+    assert runs.committed_beyond(namespace, first) > first, "the watermark advances"
+
+    protected = namespace.eventually(
+        lambda: (one := runs.condition(namespace, "Protected"))["status"] == "True" and one,
+        what="Protected",
+    )
+    assert protected["message"]
+    header, line = namespace("get", "ckrun").splitlines()
+    assert header.split() == ["NAME", "JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED"]
+    columns = line.split()
+    assert columns[1] == "gpt"
+    assert int(columns[2]) > 0
+    assert columns[-1] == "True"
+    assert columns[-2] == "ContainerRestart", "an emptyDir goes with its pod"
+    wide = namespace("get", "ckrun", "-o", "wide").splitlines()[0].split()
+    assert {"TIERS", "NODES"} <= set(wide)
+
+    namespace.eventually(lambda: _succeeded(namespace), within_s=240, what="the job completes")
+    namespace.eventually(
+        lambda: all(pod["status"]["phase"] == "Succeeded" for pod in namespace.list("pods")),
+        within_s=60,
+        what="no pod hangs on its sidecar",
+    )
+    life = jobs.life(namespace, "gpt-master-0")
+    assert life is not None
+    assert life.last == jobs.STEPS - 1
+    namespace.eventually(
+        lambda: runs.status(namespace)["phase"] == "Finished", what="the run is finished"
+    )
+
+
+def _succeeded(kubectl: Kubectl) -> bool:
+    job = kubectl.get("pytorchjob", "gpt")
+    conditions = (job or {}).get("status", {}).get("conditions", [])
+    return any(one["type"] == "Succeeded" and one["status"] == "True" for one in conditions)

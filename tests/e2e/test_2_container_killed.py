@@ -1,0 +1,73 @@
+"""A container of a pod gets SIGKILL; the pod stays."""
+
+from __future__ import annotations
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl
+
+
+def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    before = runs.training_beyond(namespace, 40)
+    runs.kill_trainer(cluster, namespace, "gpt-worker-0")
+
+    life = runs.restarted(namespace)
+    killed = jobs.life(namespace, "gpt-master-0", previous=True)
+    assert killed is not None
+    assert killed.last >= before.last
+    assert life.tier == "memory"
+    # one image may be unsealed when the kill comes, and the other rank may be a step behind
+    assert killed.last - 2 <= life.first - 1 <= killed.last + 1, "no finished step but the newest"
+    runs.same_losses(killed, reference)
+    runs.same_losses(life, reference)
+
+    (event, *_) = namespace.eventually(lambda: namespace.events("Restored"), what="an event")
+    message = event["message"]
+    assert str(life.first - 1) in message
+    assert "memory" in message
+    assert " s" in message
+    assert event["involvedObject"]["kind"] == "PyTorchJob"
+    namespace.eventually(
+        lambda: runs.status(namespace).get("restarts", 0) >= 1, what="the restart is counted"
+    )
+    runs.committed_beyond(namespace, life.first)
+
+
+def test_a_killed_sidecar_comes_back_while_training_goes_on(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    committed = runs.committed_beyond(namespace, 5)
+    runs.kill_trainer(cluster, namespace, "gpt-master-0", "keepstep-sidecar")
+
+    namespace.eventually(
+        lambda: _restarts(namespace, "gpt-master-0", "keepstep-sidecar") == 1,
+        what="the sidecar is restarted",
+    )
+    at_kill = runs.training_beyond(namespace, 0).last
+    log = namespace.eventually(
+        lambda: "slot adopted" in (text := _sidecar_log(namespace, "gpt-master-0")) and text,
+        what="the slots are adopted",
+    )
+    assert "slot refused" not in log
+    after = runs.committed_beyond(namespace, max(committed, at_kill))
+    assert after > committed
+    life = runs.training_beyond(namespace, at_kill + 5)
+    assert life.first == 0, "the trainer never ended"
+    assert _restarts(namespace, "gpt-master-0", "pytorch") == 0
+
+
+def _restarts(kubectl: Kubectl, pod: str, container: str) -> int:
+    body = kubectl.get("pod", pod)
+    assert body is not None
+    status = body["status"]
+    statuses = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
+    (count,) = [int(one["restartCount"]) for one in statuses if one["name"] == container]
+    return count
+
+
+def _sidecar_log(kubectl: Kubectl, pod: str) -> str:
+    return kubectl("logs", pod, "-c", "keepstep-sidecar")

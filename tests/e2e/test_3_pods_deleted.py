@@ -1,0 +1,79 @@
+"""Pods go, and come again on their node: what was flushed to the node is there."""
+
+from __future__ import annotations
+
+import time
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+_HOST = {"policy": "node-local"}
+_RUN = f"long-{int(time.time())}"
+"""Another each time: the node of a cluster that is kept still has the steps of the last time."""
+
+
+def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    node = cluster.workers()[0]
+    namespace.apply(
+        # so rarely persisted that only the flush can have made the newest step durable
+        jobs.policy("node-local", host_path=True, persist={"mode": "Fixed", "every": 1000}),
+        jobs.pytorch_job(**_HOST, spec=_on(node)),
+    )
+    before = runs.training_beyond(namespace, 40)
+    assert runs.status(namespace).get("committed", {}).get("step", 0) in (0,)
+    old = _uid(namespace, "gpt-worker-0")
+    namespace("delete", "pod", "gpt-worker-0", "--wait=false")
+
+    namespace.eventually(
+        lambda: _uid(namespace, "gpt-worker-0") not in ("", old), what="the successor", within_s=150
+    )
+    life = runs.restarted(namespace, within_s=180)
+    assert life.first - 1 >= before.last - 2, "the newest staged step was flushed"
+    runs.same_losses(life, reference)
+    restored = namespace.eventually(lambda: namespace.events("Restored"), what="an event")
+    assert str(life.first - 1) in restored[-1]["message"]
+
+
+def test_all_pods_deleted_at_once_then_the_job_made_again(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    node = cluster.workers()[0]
+    named = jobs.pytorch_job(**_HOST, spec=_on(node), run=_RUN)
+    namespace.apply(jobs.policy("node-local", host_path=True), named)
+    runs.committed_beyond(namespace, 20)
+    namespace("delete", "pods", "--all", "--wait=true", timeout_s=180)
+    life = runs.restarted(namespace, within_s=180)
+    runs.same_losses(life, reference)
+
+    committed = runs.committed_beyond(namespace, life.first)
+    _delete_job(namespace)
+    # without the label: another run, from step 0, and the old steps are kept
+    namespace.apply(jobs.pytorch_job(**_HOST, spec=_on(node)))
+    anew = runs.training_beyond(namespace, 5)
+    assert anew.first == 0
+    kept = namespace.get("ckrun", _RUN)
+    assert kept is not None
+    assert kept["status"]["committed"]["step"] >= committed
+    _delete_job(namespace)
+    # with it: the run goes on
+    namespace.apply(named)
+    again = runs.restarted(namespace, within_s=180)
+    assert again.first > committed - 2
+    runs.same_losses(again, reference)
+
+
+def _delete_job(kubectl: Kubectl) -> None:
+    kubectl("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    kubectl.eventually(lambda: not kubectl.list("pods"), within_s=150, what="the pods are gone")
+
+
+def _on(node: str) -> Object:
+    return {"nodeSelector": {"kubernetes.io/hostname": node}}
+
+
+def _uid(kubectl: Kubectl, pod: str) -> str:
+    body = kubectl.get("pod", pod)
+    return str(body["metadata"]["uid"]) if body else ""

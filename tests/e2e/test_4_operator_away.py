@@ -1,0 +1,77 @@
+"""The control plane is away: ours, or the cluster's own. Training does not notice."""
+
+from __future__ import annotations
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl
+
+
+def test_pods_restart_by_agreement_while_the_operator_is_down(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    committed = runs.committed_beyond(namespace, 10)
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    system("scale", "deployment/keepstep-reconcile", "--replicas=0")
+    try:
+        system.eventually(
+            lambda: not system.list("pods", "app.kubernetes.io/component=reconcile"),
+            what="the reconciler is gone",
+        )
+        before = runs.training_beyond(namespace, committed + 20)
+        runs.kill_trainer(cluster, namespace, "gpt-worker-0")
+        life = runs.restarted(namespace)
+        assert life.tier == "memory"
+        assert life.first - 1 >= before.last - 2
+        runs.same_losses(life, reference)
+    finally:
+        system("scale", "deployment/keepstep-reconcile", "--replicas=1")
+    after = runs.committed_beyond(namespace, life.first)
+    assert after > committed
+    namespace.eventually(
+        lambda: runs.condition(namespace, "Protected")["status"] == "True", what="Protected again"
+    )
+
+
+def test_a_reconciler_that_is_killed_finds_everything_again(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    committed = runs.committed_beyond(namespace, 5)
+    before = runs.status(namespace)
+    (pod,) = cluster.kubectl.namespaced(NAMESPACE).list(
+        "pods", "app.kubernetes.io/component=reconcile"
+    )
+    (container,) = [one["name"] for one in pod["spec"]["containers"]]
+    cluster.kill_container(pod, container)
+
+    assert runs.committed_beyond(namespace, committed) > committed
+    after = runs.status(namespace)
+    assert after["world"] == before["world"] == 2
+    assert after["epoch"] == before["epoch"]
+    assert len(namespace.list("ckrun")) == 1
+
+
+def test_an_api_server_that_stands_still_for_a_minute_stops_nothing(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    committed = runs.committed_beyond(namespace, 5)
+    (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
+    first = runs.training_beyond(namespace, 0).last
+    pids = cluster.on_node(control_plane, "pgrep", "-x", "kube-apiserver|etcd").split()
+    cluster.on_node(control_plane, "kill", "-STOP", *pids)
+    try:
+        assert not _answers(cluster), "the API server stands still"
+        cluster.on_node(control_plane, "sleep", "60")
+    finally:
+        cluster.on_node(control_plane, "kill", "-CONT", *pids)
+    namespace.eventually(lambda: namespace.list("pods"), within_s=60, what="it answers again")
+    assert runs.committed_beyond(namespace, committed) > committed
+    assert runs.training_beyond(namespace, first + 100).first == 0, "the trainers never ended"
+
+
+def _answers(cluster: Cluster) -> bool:
+    done = cluster.kubectl.attempt("get", "--raw", "/readyz", "--request-timeout=3s", timeout_s=30)
+    return done.returncode == 0

@@ -1,0 +1,64 @@
+"""Who may report what: the token names the pod, and nothing in the body counts."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl
+
+_POST = textwrap.dedent("""
+    import json, ssl, sys, urllib.request, urllib.error
+    url, token, body = sys.argv[1:4]
+    context = ssl.create_default_context(cadata=sys.stdin.read())
+    request = urllib.request.Request(
+        url + "/v1/reports", data=body.encode(), method="POST",
+        headers={"Authorization": "Bearer " + token, "Content-Type": "application/json"})
+    try:
+        print(urllib.request.urlopen(request, timeout=10, context=context).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+""")
+
+
+def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0))
+    committed = runs.committed_beyond(namespace, 5)
+    body = json.dumps(
+        {"sidecar": "0.1.0", "started_at": 0.0, "sequence": 1, "sent_at": 0.0, "ready": True,
+         "ranks": [{"rank": 0, "world": 1, "alive": True}]}
+    )  # fmt: skip
+    (ca,) = [
+        one["data"]["ca.crt"]
+        for one in cluster.kubectl.namespaced(NAMESPACE).list("configmaps")
+        if one["metadata"]["name"] == "keepstep-reports-ca"
+    ]
+
+    def post(token: str) -> int:
+        url = f"https://keepstep-reports.{NAMESPACE}.svc"
+        said = namespace(
+            "exec", "-i", "gpt-master-0", "-c", "pytorch", "--", "python3", "-c", _POST,
+            url, token, body, input=ca,
+        )  # fmt: skip
+        return int(said.strip().splitlines()[-1])
+
+    other_audience = namespace("create", "token", "default").strip()
+    no_pod = namespace("create", "token", "default", "--audience=reports.keepstep.dev").strip()
+    assert post("not-a-token") == 401
+    assert post(other_audience) == 401
+    assert post(no_pod) == 403
+    # a pod that nobody injected
+    uninjected = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"},
+        "spec": {"containers": [jobs.trainer(steps=1) | {"command": ["sleep", "600"], "args": []}]},
+    }  # fmt: skip
+    namespace.apply(uninjected)
+    namespace.eventually(lambda: namespace.get("pod", "stranger"), what="the stranger")
+    bound = namespace(
+        "create", "token", "default", "--audience=reports.keepstep.dev",
+        "--bound-object-kind=Pod", "--bound-object-name=stranger",
+    ).strip()  # fmt: skip
+    assert post(bound) in (403, 404)
+    assert runs.committed_beyond(namespace, committed) > committed, "the run is unharmed"

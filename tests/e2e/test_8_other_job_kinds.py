@@ -1,0 +1,40 @@
+"""JobSet and a plain Indexed Job: a killed trainer goes on from memory, as in a PyTorchJob."""
+
+from __future__ import annotations
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+
+def test_an_indexed_job_goes_on_from_memory(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    namespace.apply(jobs.policy(), jobs.headless_service("gpt"), jobs.indexed_job())
+    _killed_and_back(cluster, namespace, "batch.kubernetes.io/job-name=gpt", reference)
+
+
+def test_a_job_set_goes_on_from_memory(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    namespace.apply(jobs.policy(), jobs.job_set())
+    _killed_and_back(cluster, namespace, "jobset.sigs.k8s.io/jobset-name=gpt", reference)
+
+
+def _killed_and_back(
+    cluster: Cluster, kubectl: Kubectl, selector: str, reference: dict[int, str]
+) -> None:
+    first, second = kubectl.eventually(
+        lambda: sorted(_names(kubectl.list("pods", selector))), what="two pods"
+    )
+    before = runs.training_beyond(kubectl, 30, pod=first)
+    runs.kill_trainer(cluster, kubectl, second)
+    life = runs.restarted(kubectl, pod=first)
+    assert life.tier == "memory"
+    assert life.first - 1 >= before.last - 2
+    runs.same_losses(life, reference)
+    runs.committed_beyond(kubectl, life.first)
+
+
+def _names(pods: list[Object]) -> list[str]:
+    return [pod["metadata"]["name"] for pod in pods] if len(pods) == 2 else []

@@ -1,0 +1,100 @@
+"""A CA, a leaf on disk, and admission on a free port beside a small API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.server import Admission
+from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
+from keepstep_operator.injection import Defaults
+from keepstep_operator.kube import Client
+from keepstep_operator.serving import listening
+from keepstep_operator.tls import ServerTls
+from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
+from tests.operator.apiserver import ApiServer
+from tests.operator.injection.pods import DEFAULTS
+
+DAY = timedelta(days=1)
+
+
+@dataclass(kw_only=True)
+class Running:
+    """Admission, the API server it reads from, and a client of its webhook."""
+
+    server: ApiServer
+    admission: Admission
+    metrics: Metrics
+    webhook: ApiServersWebhook
+    defaults: Defaults | None
+
+    def count(self, result: str, reason: str) -> float:
+        labels = {"result": result, "reason": reason}
+        value = self.metrics.registry.get_sample_value("keepstep_admission_reviews_total", labels)
+        return value or 0.0
+
+
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def authority() -> Pair:
+    return make_authority("test", now=datetime.now(UTC), life=10 * DAY)
+
+
+@pytest.fixture
+def tls_dir(tmp_path: Path, authority: Pair) -> Path:
+    leaf = sign_leaf(authority, names=(NAME,), now=datetime.now(UTC), life=DAY)
+    return write_pair(tmp_path / "tls", leaf)
+
+
+@pytest.fixture
+def started(tls_dir: Path, authority: Pair) -> Start:
+    """`async with started(...) as running`; the cache follows the policies unless told not to."""
+
+    @asynccontextmanager
+    async def start(
+        *, deadline_s: float = 3.5, patience_s: float = 1.5, follow: bool = True
+    ) -> AsyncIterator[Running]:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(ApiServer().running())
+            client = await stack.enter_async_context(Client(server.access))
+            metrics = Metrics()
+            cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
+            admission = Admission(
+                policies=cache,
+                defaults=lambda: running.defaults,
+                metrics=metrics,
+                deadline_s=deadline_s,
+            )
+            context = ServerTls(tls_dir).context
+            app = admission.application(lambda: "" if cache.synced else "not synced")
+            port = await stack.enter_async_context(
+                listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
+            )
+            webhook = await stack.enter_async_context(
+                ApiServersWebhook(port, bundle=authority.certificate)
+            )
+            running = Running(
+                server=server,
+                admission=admission,
+                metrics=metrics,
+                webhook=webhook,
+                defaults=DEFAULTS,
+            )
+            task = asyncio.create_task(cache.run()) if follow else None
+            try:
+                yield running
+            finally:
+                if task is not None:
+                    task.cancel()
+
+    return start

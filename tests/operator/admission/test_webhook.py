@@ -1,0 +1,278 @@
+"""Reviews over TLS: what a pod becomes, and that no trouble keeps it from starting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from keepstep_operator.admission import server as admission_server
+from keepstep_operator.injection import inject
+from keepstep_operator.kube import POLICIES
+from keepstep_operator.pods import injected_of, parse_pod
+from tests.operator.admission.conftest import Running, Start
+from tests.operator.admission.reviews import review_of
+from tests.operator.apiserver import put_policy
+from tests.operator.injection.pods import (
+    ALL,
+    DEFAULTS,
+    HOST_PATH,
+    NAMESPACE,
+    bare_pod,
+    indexed_job,
+    policy,
+    policy_body,
+    pytorch_job,
+)
+from tests.operator.loop import eventually, in_loop
+
+
+async def _synced(running: Running) -> None:
+    await eventually(lambda: _policies(running) == 1)
+
+
+def _policies(running: Running) -> float | None:
+    return running.metrics.registry.get_sample_value("keepstep_admission_policies")
+
+
+def _reason(pod: dict[str, Any]) -> str:
+    said = injected_of(parse_pod(pod))
+    return said.reason if said else "nothing was said"
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+@in_loop
+async def test_an_annotated_pod_becomes_what_injection_makes_of_it(
+    started: Start, make: Any
+) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        pod = make()
+        created, warnings = await running.webhook.create(pod)
+        assert created == inject(pod, policy(), DEFAULTS)
+        assert warnings == []
+
+
+@in_loop
+async def test_a_reinvocation_is_answered_without_a_patch(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        once, _ = await running.webhook.create(pytorch_job())
+        response = await running.webhook.post(review_of(once))
+        assert "patch" not in response
+        assert running.count("skipped", "AlreadyInjected") == 1
+
+
+@in_loop
+async def test_a_namespace_that_only_the_request_names_is_enough(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        pod = indexed_job()
+        review = review_of(pod)
+        del pod["metadata"]["namespace"]
+        assert "patch" in await running.webhook.post(review)
+
+
+@in_loop
+async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
+    async with started() as running:
+        pod = bare_pod()
+        pod["metadata"]["annotations"] = {}
+        assert await running.webhook.create(pod) == (pod, [])
+        assert running.count("skipped", "NotAsked") == 1
+
+
+@in_loop
+async def test_a_cached_policy_is_used_without_asking_the_api_server(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        await _synced(running)
+        running.server.down = True
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert parse_pod(created).has_sidecar
+        assert warnings == []
+
+
+@in_loop
+async def test_a_changed_policy_holds_for_the_next_pod(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        await _synced(running)
+        changed = policy_body(retention={"local": {"last": 9}})
+        put_policy(running.server, changed)
+
+        async def kept_nine() -> bool:
+            created, _ = await running.webhook.create(pytorch_job())
+            environment = created["spec"]["initContainers"][0]["env"]
+            return {"name": "KEEPSTEP_KEEP", "value": "9"} in environment
+
+        await eventually(kept_nine)
+
+
+@in_loop
+async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        await _synced(running)
+        running.server.expire_watches()
+        put_policy(running.server, policy_body(name="second"))
+        await eventually(lambda: _policies(running) == 2)
+        running.server.end_watches()
+        running.server.delete(POLICIES, "second", namespace=NAMESPACE)
+        await eventually(lambda: _policies(running) == 1)
+
+
+@in_loop
+async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started: Start) -> None:
+    async with started() as running:
+        creation = asyncio.create_task(running.webhook.create(pytorch_job()))
+        await eventually(lambda: ("GET", _path("default")) in running.server.requests)
+        assert not creation.done()
+        put_policy(running.server, policy_body())
+        created, warnings = await creation
+        assert parse_pod(created).has_sidecar
+        assert warnings == []
+
+
+@in_loop
+async def test_a_wrong_name_is_waited_for_only_once(started: Start) -> None:
+    async with started(patience_s=0.3) as running:
+        put_policy(running.server, policy_body(name="other"))
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert not parse_pod(created).has_sidecar
+        assert _reason(created) == "PolicyNotFound"
+        assert "has no CheckpointPolicy 'default'; it has other" in warnings[0]
+        begun = time.monotonic()
+        await asyncio.gather(*(running.webhook.create(indexed_job(index=i)) for i in range(20)))
+        assert time.monotonic() - begun < 5, "20 pods must not wait 0.3 s each"
+        assert running.count("skipped", "PolicyNotFound") == 21
+
+
+def _path(name: str) -> str:
+    return POLICIES.path(name, namespace=NAMESPACE)
+
+
+@in_loop
+async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body(memory={"limit": "12"}))
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "InvalidMemory"
+        assert warnings == [
+            "keepstep: not injected (InvalidMemory): policy default: spec.memory.limit: 12 is less"
+            " than 1Mi; write a unit"
+        ]
+
+
+@in_loop
+async def test_a_host_path_that_is_not_allowed_lets_the_pod_pass(started: Start) -> None:
+    async with started() as running:
+        elsewhere = {**HOST_PATH, "hostPath": {"path": "/etc"}}
+        put_policy(running.server, policy_body(elsewhere))
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "HostPathNotAllowed"
+        assert len(warnings[0]) <= 256
+        assert "hostPath" not in str(created["spec"]["volumes"])
+
+
+@in_loop
+async def test_warnings_of_an_injection_reach_whoever_creates_the_pod(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body(accounting="CarveOut"))
+        pod = bare_pod()
+        pod["spec"]["containers"][0]["resources"] = {}
+        created, warnings = await running.webhook.create(pod)
+        assert parse_pod(created).has_sidecar
+        assert "CarveOut is not possible" in warnings[0]
+
+
+@in_loop
+async def test_an_api_server_that_is_away_lets_the_pod_pass(started: Start) -> None:
+    async with started(follow=False) as running:
+        running.server.down = True
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "Unavailable"
+        assert "etcd is away" in warnings[0]
+        assert running.count("failed", "Unavailable") == 1
+
+
+@in_loop
+async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: Start) -> None:
+    async with started(follow=False, deadline_s=0.3) as running:
+        running.server.delay_s = 30
+        begun = time.monotonic()
+        created, _ = await running.webhook.create(pytorch_job())
+        assert time.monotonic() - begun < 5
+        assert _reason(created) == "Timeout"
+
+
+@in_loop
+async def test_an_unknown_reports_ca_lets_the_pod_pass(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        running.defaults = None
+        created, _ = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "NotReady"
+
+
+@in_loop
+async def test_a_bug_of_ours_lets_the_pod_pass(
+    started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(admission_server, "admit", broken)
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "Internal"
+        assert "RuntimeError: a bug" in warnings[0]
+        assert running.count("failed", "Internal") == 1
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'{"request": {}}', b'{"request": {"uid": "1", "object": 5}}']
+)
+@in_loop
+async def test_what_is_no_review_is_refused(started: Start, data: bytes) -> None:
+    async with started(follow=False) as running:
+        status, text = await running.webhook.raw(data)
+        assert status == 400
+        assert "AdmissionReview" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", None),
+        ("metadata", {"annotations": {"keepstep.dev/policy": "default"}, "name": 5}),
+        ("spec", None),
+        ("spec", {"containers": None}),
+        ("spec", {"containers": [{}]}),
+        ("spec", {"containers": [{"name": "a", "env": [{}]}]}),
+    ],
+)
+@in_loop
+async def test_a_malformed_pod_is_left_to_the_api_servers_own_validation(
+    started: Start, field: str, value: Any
+) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        pod = bare_pod()
+        await running.webhook.post({**review_of(pod), "request": _request(pod, field, value)})
+
+
+def _request(pod: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    request: dict[str, Any] = review_of(pod)["request"]
+    request["object"] = {**pod, field: value}
+    return request
+
+
+@in_loop
+async def test_health_and_readiness_are_told_apart(started: Start) -> None:
+    async with started(follow=False) as running:
+        assert await running.webhook.get("/healthz") == (200, "ok\n")
+        assert await running.webhook.get("/readyz") == (503, "not synced\n")

@@ -1,0 +1,387 @@
+"""Rounds against an API server, with a clock that is turned by years: at every moment each client
+that learned of a bundle within the overlap accepts what the server shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from asyncio import create_subprocess_exec, subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep_operator.certificates.keeper import Keeper, Published, Server
+from keepstep_operator.certificates.pki import Facts, Pair, facts, is_signed_by, split
+from keepstep_operator.certificates.rotation import Lifetimes
+from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError, Unavailable
+from tests.operator.apiserver import ApiServer
+from tests.operator.certificates.handshake import shakes_hands
+from tests.operator.loop import eventually, in_loop
+
+Body = dict[str, Any]
+DAY = timedelta(days=1)
+NAMESPACE = "keepstep-system"
+SERVICE = "keepstep-reports"
+NAME = f"{SERVICE}.{NAMESPACE}.svc"
+LIFETIMES = Lifetimes(authority=3650 * DAY, leaf=90 * DAY, overlap=30 * DAY)
+
+
+@dataclass
+class Clock:
+    now: datetime
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """A keeper of the reports API's certificates, its clock, and the cluster it writes to."""
+
+    server: ApiServer
+    keeper: Keeper
+    clock: Clock
+
+    async def after(self, time: timedelta) -> Facts:
+        """Turn the clock, and do a round."""
+        self.clock.now += time
+        return await self.keeper.round()
+
+    def secret(self, kind: str) -> dict[str, bytes]:
+        body = self.server.take(SECRETS, f"{SERVICE}-{kind}", namespace=NAMESPACE)
+        return {name: base64.b64decode(value) for name, value in body["data"].items()}
+
+    @property
+    def shown(self) -> Pair:
+        leaf = self.secret("tls")
+        return Pair(certificate=leaf["tls.crt"], key=leaf["tls.key"])
+
+    @property
+    def published(self) -> bytes:
+        body = self.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
+        bundle: str = body["data"]["ca.crt"]
+        return bundle.encode()
+
+
+@asynccontextmanager
+async def _kept(*, at: datetime | None = None) -> AsyncIterator[Kept]:
+    async with ApiServer().running() as running, Client(running.access) as client:
+        clock = Clock(at or datetime(2020, 1, 1, tzinfo=UTC))
+        publish = Published(client, namespace=NAMESPACE).in_config_map(f"{SERVICE}-ca")
+        served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
+        keeper = Keeper(client, served, namespace=NAMESPACE, clock=clock)
+        yield Kept(server=running, keeper=keeper, clock=clock)
+
+
+def _trusts(bundle: bytes, pair: Pair) -> bool:
+    return any(is_signed_by(pair.certificate, one) for one in split(bundle))
+
+
+@in_loop
+async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -> None:
+    async with _kept(at=datetime.now(UTC)) as kept:
+        leaf = await kept.after(timedelta())
+        assert set(leaf.names) == {NAME, f"{NAME}.cluster.local"}
+        assert shakes_hands(kept.shown, bundle=kept.published, name=NAME) == ""
+        assert kept.secret("tls")["ca.crt"] == kept.published
+        body = kept.server.take(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
+        assert body["type"] == "kubernetes.io/tls"
+
+
+@in_loop
+async def test_a_round_with_nothing_to_do_writes_nothing() -> None:
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        kept.server.requests.clear()
+        await kept.after(DAY)
+        assert {method for method, _ in kept.server.requests} == {"GET"}
+
+
+@in_loop
+async def test_over_ten_years_every_client_accepts_every_server_within_the_overlap() -> None:
+    """Clients know a bundle that is up to 28 days old, servers show a leaf that is up to 14."""
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        bundles, shown, signers = [kept.published], [kept.shown], set()
+        for _ in range(0, 3650, 14):
+            leaf = await kept.after(14 * DAY)
+            assert kept.clock.now < leaf.not_after - 15 * DAY, "renewed in good time"
+            bundles.append(kept.published)
+            shown.append(kept.shown)
+            signers.add(kept.secret("ca")["tls.crt"])
+            for bundle in bundles[-3:]:
+                assert _trusts(bundle, shown[-1])
+            assert _trusts(bundles[-1], shown[-2])
+        assert len(signers) == 2
+        assert max(len(split(one)) for one in bundles) == 2
+        assert len(split(bundles[-1])) == 1
+
+
+@in_loop
+async def test_a_new_authority_is_published_before_it_signs_and_real_clients_follow() -> None:
+    async with _kept(at=datetime.now(UTC) - 2 * DAY) as kept:
+        await kept.after(timedelta())
+        old = kept.published
+        await _ask(kept.server)
+        await kept.after(DAY)
+        both = kept.published
+        assert split(both)[0] == old
+        assert len(split(both)) == 2
+        for bundle in (old, both):
+            assert shakes_hands(kept.shown, bundle=bundle, name=NAME) == ""
+        await kept.after(LIFETIMES.overlap)
+        await kept.after(timedelta(minutes=2))
+        new = split(both)[1]
+        assert set(split(kept.published)) == set(split(both))
+        assert is_signed_by(kept.shown.certificate, new)
+        await kept.after(LIFETIMES.overlap)
+        assert kept.published == new
+        assert shakes_hands(kept.shown, bundle=old, name=NAME) != ""
+
+
+async def _ask(server: ApiServer) -> None:
+    """As `kubectl annotate secret ... keepstep.dev/rotate-ca=now` does."""
+    body = server.take(SECRETS, f"{SERVICE}-ca", namespace=NAMESPACE)
+    annotations = body["metadata"].setdefault("annotations", {})
+    server.put(
+        SECRETS,
+        {
+            **body,
+            "metadata": {
+                **body["metadata"],
+                "namespace": NAMESPACE,
+                "annotations": {**annotations, "keepstep.dev/rotate-ca": "now"},
+            },
+        },
+    )
+
+
+@in_loop
+async def test_nothing_is_promoted_while_it_could_not_be_published() -> None:
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        await _ask(kept.server)
+        refuse = _Refusing(kept.server, "configmaps")
+        with pytest.raises(KubeError):
+            await kept.after(DAY)
+        with pytest.raises(KubeError):
+            await kept.after(100 * DAY)
+        refuse.over()
+        await kept.after(DAY)
+        assert len(split(kept.published)) == 2
+        signer = kept.secret("ca")["tls.crt"]
+        assert signer == split(kept.published)[0], "the overlap begins with the publication"
+        await kept.after(LIFETIMES.overlap)
+        assert kept.secret("ca")["tls.crt"] == split(kept.published)[0] != signer
+
+
+class _Refusing:
+    """503 to whatever touches a kind."""
+
+    def __init__(self, server: ApiServer, plural: str) -> None:
+        self._server = server
+
+        def before(method: str, path: str) -> None:
+            server.down = plural in path
+
+        server.before = before
+
+    def over(self) -> None:
+        self._server.before = lambda method, path: None
+        self._server.down = False
+
+
+@in_loop
+async def test_a_lost_authority_is_replaced_and_what_clients_trusted_stays_trusted() -> None:
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        old, shown = kept.published, kept.shown
+        kept.server.delete(SECRETS, f"{SERVICE}-ca", namespace=NAMESPACE)
+        await kept.after(DAY)
+        assert kept.shown == shown, "no new leaf before the new bundle had time to spread"
+        assert set(split(kept.published)) > set(split(old))
+        await kept.after(timedelta(minutes=2))
+        assert kept.shown != shown
+        assert _trusts(kept.published, kept.shown)
+
+
+@pytest.mark.parametrize("spoilt", ["tls.key", "tls.crt"])
+@in_loop
+async def test_a_spoilt_leaf_is_made_anew(spoilt: str) -> None:
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        body = kept.server.take(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
+        body["data"][spoilt] = base64.b64encode(b"nonsense").decode()
+        await kept.after(DAY)
+        assert _trusts(kept.published, kept.shown)
+        kept.server.delete(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
+        await kept.after(DAY)
+        assert _trusts(kept.published, kept.shown)
+
+
+@in_loop
+async def test_a_config_map_that_somebody_emptied_is_filled_again() -> None:
+    async with _kept() as kept:
+        await kept.after(timedelta())
+        bundle = kept.published
+        body = kept.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
+        body["data"] = {"other": "kept"}
+        await kept.after(DAY)
+        assert kept.published == bundle
+        body = kept.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
+        assert body["data"]["other"] == "kept"
+
+
+@in_loop
+async def test_of_two_writers_at_once_one_wins_and_the_other_goes_on_from_there() -> None:
+    async with _kept() as kept, Client(kept.server.access) as client:
+        publish = Published(client, namespace=NAMESPACE).in_config_map(f"{SERVICE}-ca")
+        served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
+        other = Keeper(client, served, namespace=NAMESPACE, clock=kept.clock)
+        await asyncio.gather(kept.keeper.round(), other.round())
+        await asyncio.gather(kept.keeper.round(), other.round())
+        assert len(split(kept.published)) == 1
+        assert kept.published == kept.secret("ca")["tls.crt"]
+        assert _trusts(kept.published, kept.shown)
+
+
+@in_loop
+async def test_an_api_server_that_is_away_is_an_error_that_can_be_tried_again() -> None:
+    async with _kept() as kept:
+        kept.server.down = True
+        with pytest.raises(Unavailable, match="etcd is away"):
+            await kept.after(timedelta())
+        kept.server.down = False
+        await kept.after(DAY)
+        assert _trusts(kept.published, kept.shown)
+
+
+def _webhooks(**clients: str | None) -> Body:
+    return {
+        "metadata": {"name": "keepstep"},
+        "webhooks": [
+            {"name": name, "clientConfig": {"caBundle": bundle} if bundle is not None else {}}
+            for name, bundle in clients.items()
+        ],
+    }
+
+
+def _bundles(server: ApiServer) -> dict[str, str | None]:
+    body = server.take(WEBHOOKS, "keepstep")
+    return {one["name"]: one["clientConfig"].get("caBundle") for one in body["webhooks"]}
+
+
+@in_loop
+async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        publish = Published(client, namespace=NAMESPACE).in_webhook("keepstep")
+        await publish(b"not there yet: said, and no error")
+        server.put(WEBHOOKS, _webhooks(inject=None, other="old"))
+        await publish(b"pem")
+        wanted = base64.b64encode(b"pem").decode()
+        assert _bundles(server) == {"inject": wanted, "other": wanted}
+        server.put(WEBHOOKS, _webhooks(inject="", other=wanted))
+        server.requests.clear()
+        await publish(b"pem")
+        await publish(b"pem")
+        assert _bundles(server) == {"inject": wanted, "other": wanted}
+        assert [method for method, _ in server.requests] == ["GET", "PATCH", "GET"]
+
+
+@in_loop
+async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.put(WEBHOOKS, _webhooks(inject="", other="theirs"))
+
+        def swap(method: str, path: str) -> None:
+            if method == "PATCH":
+                server.before = lambda method, path: None
+                server.put(WEBHOOKS, _webhooks(other="theirs", inject=""))
+
+        server.before = swap
+        publish = Published(client, namespace=NAMESPACE).in_webhook("keepstep")
+        served = Server(service="keepstep-admission", publish=publish, lifetimes=LIFETIMES)
+        clock = Clock(datetime.now(UTC))
+        await Keeper(client, served, namespace=NAMESPACE, clock=clock).round()
+        bundle = server.take(SECRETS, "keepstep-admission-ca", namespace=NAMESPACE)["data"]
+        assert set(_bundles(server).values()) == {bundle["tls.crt"]}
+
+
+@in_loop
+async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
+    async with ApiServer().running() as server:
+        server.put(WEBHOOKS, _webhooks(inject=None))
+        for _ in range(2):
+            process = await create_subprocess_exec(
+                sys.executable, "-m", "keepstep_operator.main", "certificates", "--once",
+                stderr=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "KUBECONFIG": str(server.kubeconfig(tmp_path)),
+                    "KEEPSTEP_NAMESPACE": NAMESPACE,
+                },
+            )  # fmt: skip
+            _, err = await process.communicate()
+            assert process.returncode == 0, err.decode()
+        admission = server.take(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)["data"]
+        reports = server.take(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)["data"]
+        assert admission["ca.crt"] != reports["ca.crt"], "two authorities"
+        assert _bundles(server) == {"inject": admission["ca.crt"]}
+        leaf = facts(base64.b64decode(admission["tls.crt"]))
+        assert leaf.names[0] == f"keepstep-admission.{NAMESPACE}.svc"
+
+
+@in_loop
+async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
+    process = await create_subprocess_exec(
+        sys.executable, "-m", "keepstep_operator.main", "certificates", "--once",
+        "--namespace", NAMESPACE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "KUBECONFIG": str(tmp_path / "absent")},
+    )  # fmt: skip
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert b"absent" in err
+    assert b"Traceback" not in err
+
+
+@in_loop
+async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    async with ApiServer().running() as server:
+        server.put(WEBHOOKS, _webhooks(inject=None))
+        process = await create_subprocess_exec(
+            "sh", "-c", 'exec "$@" 2>"$0"', str(log),
+            sys.executable, "-m", "keepstep_operator.main", "certificates", "--interval", "1s",
+            env={
+                **os.environ,
+                "KUBECONFIG": str(server.kubeconfig(tmp_path)),
+                "KEEPSTEP_NAMESPACE": NAMESPACE,
+                "KEEPSTEP_METRICS_PORT": "0",
+            },
+        )  # fmt: skip
+        try:
+            await eventually(lambda: _bundles(server)["inject"])
+            server.put(WEBHOOKS, _webhooks(inject=""))
+            await eventually(lambda: _bundles(server)["inject"])
+            server.down = True
+            await eventually(lambda: "round failed" in log.read_text())
+            server.down = False
+            server.delete(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)
+            wanted = SECRETS.path("keepstep-reports-tls", namespace=NAMESPACE)
+            await eventually(lambda: wanted in server.objects)
+            process.terminate()
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

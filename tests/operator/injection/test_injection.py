@@ -1,0 +1,413 @@
+"""What injection promises for every pod and policy."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+from hypothesis import assume, given, settings
+
+from keepstep_operator.injection import inject, json_patch, refuse
+from keepstep_operator.pods import PodError, injected_of, parse_pod, training_container
+from keepstep_operator.policy import Accounting, EmptyDir, Policy
+from keepstep_operator.quantities import parse_bytes, parse_millicores
+from tests.operator.injection.json_pointer import apply
+from tests.operator.injection.pod_security import baseline_violations, restricted_violations
+from tests.operator.injection.pods import (
+    ALL,
+    DEFAULTS,
+    EMPTY_DIR,
+    EPHEMERAL,
+    HOST_PATH,
+    bare_pod,
+    indexed_job,
+    job_set,
+    policy,
+    pytorch_job,
+)
+from tests.operator.injection.strategies import pods, policies
+
+Body = dict[str, Any]
+
+
+def _inject(pod: Body, policy: Policy) -> Body:
+    """Refusals that have a reason (an ephemeral volume without an fsGroup) are not our case."""
+    try:
+        return inject(pod, policy, DEFAULTS)
+    except PodError as error:
+        assume(error.reason != "NoFsGroup")
+        raise
+
+
+def _named(listed: list[Body], name: str) -> Body:
+    return next(one for one in listed if one["name"] == name)
+
+
+def _sidecar(pod: Body) -> Body:
+    return _named(pod["spec"]["initContainers"], "keepstep-sidecar")
+
+
+def _environment(container: Body) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+def _lost(old: Any, new: Any, path: str = "") -> list[str]:
+    """Where something of `old` is not in `new`: keys, and list elements in their order."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            lost
+            for name, value in old.items()
+            for lost in (_lost(value, new[name], f"{path}/{name}") if name in new else [path])
+        ]
+    if isinstance(old, list) and isinstance(new, list):
+        return _lost_of_list(old, new, path)
+    return [] if old == new or old is None else [f"{path}: {old!r} became {new!r}"]
+
+
+def _lost_of_list(old: list[Any], new: list[Any], path: str) -> list[str]:
+    rest = iter(new)
+    for one in old:
+        if not any(not _lost(one, candidate) for candidate in rest):
+            return [f"{path}: {one!r}"]
+    return []
+
+
+@given(pod=pods(), policy=policies())
+@settings(max_examples=300, deadline=None)
+def test_a_second_injection_changes_nothing(pod: Body, policy: Policy) -> None:
+    once = _inject(pod, policy)
+    assert inject(once, policy, DEFAULTS) == once
+
+
+@given(pod=pods(), policy=policies())
+@settings(max_examples=300, deadline=None)
+def test_nothing_of_the_users_pod_is_lost(pod: Body, policy: Policy) -> None:
+    before = deepcopy(pod)
+    injected = _inject(pod, policy)
+    assert pod == before, "the argument was changed"
+    pod["spec"].pop("terminationGracePeriodSeconds", None)  # see the next test
+    if policy.accounting is Accounting.CARVE_OUT:
+        name = training_container(parse_pod(pod)).name
+        del _named(pod["spec"]["containers"], name)["resources"]
+    assert _lost(pod, injected) == []
+
+
+@given(pod=pods(), policy=policies())
+@settings(deadline=None)
+def test_the_grace_period_is_raised_to_a_flush_and_never_lowered(pod: Body, policy: Policy) -> None:
+    own = pod["spec"].get("terminationGracePeriodSeconds", 30)
+    grace = _inject(pod, policy)["spec"]["terminationGracePeriodSeconds"]
+    assert grace >= own
+    assert grace >= min(policy.flush_timeout_s + 10, 120)
+    assert grace in (own, min(policy.flush_timeout_s + 10, 120))
+
+
+@given(pod=pods(), policy=policies())
+@settings(max_examples=200, deadline=None)
+def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
+    injected = _inject(pod, policy)
+    assert apply(pod, json_patch(pod, injected)) == injected
+    assert json_patch(injected, injected) == []
+
+
+@given(pod=pods(), policy=policies())
+@settings(deadline=None)
+def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
+    pod: Body, policy: Policy
+) -> None:
+    injected = _inject(pod, policy)
+    name = training_container(parse_pod(pod)).name
+    before = _named(pod["spec"]["containers"], name).get("resources", {})
+    after = _named(injected["spec"]["containers"], name).get("resources", {})
+    if before == after:
+        return
+    said = injected_of(parse_pod(injected))
+    assert said is not None
+    assert not any("CarveOut" in one for one in said.warnings)
+    sidecar = _sidecar(injected)["resources"]["requests"]
+    for kind, amounts in before.items():
+        for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
+            if resource in amounts:
+                left = read(after[kind][resource])
+                assert left > 0
+                assert left + read(sidecar[resource]) == read(amounts[resource])
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+@pytest.mark.parametrize("volume", [EMPTY_DIR, EPHEMERAL], ids=["emptyDir", "ephemeral"])
+def test_a_restricted_pod_stays_restricted(make: Any, volume: Body) -> None:
+    pod = make()
+    assert restricted_violations(pod) == []
+    assert restricted_violations(inject(pod, policy(volume), DEFAULTS)) == []
+
+
+def test_a_host_path_breaks_no_more_than_the_standard_says_it_must() -> None:
+    injected = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
+    assert baseline_violations(injected) == ["hostPath keepstep-volume-nvme0"]
+    root = [one for one in restricted_violations(injected) if "keepstep-sidecar" in one]
+    assert root == [], "the sidecar itself needs no root"
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
+    first = inject(make(), policy(), DEFAULTS)["spec"]["initContainers"][0]
+    assert first["name"] == "keepstep-sidecar"
+    assert first["restartPolicy"] == "Always"
+    assert first["startupProbe"]["exec"]["command"] == ["keepstep-sidecar", "--probe"]
+    assert first["startupProbe"]["failureThreshold"] == 120
+    assert first["lifecycle"]["preStop"]["exec"]["command"] == ["keepstep-sidecar", "--flush"]
+    assert "readinessProbe" not in first
+    assert "args" not in first
+
+
+def test_the_sidecar_is_told_everything_by_its_environment() -> None:
+    wanted = policy(
+        EMPTY_DIR,
+        {**EPHEMERAL, "capacity": "50Gi"},
+        stage={"every": 5},
+        persist={"mode": "Fixed", "every": 100},
+        retention={"local": {"last": 3}},
+        restore={"verify": "Seal"},
+        sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
+        flushTimeout="1m",
+    )
+    environment = _environment(_sidecar(inject(pytorch_job(rank=1), wanted, DEFAULTS)))
+    assert environment == {
+        "KEEPSTEP_RUN": "gpt-3f6a1f0e",
+        "KEEPSTEP_MEMORY_DIR": "/run/keepstep",
+        "KEEPSTEP_VOLUMES": "/keepstep/volumes/scratch /keepstep/volumes/claim",
+        "KEEPSTEP_SLOTS": "4",
+        "KEEPSTEP_MEMORY_LIMIT": str(2 << 30),
+        "KEEPSTEP_STAGE_EVERY": "5",
+        "KEEPSTEP_PERSIST_EVERY": "100",
+        "KEEPSTEP_KEEP": "3",
+        "KEEPSTEP_CAPACITY": str(50 << 30),
+        "KEEPSTEP_IO_THREADS": "2",
+        "KEEPSTEP_BYTES_PER_SECOND": str(1 << 30),
+        "KEEPSTEP_VERIFY": "seal",
+        "KEEPSTEP_FLUSH_TIMEOUT": "60",
+        "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/reports",
+        "KEEPSTEP_REPORT_CA": DEFAULTS.reports_ca,
+        "KEEPSTEP_REPORT_TOKEN_FILE": "/var/run/secrets/keepstep.dev/token/token",
+        "KEEPSTEP_METRICS_PORT": "9464",
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": "1",
+    }
+
+
+def test_what_tells_ranks_apart_is_copied_with_its_field_and_secrets_are_not() -> None:
+    pod = indexed_job()
+    container = pod["spec"]["containers"][0]
+    container["env"] += [
+        {"name": "RANK", "value": "$(JOB_COMPLETION_INDEX)"},
+        {"name": "NODE_RANK", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    environment = _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert environment["JOB_COMPLETION_INDEX"] == {"fieldRef": {"fieldPath": field}}
+    assert not {"RANK", "NODE_RANK"} & set(environment)
+
+
+def test_only_the_training_container_gets_shared_memory_and_only_the_sidecar_gets_the_token() -> (
+    None
+):
+    spec = inject(pytorch_job(), policy(), DEFAULTS)["spec"]
+    everyone = [*spec["initContainers"], *spec["containers"]]
+
+    def who(volume: str) -> list[str]:
+        return [
+            one["name"]
+            for one in everyone
+            if any(mount["name"] == volume for mount in one.get("volumeMounts", []))
+        ]
+
+    assert who("keepstep-memory") == ["keepstep-sidecar", "pytorch"]
+    assert who("keepstep-token") == ["keepstep-sidecar"]
+    assert who("keepstep-volume-scratch") == ["keepstep-sidecar"]
+    trainer = _environment(_named(spec["containers"], "pytorch"))
+    assert trainer["KEEPSTEP_SOCKET"] == "/run/keepstep/sidecar.sock"
+    assert spec["securityContext"]["supplementalGroups"] == [65532]
+
+
+def test_memory_is_sized_for_the_slots_and_charged_to_the_sidecar() -> None:
+    spec = inject(bare_pod(), policy(memory={"limit": "2Gi"}), DEFAULTS)["spec"]
+    memory = _named(spec["volumes"], "keepstep-memory")["emptyDir"]
+    assert memory == {"medium": "Memory", "sizeLimit": "2064Mi"}
+    resources = _sidecar({"spec": spec})["resources"]
+    assert resources["requests"] == {"cpu": "100m", "memory": "2304Mi"}
+    assert resources["limits"] == resources["requests"]
+
+
+def test_the_token_is_for_the_reports_api_alone() -> None:
+    spec = inject(bare_pod(), policy(), DEFAULTS)["spec"]
+    token = _named(spec["volumes"], "keepstep-token")["projected"]
+    assert token["defaultMode"] == 0o444
+    assert token["sources"] == [
+        {
+            "serviceAccountToken": {
+                "audience": "reports.keepstep.dev",
+                "expirationSeconds": 3600,
+                "path": "token",
+            }
+        }
+    ]
+
+
+def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run() -> None:
+    spec = inject(job_set(job=2, index=1), policy(HOST_PATH), DEFAULTS)["spec"]
+    prepare, sidecar = spec["initContainers"][:2]
+    below = "team-a/llama-aa11bb22/20001"
+    assert prepare["name"] == "keepstep-volumes"
+    assert prepare["command"] == ["keepstep-sidecar", "--prepare", f"/host/nvme0/{below}"]
+    assert prepare["image"] == sidecar["image"] == DEFAULTS.sidecar_image
+    security = prepare["securityContext"]
+    assert security["runAsUser"] == 0
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]}
+    volume = _named(spec["volumes"], "keepstep-volume-nvme0")
+    assert volume["hostPath"] == {"path": "/mnt/nvme0/keepstep", "type": "DirectoryOrCreate"}
+    assert {
+        "name": "keepstep-volume-nvme0",
+        "mountPath": "/keepstep/volumes/nvme0",
+        "subPath": below,
+    } in sidecar["volumeMounts"]
+
+
+def test_an_ephemeral_claim_is_made_writable_for_the_sidecar() -> None:
+    spec = inject(bare_pod(), policy(EPHEMERAL), DEFAULTS)["spec"]
+    assert spec["securityContext"]["fsGroup"] == 65532
+    claim = _named(spec["volumes"], "keepstep-volume-claim")["ephemeral"]["volumeClaimTemplate"]
+    assert claim["spec"]["storageClassName"] == "local"
+    assert claim["spec"]["resources"] == {"requests": {"storage": "200Gi"}}
+
+
+def test_the_users_own_claims_are_never_given_to_our_group() -> None:
+    pod = bare_pod()
+    pod["spec"]["volumes"].append({"name": "d", "persistentVolumeClaim": {"claimName": "d"}})
+    with pytest.raises(PodError, match="set fsGroup in the pod template"):
+        inject(pod, policy(EPHEMERAL), DEFAULTS)
+    pod["spec"]["securityContext"] = {"fsGroup": 3000}
+    assert inject(pod, policy(EPHEMERAL), DEFAULTS)["spec"]["securityContext"]["fsGroup"] == 3000
+
+
+def test_a_carve_out_that_is_not_possible_adds_and_says_so() -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"memory": "1Gi"}}
+    injected = inject(pod, policy(accounting="CarveOut"), DEFAULTS)
+    said = injected_of(parse_pod(injected))
+    assert said is not None
+    assert "the sidecar needs 2304Mi of memory" in said.warnings[0]
+    assert injected["spec"]["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}}
+
+
+def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_too() -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["resources"]["limits"]["ephemeral-storage"] = "10Gi"
+    limits = _sidecar(inject(pod, policy(EMPTY_DIR), DEFAULTS))["resources"]["limits"]
+    assert parse_bytes(limits["ephemeral-storage"]) > 95 << 30
+    unlimited = inject(pod, policy({"name": "a", "emptyDir": {}}), DEFAULTS)
+    said = injected_of(parse_pod(unlimited))
+    assert said is not None
+    assert "the kubelet may evict the pod; set capacity" in said.warnings[0]
+
+
+def test_an_empty_dir_is_never_filled_up_to_where_the_kubelet_evicts() -> None:
+    wanted = policy(EMPTY_DIR)
+    assert isinstance(wanted.volumes[0].source, EmptyDir)
+    environment = _environment(_sidecar(inject(bare_pod(), wanted, DEFAULTS)))
+    assert int(environment["KEEPSTEP_CAPACITY"]) == 95 << 30
+
+
+def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
+    pod = bare_pod()
+    assert _sidecar(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 9464
+    pod["spec"]["hostNetwork"] = True
+    assert "ports" not in _sidecar(inject(pod, policy(), DEFAULTS))
+
+
+def test_image_and_addresses_never_come_from_the_pod() -> None:
+    pod = bare_pod()
+    pod["metadata"]["annotations"] |= {
+        "keepstep.dev/image": "evil",
+        "keepstep.dev/reports-url": "https://evil",
+    }
+    pod["spec"]["containers"][0]["env"] = [
+        {"name": "KEEPSTEP_REPORT_URL", "value": "https://evil"},
+        {"name": "PET_X", "value": "kept"},
+    ]
+    sidecar = _sidecar(inject(pod, policy(), DEFAULTS))
+    assert sidecar["image"] == DEFAULTS.sidecar_image
+    environment = _environment(sidecar)
+    assert environment["KEEPSTEP_REPORT_URL"] == f"{DEFAULTS.reports_url}/v1/reports"
+    assert environment["PET_X"] == "kept"
+
+
+def test_a_host_path_that_the_chart_does_not_allow_is_refused() -> None:
+    elsewhere = {"name": "a", "hostPath": {"path": "/mnt/nvme0-other"}}
+    with pytest.raises(Exception, match=r"/mnt/nvme0-other is not allowed .* /mnt/nvme0, /var"):
+        inject(bare_pod(), policy(elsewhere), DEFAULTS)
+
+
+def _with(pod: Body, **spec: Any) -> Body:
+    return {**pod, "spec": {**pod["spec"], **spec}}
+
+
+def _mounting(path: str) -> Body:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "x", "mountPath": path}]
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (_with(bare_pod(), os={"name": "windows"}), "Windows"),
+        (_with(bare_pod(), resources={"limits": {"memory": "1Gi"}}), "PodResources"),
+        (_with(bare_pod(), volumes=[{"name": "keepstep-token", "emptyDir": {}}]), "Conflict"),
+        (_with(bare_pod(), initContainers=[{"name": "keepstep-sidecar"}]), "Conflict"),
+        (_mounting("/run/keepstep/mine"), "Conflict"),
+        (_with(bare_pod(), containers=[]), "NoContainer"),
+    ],
+)
+def test_a_pod_that_cannot_be_injected_says_why(pod: Body, reason: str) -> None:
+    with pytest.raises(PodError) as caught:
+        inject(pod, policy(), DEFAULTS)
+    assert caught.value.reason == reason
+
+
+def test_a_template_that_was_copied_from_another_jobs_pod_is_refused() -> None:
+    stale = inject(pytorch_job(), policy(), DEFAULTS)
+    stale["metadata"]["ownerReferences"][0]["uid"] = "99999999-0000-4000-8000-000000000000"
+    with pytest.raises(PodError, match="copied from an injected pod"):
+        inject(stale, policy(), DEFAULTS)
+    refused = refuse(stale, reason="Conflict", message="copied")
+    assert "keepstep.dev/injected" not in refused["metadata"]["labels"]
+
+
+def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
+    pod = pytorch_job()
+    refused = refuse(pod, reason="PolicyNotFound", message="there is none")
+    said = injected_of(parse_pod(refused))
+    assert said is not None
+    assert (said.reason, said.message, said.policy) == (
+        "PolicyNotFound",
+        "there is none",
+        "default",
+    )
+    del refused["metadata"]["annotations"]["keepstep.dev/status"]
+    assert refused == pod
+
+
+def test_a_pod_that_was_refused_can_be_injected_later() -> None:
+    refused = refuse(pytorch_job(), reason="PolicyNotFound", message="there is none")
+    injected = inject(refused, policy(), DEFAULTS)
+    assert injected == inject(pytorch_job(), policy(), DEFAULTS)
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_an_injected_pod_has_the_schema_of_kubernetes(make: Any) -> None:
+    wanted = policy(EMPTY_DIR, HOST_PATH, EPHEMERAL)
+    kubernetes_validate.validate(inject(make(), wanted, DEFAULTS), "1.31", strict=True)

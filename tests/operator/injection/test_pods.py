@@ -1,0 +1,149 @@
+"""Which run a pod belongs to, which place in it, which container trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keepstep_operator.injection import inject
+from keepstep_operator.pods import (
+    PodError,
+    injected_of,
+    node_rank,
+    parse_pod,
+    placement,
+    placement_of,
+    root_of,
+    run_key,
+    training_container,
+)
+from tests.operator.injection.pods import (
+    ALL,
+    DEFAULTS,
+    JOB_UID,
+    bare_pod,
+    indexed_job,
+    job_set,
+    owner,
+    policy,
+    pytorch_job,
+    train_job,
+)
+
+Body = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "rank", "container"),
+    [
+        (pytorch_job("master", rank=0), "gpt-3f6a1f0e", 0, "pytorch"),
+        (pytorch_job(rank=7), "gpt-3f6a1f0e", 7, "pytorch"),
+        (indexed_job(index=3), "bert-3f6a1f0e", 3, "train"),
+        (job_set(job=2, index=1), "llama-aa11bb22", 20001, "train"),
+        (train_job(), "llama-aa11bb22", 0, "node"),
+        (bare_pod(), "try", 0, "main"),
+    ],
+    ids=["master", "worker", "Indexed Job", "JobSet", "TrainJob", "bare pod"],
+)
+def test_each_kind_of_job_gives_its_pods_a_run_and_a_place(
+    body: Body, key: str, rank: int, container: str
+) -> None:
+    pod = parse_pod(body)
+    assert (run_key(pod), node_rank(pod)) == (key, rank)
+    assert training_container(pod).name == container
+
+
+def test_a_restarted_job_set_is_the_same_run() -> None:
+    before, after = job_set(), job_set()
+    after["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+    assert run_key(parse_pod(before)) == run_key(parse_pod(after))
+    assert root_of(parse_pod(after)).kind == "JobSet"
+
+
+def test_a_job_of_an_older_job_set_without_a_uid_stands_for_itself() -> None:
+    body = job_set()
+    del body["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-uid"]
+    assert root_of(parse_pod(body)).kind == "Job"
+
+
+def test_an_elastic_job_without_a_master_has_the_replicas_index() -> None:
+    body = pytorch_job()
+    body["metadata"]["labels"]["training.kubeflow.org/replica-index"] = "4"
+    body["spec"]["containers"][1]["env"] = [{"name": "RANK", "value": "$(OTHER)"}]
+    assert node_rank(parse_pod(body)) == 4
+
+
+def test_the_label_continues_a_run_over_several_jobs() -> None:
+    body = pytorch_job()
+    body["metadata"]["labels"]["keepstep.dev/run"] = "gpt-large"
+    assert run_key(parse_pod(body)) == "gpt-large"
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a_b", "a.b", "-a", "../x", "x" * 64, "a/b"])
+def test_a_run_label_that_cannot_name_a_directory_is_refused(name: str) -> None:
+    body = pytorch_job()
+    body["metadata"]["labels"]["keepstep.dev/run"] = name
+    with pytest.raises(PodError, match=r"label keepstep.dev/run is .* at most 63 characters"):
+        run_key(parse_pod(body))
+
+
+def test_a_long_job_name_is_cut_and_told_apart_by_its_uid() -> None:
+    body = indexed_job()
+    body["metadata"]["ownerReferences"] = [
+        owner("Job", "a" * 40 + "." + "b" * 40, api_version="batch/v1")
+    ]
+    key = run_key(parse_pod(body))
+    assert len(key) == 63
+    assert key == f"{'a' * 40}-{'b' * 13}-{JOB_UID[:8]}"
+
+
+def test_a_pod_with_neither_owner_nor_name_is_asked_for_a_label() -> None:
+    body = bare_pod()
+    body["metadata"] = {"generateName": "try-", "annotations": {}}
+    with pytest.raises(PodError, match=r"give it the label keepstep.dev/run"):
+        placement(parse_pod(body))
+
+
+def test_the_annotation_names_the_training_container_and_must_be_right() -> None:
+    body = pytorch_job()
+    body["metadata"]["annotations"]["keepstep.dev/container"] = "logger"
+    assert training_container(parse_pod(body)).name == "logger"
+    body["metadata"]["annotations"]["keepstep.dev/container"] = "absent"
+    with pytest.raises(PodError, match=r"names 'absent'; the pod has logger, pytorch"):
+        training_container(parse_pod(body))
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_what_admission_writes_is_what_reconcile_reads(make: Any) -> None:
+    body = make()
+    injected = parse_pod(inject(body, policy(), DEFAULTS))
+    assert placement_of(injected) == placement(parse_pod(body))
+    said = injected_of(injected)
+    assert said is not None
+    assert said.job == root_of(injected)
+    assert (said.policy, said.generation, said.reason) == ("default", 3, "")
+    assert (said.image, said.version) == (DEFAULTS.sidecar_image, "0.1.0")
+    assert said.container == training_container(injected).name
+
+
+def test_a_pod_that_was_not_injected_has_no_placement() -> None:
+    assert placement_of(parse_pod(bare_pod())) is None
+    assert injected_of(parse_pod(bare_pod())) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[]", '"x"', '{"policy": 1, "job": {"x": 1}}', "{}"]
+)
+def test_a_spoilt_status_annotation_is_as_good_as_none(text: str) -> None:
+    body = bare_pod()
+    body["metadata"]["annotations"]["keepstep.dev/status"] = text
+    assert injected_of(parse_pod(body)) is None
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    body = bare_pod()
+    body["metadata"]["annotations"]["keepstep.dev/status"] = '{"policy": "p", "new": 1}'
+    said = injected_of(parse_pod(body))
+    assert said is not None
+    assert said.policy == "p"

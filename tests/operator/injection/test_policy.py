@@ -1,0 +1,205 @@
+"""A CheckpointPolicy as values: defaults, limits, messages."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep_operator.policy import (
+    Accounting,
+    EmptyDir,
+    Ephemeral,
+    HostPath,
+    PersistMode,
+    PolicyError,
+    Verify,
+    Volume,
+    parse_policy,
+    refused_host_paths,
+    require_allowed,
+)
+from tests.operator.injection.pods import EMPTY_DIR, EPHEMERAL, HOST_PATH, policy, policy_body
+
+
+def test_an_object_from_before_the_defaults_gets_them_all() -> None:
+    parsed = parse_policy(
+        {
+            "metadata": {"name": "p", "namespace": "n"},
+            "spec": {"memory": {"limit": "1Gi"}, "volumes": [{"name": "a", "emptyDir": {}}]},
+        }
+    )
+    assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
+    assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, 2)
+    assert (parsed.persist_mode, parsed.persist_every) == (PersistMode.AUTO, None)
+    assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
+    assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 4)
+    assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)
+    assert (parsed.run_ttl_s, parsed.bytes_per_second) == (604800, None)
+    assert parsed.usable_bytes is None
+
+
+def test_each_source_is_read() -> None:
+    parsed = policy(EMPTY_DIR, HOST_PATH, EPHEMERAL)
+    assert [one.source for one in parsed.volumes] == [
+        EmptyDir(size_limit_bytes=100 << 30),
+        HostPath(path="/mnt/nvme0/keepstep"),
+        Ephemeral(size_bytes=200 << 30, storage_class="local"),
+    ]
+    assert parsed.usable_bytes == int((100 << 30) * 0.95)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"memory": {}}, r"spec.memory.limit: is needed"),
+        ({"memory": {"limit": 32}}, r"spec.memory.limit: 32 is less than 1Mi; write a unit"),
+        ({"memory": {"limit": "much"}}, r"spec.memory.limit: 'much' is not a quantity"),
+        ({"memory": {"limit": "1Gi", "slots": 1}}, r"spec.memory.slots: 1 .* from 2 to 16"),
+        ({"memory": []}, r"spec.memory: an object is needed"),
+        ({"stage": {"every": True}}, r"spec.stage.every: True is not a whole number"),
+        ({"persist": {"mode": "Fixed"}}, r"spec.persist.every: mode Fixed needs"),
+        ({"persist": {"mode": "Often"}}, r"spec.persist.mode: 'Often' is not Auto or Fixed"),
+        (
+            {"stage": {"every": 2}, "persist": {"mode": "Fixed", "every": 5}},
+            r"5 is no multiple of stage.every 2",
+        ),
+        ({"volumes": []}, r"spec.volumes: a list of 1 to 8"),
+        ({"volumes": [EMPTY_DIR, EMPTY_DIR]}, r"names must differ: scratch, scratch"),
+        ({"volumes": [{"name": "a"}]}, r"spec.volumes\[0\]: exactly one of .* not 0"),
+        ({"volumes": [{**EMPTY_DIR, **HOST_PATH}]}, r"exactly one of .* not 2"),
+        ({"volumes": [{"name": "A", "emptyDir": {}}]}, r"spec.volumes\[0\].name: 'A' is not"),
+        (
+            {"volumes": [{"name": "a", "hostPath": {"path": "mnt"}}]},
+            r"spec.volumes\[0\].hostPath.path: an absolute directory",
+        ),
+        ({"volumes": [{"name": "a", "hostPath": {"path": "/mnt/../etc"}}]}, r"'\.\.'"),
+        ({"volumes": [{"name": "a", "hostPath": {"path": "//"}}]}, r"root of the node"),
+        ({"volumes": [{"name": "a", "ephemeral": {}}]}, r"ephemeral.size: is needed"),
+        ({"flushTimeout": "121s"}, r"spec.flushTimeout: 121s is not from 1s to 120s"),
+        ({"flushTimeout": "soon"}, r"spec.flushTimeout: 'soon' is not a duration"),
+        ({"restore": {"timeout": 5}}, r"spec.restore.timeout: 5 is not a duration"),
+        ({"sidecar": {"resources": {"cpu": "0"}}}, r"resources.cpu: 0 is not a positive"),
+    ],
+)
+def test_a_wrong_policy_names_the_field_and_what_to_write(
+    spec: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PolicyError, match=message):
+        parse_policy(_with(spec))
+
+
+def _with(spec: dict[str, Any]) -> dict[str, Any]:
+    body = policy_body()
+    body["spec"].update(spec)
+    return body
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+_PATHS = [
+    ("memory",), ("memory", "limit"), ("memory", "slots"), ("stage",), ("persist",),
+    ("persist", "mode"), ("persist", "every"), ("volumes",), ("accounting",), ("retention",),
+    ("restore", "verify"), ("restore", "timeout"), ("sidecar", "resources"),
+    ("sidecar", "resources", "cpu"), ("flushTimeout",), ("runTTL",),
+]  # fmt: skip
+
+
+@given(path=st.sampled_from(_PATHS), value=_ANYTHING)
+@settings(max_examples=500, deadline=None)
+def test_nothing_in_a_policy_is_worse_than_a_policy_error(
+    path: tuple[str, ...], value: Any
+) -> None:
+    """One object that slipped past the schema must not end the cache of all policies."""
+    body: dict[str, Any] = policy_body()
+    at = body["spec"]
+    for name in path[:-1]:
+        at = at.setdefault(name, {})
+    at[path[-1]] = value
+    with suppress(PolicyError):
+        parse_policy(body)
+
+
+@given(value=_ANYTHING, name=st.sampled_from(["name", "emptyDir", "hostPath", "ephemeral"]))
+@settings(max_examples=300, deadline=None)
+def test_nothing_in_a_volume_is_worse_than_a_policy_error(value: Any, name: str) -> None:
+    volume = {"name": "a", **({"emptyDir": {}} if name == "name" else {}), name: value}
+    for wrong in (volume, {**volume, name: {"path": value, "size": value, "sizeLimit": value}}):
+        with suppress(PolicyError):
+            parse_policy(policy_body(wrong))
+    with suppress(PolicyError):
+        parse_policy(_with({"volumes": [value]}))
+
+
+def test_too_little_memory_has_a_reason_of_its_own() -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy(memory={"limit": "1k"})
+    assert (caught.value.reason, caught.value.field) == ("InvalidMemory", "memory.limit")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed", "refused"),
+    [
+        ("/mnt/nvme0", ["/mnt/nvme0"], False),
+        ("/mnt//nvme0/./keepstep/", ["/mnt/nvme0/"], False),
+        ("/mnt/nvme01", ["/mnt/nvme0"], True),
+        ("/mnt", ["/mnt/nvme0"], True),
+        ("/mnt/nvme0", [], True),
+        ("/anything", ["/"], False),
+    ],
+)
+def test_a_host_path_lies_below_an_allowed_prefix_or_is_refused(
+    path: str, allowed: list[str], refused: bool
+) -> None:
+    parsed = policy({"name": "a", "hostPath": {"path": path}})
+    assert bool(refused_host_paths(parsed, allowed)) is refused
+
+
+def test_a_refusal_says_what_is_allowed() -> None:
+    with pytest.raises(PolicyError, match=r"allowed: none") as caught:
+        require_allowed(policy(HOST_PATH), [])
+    assert caught.value.reason == "HostPathNotAllowed"
+
+
+def _schema() -> dict[str, Any]:
+    root = Path(__file__).parents[3]
+    text = (root / "crds" / "keepstep.dev_checkpointpolicies.yaml").read_text()
+    (version,) = yaml.safe_load(text)["spec"]["versions"]
+    spec: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return spec
+
+
+def _defaults(schema: dict[str, Any]) -> Any:
+    """What the API server fills in for an empty object."""
+    if "default" not in schema and "properties" not in schema:
+        return None
+    value = dict(schema.get("default", {})) if "properties" in schema else schema["default"]
+    for name, inner in schema.get("properties", {}).items():
+        if name not in value and "default" in inner:
+            value[name] = _defaults(inner)
+    return value
+
+
+def test_the_defaults_are_those_of_the_schema() -> None:
+    body = policy_body()
+    filled = {**_defaults(_schema()), "memory": {"limit": "2Gi"}, "volumes": [EMPTY_DIR]}
+    filled["memory"]["slots"] = _schema()["properties"]["memory"]["properties"]["slots"]["default"]
+    given, bare = ({**body, "spec": spec} for spec in (filled, {**body["spec"]}))
+    del bare["spec"]["memory"]["slots"]
+    assert replace(parse_policy(given), spec={}) == replace(parse_policy(bare), spec={})
+
+
+@pytest.mark.parametrize("name", ["policy.yaml", "policy-hostpath.yaml"])
+def test_the_policies_of_the_examples_are_right(name: str) -> None:
+    root = Path(__file__).parents[3]
+    body = yaml.safe_load((root / "examples" / "kubernetes" / name).read_text())
+    assert parse_policy(body).name == body["metadata"]["name"]

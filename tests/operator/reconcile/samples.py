@@ -1,0 +1,196 @@
+"""Pods and sidecars as the reconciler sees them, short enough to read a scenario at one glance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keepstep.ledger import Held
+from keepstep.reports import Report, ReportedRank, ReportedRestore
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep_operator.reconcile.actions import Action, EmitEvent
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.objects import RunStatus, as_json
+from keepstep_operator.reconcile.records import (
+    Job,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+    VolumeKind,
+)
+
+KEY = RunKey("team", "gpt-1a2b3c4d")
+JOB = Job(api_version="kubeflow.org/v1", kind="PyTorchJob", name="gpt", uid="job-1")
+T0 = 1_790_000_000.0
+FIRST = Epoch(EpochId(1, "aaaaaaaa"))
+
+
+def step(number: int, epoch: Epoch = FIRST) -> StepId:
+    return StepId(epoch.id, number)
+
+
+def later(
+    number: int, parent: int | None, *, after: Epoch = FIRST, nonce: str = "bbbbbbbb"
+) -> Epoch:
+    """The epoch `number`, which went on from a step of the one before (None: at step 0)."""
+    return Epoch(EpochId(number, nonce), None if parent is None else step(parent, after))
+
+
+def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
+    """Pod `gpt-worker-<node_rank>`; a new `life` is a new pod of that name."""
+    record = PodRecord(
+        uid=f"pod-{node_rank}-{life}",
+        namespace=KEY.namespace,
+        name=f"gpt-worker-{node_rank}",
+        injected=True,
+        run=KEY,
+        node_rank=node_rank,
+        node=f"node-{node_rank}",
+        phase="Running",
+        created_at=f"2026-11-21T07:{life:02d}:00Z",
+        training=True,
+        volumes=(VolumeKind.HOST_PATH,),
+        policy="default",
+        policy_generation=1,
+        job=JOB,
+    )
+    return replace(record, **changes)
+
+
+def policy(**changes: Any) -> PolicyRecord:
+    record = PolicyRecord(namespace=KEY.namespace, name="default", generation=1, keep=2)
+    return replace(record, **changes)
+
+
+def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:
+    body = as_json(status) if status is not None else {}
+    return replace(RunObject(key=KEY, uid="run-1", status=body), **changes)
+
+
+@dataclass(kw_only=True)
+class Sidecar:
+    """One sidecar with one rank. Change its fields, then `report()`."""
+
+    rank: int
+    world: int = 2
+    started_at: float = T0
+    epochs: list[Epoch] = field(default_factory=lambda: [FIRST])
+    memory: list[StepId] = field(default_factory=list)
+    local: list[StepId] = field(default_factory=list)
+    restores: list[ReportedRestore] = field(default_factory=list)
+    library: str = "0.1.0"
+    alive: bool = True
+    ready: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
+    sequence: int = 0
+
+    def staged(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
+        self.memory = (self.memory + [step(number, epoch) for number in numbers])[-4:]
+        return self
+
+    def durable(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
+        self.local += [step(number, epoch) for number in numbers]
+        return self
+
+    def restored(self, epoch: Epoch, *, tier: Tier | None = Tier.MEMORY, lost: int = 0) -> Sidecar:
+        self.epochs.append(epoch)
+        self.restores.append(
+            ReportedRestore(
+                rank=self.rank, epoch=epoch, tier=tier, seconds=1.5, at=T0, lost_steps=lost
+            )
+        )
+        return self
+
+    def report(self) -> Report:
+        self.sequence += 1
+        return Report(
+            sidecar="0.1.0",
+            started_at=self.started_at,
+            sequence=self.sequence,
+            sent_at=T0,
+            ready=self.ready,
+            library=self.library,
+            pinned="locked",
+            epochs=tuple(self.epochs),
+            ranks=(self._rank(),),
+            restores=tuple(self.restores),
+            **self.more,
+        )
+
+    def _rank(self) -> ReportedRank:
+        return ReportedRank(
+            rank=self.rank,
+            world=self.world,
+            alive=self.alive,
+            memory=self._held(self.memory, root=False),
+            local=self._held(self.local, root=True),
+            memory_answer=Answer.STEPS if self.memory else Answer.NONE,
+            local_answer=self._local_answer(),
+            staged=max(self.memory, default=None),
+        )
+
+    def _local_answer(self) -> Answer:
+        if not self.ready:
+            return Answer.UNKNOWN
+        return Answer.STEPS if self.local else Answer.NONE
+
+    def _held(self, ids: list[StepId], *, root: bool) -> tuple[Held, ...]:
+        return tuple(
+            Held(id=id, world=self.world, root=f"{id}/{self.rank}" if root else None) for id in ids
+        )
+
+
+class Play:
+    """A book, its pods and a clock: the stage of a scenario."""
+
+    def __init__(self, *pods: PodRecord, known_policy: PolicyRecord | None = None) -> None:
+        self.book = Book()
+        self.now = T0
+        self.actions: list[Action] = []
+        self.note(self.book.policy_seen(known_policy or policy()))
+        for one in pods:
+            self.see(one)
+
+    def note(self, actions: Iterable[Action]) -> None:
+        self.actions += actions
+
+    def see(self, one: PodRecord) -> None:
+        self.note(self.book.pod_seen(one, at=self.now))
+
+    def lose(self, one: PodRecord) -> None:
+        self.note(self.book.pod_gone(one.uid, at=self.now))
+
+    def hear(self, one: PodRecord, report: Report) -> None:
+        self.note(self.book.reported(one.uid, report, at=self.now))
+
+    def hear_all(self, *pairs: tuple[PodRecord, Sidecar]) -> None:
+        for one, sidecar in pairs:
+            self.hear(one, sidecar.report())
+
+    def find(self, object: RunObject) -> None:
+        self.note(self.book.object_seen(object, at=self.now))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, with a tick at its end."""
+        self.now += seconds
+        self.note(self.book.tick(at=self.now))
+
+    @property
+    def status(self) -> RunStatus:
+        status = self.book.status(KEY, at=self.now)
+        assert status is not None
+        return status
+
+    def condition(self, type: str) -> tuple[str, str, str]:
+        """(status, reason, message)"""
+        found = next(one for one in self.status.conditions if one.type == type)
+        return found.status, found.reason, found.message
+
+    def events(self, reason: str) -> list[str]:
+        return [
+            one.message
+            for one in self.actions
+            if isinstance(one, EmitEvent) and one.reason == reason
+        ]

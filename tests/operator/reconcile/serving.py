@@ -1,0 +1,123 @@
+"""A whole reconciler on loopback: real TLS in front, a stand-in for the API server behind."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import io
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.main import Clock, Reconciler
+from keepstep_operator.reconcile.watching import PodClient
+from keepstep_operator.serving import listening
+from keepstep_operator.tls import ServerTls
+from tests.operator.reconcile.standin import StandIn
+
+
+@dataclass
+class Served:
+    """A running reconciler, and how to reach it."""
+
+    parts: Reconciler
+    cluster: StandIn
+    tls: ServerTls
+    session: aiohttp.ClientSession
+    port: int
+
+    async def post(
+        self, body: bytes, *, token: str = "", context: ssl.SSLContext | None = None
+    ) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        url = f"https://127.0.0.1:{self.port}/v1/reports"
+        options = {"ssl": context} if context is not None else {}
+        async with self.session.post(
+            url, data=io.BytesIO(body), headers=headers, **options
+        ) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(f"https://127.0.0.1:{self.port}{path}") as response:
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def serving(cluster: StandIn, directory: Path) -> AsyncIterator[Served]:
+    """Everything that `keepstep-operator reconcile` runs, until the block ends."""
+    authority = make_certificate(directory)
+    tls = ServerTls(directory)
+    connector = aiohttp.TCPConnector(ssl=trusting(authority))
+    async with (
+        cluster.serving(),
+        Client(cluster.access) as client,
+        PodClient(cluster.access) as pod_client,
+        aiohttp.ClientSession(connector=connector) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        parts = Reconciler(client, pod_client, group=group, clock=Clock())
+        parts.start()
+        async with listening(
+            parts.reports.application(),
+            port=0,
+            host="127.0.0.1",
+            ssl_context=tls.context,
+            shutdown_s=0.1,
+        ) as port:
+            yield Served(parts, cluster, tls, session, port)
+        parts.stop()
+
+
+async def until(condition: Callable[[], Any], *, within_s: float = 10.0, what: str = "") -> Any:
+    """The first true value of `condition`, while the loop goes on."""
+    async with asyncio.timeout(within_s):
+        while not (value := condition()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return value
+
+
+def make_certificate(directory: Path) -> bytes:
+    """A self-signed pair for 127.0.0.1 as tls.crt and tls.key; returns the certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "reports")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    (directory / "tls.crt").write_bytes(pem)
+    (directory / "tls.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return pem
+
+
+def trusting(pem: bytes) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=pem.decode())

@@ -1,0 +1,111 @@
+"""Objects of the cluster as records: what is read from them, and what their absence means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keepstep_operator.reconcile.parsing import (
+    job_state,
+    lean_pod,
+    parse_pod_record,
+    parse_run_object,
+)
+from keepstep_operator.reconcile.records import JobState, RunKey, VolumeKind
+from tests.operator.reconcile.standin import pod_body
+
+
+def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:
+    pod = parse_pod_record(pod_body(3))
+    assert pod is not None
+    assert (pod.injected, pod.run, pod.node_rank) == (True, RunKey("team", "gpt-1a2b3c4d"), 3)
+    assert (pod.policy, pod.policy_generation, pod.sidecar_version) == ("default", 1, "0.1.0")
+    assert pod.volumes == (VolumeKind.HOST_PATH,)
+    assert pod.training
+    assert pod.job is not None
+    assert (pod.job.kind, pod.job.name) == ("PyTorchJob", "gpt")
+
+
+@pytest.mark.parametrize("injected", [True, False])
+def test_a_lean_pod_says_the_same_and_is_smaller(injected: bool) -> None:
+    whole = pod_body(1, injected=injected)
+    assert parse_pod_record(lean_pod(whole)) == parse_pod_record(whole)
+    assert "managedFields" not in lean_pod(whole)["metadata"]
+    assert "command" not in lean_pod(whole)["spec"]["containers"][0]
+
+
+def test_a_pod_without_a_sidecar_belongs_to_the_run_that_it_would_have_been_given() -> None:
+    pod = parse_pod_record(pod_body(1, injected=False))
+    assert pod is not None
+    assert (pod.injected, pod.run, pod.node_rank) == (False, RunKey("team", "gpt-1a2b3c4d"), 1)
+
+
+def test_labels_alone_make_no_sidecar() -> None:
+    body = pod_body(1)
+    body["spec"]["initContainers"] = []
+    pod = parse_pod_record(body)
+    assert pod is not None
+    assert not pod.injected
+
+
+def test_a_pod_that_does_not_ask_is_none_of_ours() -> None:
+    body = pod_body(1, injected=False)
+    body["metadata"]["annotations"] = {}
+    assert parse_pod_record(body) is None
+
+
+def test_a_pod_that_is_stuck_says_why() -> None:
+    body = pod_body(1)
+    body["status"] = {
+        "phase": "Pending",
+        "conditions": [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "0/3 nodes are available: 3 Insufficient memory.",
+            }
+        ],
+    }
+    pod = parse_pod_record(body)
+    assert pod is not None
+    assert pod.trouble == "not scheduled: 0/3 nodes are available: 3 Insufficient memory."
+    body["status"] = {
+        "initContainerStatuses": [
+            {
+                "name": "keepstep-sidecar",
+                "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+            }
+        ],
+        "containerStatuses": [
+            {"name": "pytorch", "state": {"waiting": {"reason": "PodInitializing"}}}
+        ],
+    }
+    pod = parse_pod_record(body)
+    assert pod is not None
+    assert pod.trouble == "container keepstep-sidecar: CrashLoopBackOff (back-off 10s)"
+    assert not pod.training
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"),
+    [
+        ([], JobState.ACTIVE),
+        ([{"type": "Running", "status": "True"}], JobState.ACTIVE),
+        ([{"type": "Succeeded", "status": "True"}], JobState.FINISHED),
+        ([{"type": "Complete", "status": "True"}], JobState.FINISHED),
+        ([{"type": "Failed", "status": "True"}], JobState.FAILED),
+        ([{"type": "Failed", "status": "False"}], JobState.ACTIVE),
+    ],
+)
+def test_all_kinds_of_jobs_tell_by_their_conditions_whether_they_are_over(
+    conditions: list[Any], state: JobState
+) -> None:
+    assert job_state({"status": {"conditions": conditions}}) is state
+
+
+def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
+    object = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
+    assert object.key == RunKey("team", "gpt")
+    assert (object.pins, object.paused, object.fresh_start, object.policy) == ((), False, "", None)

@@ -1,0 +1,402 @@
+"""The reports API over real TLS: who is heard, who is refused, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from keepstep.reports import Report, ReportReply
+from keepstep_operator.reconcile.reports import LARGEST_REPORT_BYTES
+from tests.operator.reconcile.samples import Sidecar, later, step
+from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting, until
+from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
+
+GOOD = "good-token"
+RUN = "/apis/keepstep.dev/v1alpha1/namespaces/team/checkpointruns/gpt-1a2b3c4d"
+
+POLICY = {
+    "metadata": {
+        "name": "default",
+        "namespace": "team",
+        "uid": "policy-1",
+        "generation": 1,
+        "resourceVersion": "1",
+    },
+    "spec": {
+        "memory": {"limit": "1Gi"},
+        "volumes": [{"name": "nvme0", "hostPath": {"path": "/mnt/nvme0"}}],
+    },
+}
+POLICY_PATH = "/apis/keepstep.dev/v1alpha1/namespaces/team/checkpointpolicies/default"
+
+
+def cluster() -> StandIn:
+    """One injected pod and its token."""
+    made = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    made.objects[pod_path("gpt-worker-0")] = pod_body(0)
+    return made
+
+
+def play(
+    tmp_path: Path, scene: Callable[[Served], Awaitable[None]], at: StandIn | None = None
+) -> None:
+    async def run() -> None:
+        async with serving(at or cluster(), tmp_path) as served:
+            await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+            await scene(served)
+
+    asyncio.run(run())
+
+
+def whole(rank: int = 0) -> bytes:
+    return msgspec.json.encode(Sidecar(rank=rank, world=1).staged(5).durable(5).report())
+
+
+def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
+    tmp_path: Path,
+) -> None:
+    async def scene(served: Served) -> None:
+        status, body = await served.post(whole(), token=GOOD)
+        assert status == 200
+        reply = msgspec.convert(body, ReportReply)
+        assert reply.committed["local"] == step(5)
+        assert reply.plan == step(5)
+        written = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
+        assert written["committed"]["step"] == 5
+        assert written["jobName"] == "gpt"
+        (event,) = await until(lambda: served.cluster.asked("POST", "/events"))
+        assert event.body["reason"] == "Committed"
+        assert event.body["involvedObject"]["kind"] == "PyTorchJob"
+
+    play(tmp_path, scene)
+
+
+def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        for _ in range(5):
+            status, _ = await served.post(whole(), token=GOOD)
+            assert status == 200
+        assert len(served.cluster.asked("POST", "/tokenreviews")) == 1
+        assert len(served.cluster.asked("GET", "/pods/gpt-worker-0")) <= 1
+
+    play(tmp_path, scene)
+
+
+def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": 1}).encode()).decode().rstrip("=")
+    token = f"x.{claims}.y"
+
+    async def scene(served: Served) -> None:
+        served.cluster.tokens[token] = served.cluster.tokens[GOOD]
+        for _ in range(2):
+            assert (await served.post(whole(), token=token))[0] == 200
+        assert len(served.cluster.asked("POST", "/tokenreviews")) == 2
+
+    play(tmp_path, scene)
+
+
+def test_a_pod_that_the_watch_has_not_shown_is_looked_up(tmp_path: Path) -> None:
+    late = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+
+    async def scene(served: Served) -> None:
+        assert (await served.post(whole(), token=GOOD))[0] == 404
+        served.cluster.objects[pod_path("gpt-worker-0")] = pod_body(0)  # without telling the watch
+        assert (await served.post(whole(), token=GOOD))[0] == 200
+
+    play(tmp_path, scene, late)
+
+
+FORGED = {
+    "none": ("", 401, "no-token"),
+    "wrong": ("wrong", 401, "bad-token"),
+    "another audience": ("audience", 401, "bad-audience"),
+    "of no pod": ("account", 403, "no-pod"),
+    "of a person": ("person", 403, "no-pod"),
+    "of an earlier pod of that name": ("earlier", 403, "other-pod"),
+    "of a pod without a sidecar": ("bare", 403, "not-injected"),
+    "of another namespace": ("elsewhere", 403, "not-injected"),
+    "of a pod that is gone": ("gone", 404, "unknown-pod"),
+}
+
+
+def forgeries() -> StandIn:
+    made = cluster()
+    good = bound_to("team", "gpt-worker-0", "pod-0")
+    made.objects[pod_path("gpt-worker-9")] = pod_body(9, injected=False)
+    made.tokens |= {
+        "audience": {**good, "audiences": ["https://kubernetes.default.svc"]},
+        "account": {**good, "user": {**good["user"], "extra": {}}},
+        "person": {**good, "user": {**good["user"], "username": "alice"}},
+        "earlier": bound_to("team", "gpt-worker-0", "pod-of-yesterday"),
+        "bare": bound_to("team", "gpt-worker-9", "pod-9"),
+        "elsewhere": bound_to("other", "gpt-worker-0", "pod-0"),
+        "gone": bound_to("team", "gpt-worker-7", "pod-7"),
+    }
+    return made
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token, expected, code = FORGED[name]
+
+    async def scene(served: Served) -> None:
+        for _ in range(3):
+            status, problem = await served.post(whole(), token=token)
+            assert (status, problem["code"]) == (expected, code)
+            assert problem["message"]
+        run = served.parts.book.runs
+        assert not any(one.host.places for one in run.values()), "nothing of it was believed"
+        refused = served.parts.metrics.registry.get_sample_value(
+            "keepstep_reports_refused_total", {"code": code}
+        )
+        assert refused == 3
+
+    with caplog.at_level(logging.WARNING, "keepstep.operator"):
+        play(tmp_path, scene, forgeries())
+    logged = [one for one in caplog.records if one.message == "report refused"]
+    assert len(logged) == 1
+    assert "good-token" not in str(vars(logged[0]))
+
+
+def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None:
+    at = cluster()
+    at.objects[pod_path("gpt-worker-1")] = pod_body(1)
+    at.tokens["other"] = bound_to("team", "gpt-worker-1", "pod-1")
+
+    async def scene(served: Served) -> None:
+        await served.post(whole(rank=0), token="other")
+        (run,) = served.parts.book.runs.values()
+        assert list(run.host.places) == [1]
+
+    play(tmp_path, scene, at)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"sidecar": 3}', 400),
+        (b" " * (LARGEST_REPORT_BYTES + 1), 413),
+        (msgspec.json.encode(Sidecar(rank=5, world=2).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0, world=1 << 30).staged(1).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0).staged(10**16).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0, epochs=[later(2, 1, nonce="x" * 99)]).report()), 400),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
+    async def scene(served: Served) -> None:
+        answered, problem = await served.post(body, token=GOOD)
+        assert answered == status
+        assert set(problem) == {"code", "message"}
+
+    play(tmp_path, scene)
+
+
+def test_an_api_server_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        served.cluster.broken, served.cluster.broken_part = 1, "/tokenreviews"
+        status, problem = await served.post(whole(), token=GOOD)
+        assert (status, problem["code"]) == (503, "unavailable")
+        assert (await served.post(whole(), token=GOOD))[0] == 200
+
+    play(tmp_path, scene)
+
+
+def test_reports_wait_until_what_was_counted_before_is_known(tmp_path: Path) -> None:
+    at = cluster()
+    at.broken = 1000
+
+    async def run() -> None:
+        async with serving(at, tmp_path) as served:
+            status, problem = await served.post(whole(), token=GOOD)
+            assert (status, problem["code"]) == (503, "starting")
+            assert (await served.get("/healthz"))[0] == 200
+            assert (await served.get("/readyz"))[0] == 503
+            at.broken = 0
+            await until(lambda: not served.parts.ready())
+            assert (await served.post(whole(), token=GOOD))[0] == 200
+            assert (await served.get("/readyz"))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        assert (await served.post(whole(), token=GOOD))[0] == 200
+        renewed = trusting(make_certificate(tmp_path))
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await served.post(whole(), token=GOOD, context=renewed)
+        assert served.tls.reload()
+        assert (await served.post(whole(), token=GOOD, context=renewed))[0] == 200
+
+    play(tmp_path, scene)
+
+
+def test_a_connection_is_closed_with_its_answer_because_thousands_would_fill_memory(
+    tmp_path: Path,
+) -> None:
+    async def scene(served: Served) -> None:
+        assert (await served.post(whole(), token=GOOD))[0] == 200
+        url = f"https://127.0.0.1:{served.port}/v1/reports"
+        async with served.session.post(url, data=b"{}") as response:
+            assert response.headers["Connection"] == "close"
+
+    play(tmp_path, scene)
+
+
+def test_a_newer_sidecar_may_say_more_and_an_older_one_less(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        more: dict[str, Any] = json.loads(whole())
+        more["mood"] = "good"
+        assert (await served.post(json.dumps(more).encode(), token=GOOD))[0] == 200
+        less = {"sidecar": "0.0.9", "started_at": 1.0, "sequence": 1, "sent_at": 1.0}
+        assert (await served.post(json.dumps(less).encode(), token=GOOD))[0] == 200
+
+    play(tmp_path, scene)
+
+
+def test_a_report_on_the_wire_is_what_the_sidecar_encodes() -> None:
+    report = Sidecar(rank=0).staged(1).durable(1).report()
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+# --- the rest of the process ---------------------------------------------------------------------
+
+
+def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
+    at = cluster()
+    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
+
+    async def scene(served: Served) -> None:
+        status = await until(lambda: at.objects[POLICY_PATH].get("status"))
+        (condition,) = status["conditions"]
+        # no host path is allowed in this chart
+        assert (condition["status"], condition["reason"]) == ("False", "HostPathNotAllowed")
+        events = await until(lambda: at.asked("POST", "/events"))
+        assert events[0].body["involvedObject"]["kind"] == "CheckpointPolicy"
+        changed = json.loads(json.dumps(POLICY))
+        changed["metadata"]["generation"] = 2
+        changed["spec"]["volumes"] = [{"name": "nvme0", "emptyDir": {}}]
+        at.add(POLICY_PATH, {**changed, "status": status})
+        (condition,) = await until(
+            lambda: [
+                one
+                for one in at.objects[POLICY_PATH].get("status", {}).get("conditions", [])
+                if one["status"] == "True"
+            ]
+        )
+        assert condition["reason"] == "Accepted"
+        assert "emptyDir" in condition["message"]
+        assert at.objects[POLICY_PATH]["status"]["observedGeneration"] == 2
+        writes = len(at.asked("PATCH", "/checkpointpolicies/"))
+        assert writes == 2, "the own write is no reason for another"
+
+    play(tmp_path, scene, at)
+
+
+def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        await until(lambda: all(one.loaded.is_set() for one in served.parts.pods))
+        served.cluster.add(pod_path("gpt-worker-1"), pod_body(1, injected=False))
+        (event,) = await until(lambda: served.cluster.asked("POST", "/events"))
+        assert event.body["reason"] == "NotInjected"
+        assert event.body["involvedObject"]["name"] == "gpt"
+        status = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
+        injected = next(one for one in status["conditions"] if one["type"] == "FullyInjected")
+        assert injected["status"] == "False"
+
+    play(tmp_path, scene)
+
+
+def test_pods_are_asked_for_by_label(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        await until(lambda: all(one.loaded.is_set() for one in served.parts.pods))
+        selectors = {
+            one.query.get("labelSelector") for one in served.cluster.asked("GET", "/api/v1/pods")
+        }
+        assert selectors == {
+            "keepstep.dev/injected",
+            "!keepstep.dev/injected,training.kubeflow.org/job-name",
+            "!keepstep.dev/injected,batch.kubernetes.io/job-name",
+        }
+
+    play(tmp_path, scene)
+
+
+def test_a_pod_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        await until(lambda: served.parts.book.pod("pod-0"))
+        served.cluster.remove(pod_path("gpt-worker-0"))
+        await until(lambda: served.parts.book.pod("pod-0") is None)
+        assert (await served.post(whole(), token=GOOD))[0] == 404
+
+    play(tmp_path, scene)
+
+
+JOB = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs/gpt"
+
+
+def test_a_run_is_finished_when_its_pods_are_gone_and_its_job_is_over(tmp_path: Path) -> None:
+    at = cluster()
+    at.objects[JOB] = {
+        "metadata": {"name": "gpt", "namespace": "team", "uid": "1a2b3c4d-0000"},
+        "status": {"conditions": [{"type": "Succeeded", "status": "True"}]},
+    }
+
+    def phase() -> str | None:
+        found: str | None = at.objects.get(RUN, {}).get("status", {}).get("phase")
+        return found
+
+    async def scene(served: Served) -> None:
+        await served.post(whole(), token=GOOD)
+        await until(lambda: phase() == "Running")
+        await until(lambda: any(one.object for one in served.parts.book.runs.values()))
+        at.remove(pod_path("gpt-worker-0"))
+        await until(lambda: phase() == "Finished")
+        assert at.objects[RUN]["status"]["committed"]["step"] == 5
+        assert len(at.asked("GET", "/pytorchjobs/gpt")) == 1
+
+    play(tmp_path, scene, at)
+
+
+def test_an_acknowledged_fresh_start_is_named_in_the_annotation(tmp_path: Path) -> None:
+    fresh = later(2, None)
+    sidecar = Sidecar(rank=0, world=1).durable(5).restored(fresh, tier=None)
+
+    async def scene(served: Served) -> None:
+        await served.post(msgspec.json.encode(sidecar.report()), token=GOOD)
+        run = await until(lambda: served.cluster.objects.get(RUN))
+        note = {"keepstep.dev/fresh-start": "newest"}
+        served.cluster.add(RUN, {**run, "metadata": {**run["metadata"], "annotations": note}})
+
+        def noted() -> bool:
+            annotations = served.cluster.objects[RUN]["metadata"]["annotations"]
+            return annotations["keepstep.dev/fresh-start"] == str(fresh.id)
+
+        await until(noted)
+
+    play(tmp_path, scene)
+
+
+def test_a_run_that_somebody_deletes_is_written_again(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        await served.post(whole(), token=GOOD)
+        await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
+        await until(lambda: any(one.object for one in served.parts.book.runs.values()))
+        served.cluster.remove(RUN)
+        status = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
+        assert status["committed"]["step"] == 5
+
+    play(tmp_path, scene)

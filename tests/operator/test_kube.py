@@ -1,0 +1,301 @@
+"""The client of the Kubernetes API: access, pages, watches, and what errors become."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from keepstep.errors import UsageError
+from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
+from keepstep_operator.kube import (
+    CONFIG_MAPS,
+    NODES,
+    PODS,
+    POLICIES,
+    Access,
+    Change,
+    ChangeKind,
+    Client,
+    Conflict,
+    Denied,
+    Expired,
+    KubeError,
+    Listing,
+    NotFound,
+    Rejected,
+    Unavailable,
+    error_of,
+    find_access,
+    from_kubeconfig,
+    in_cluster,
+)
+from keepstep_operator.serving import listening
+from tests.operator.apiserver import ApiServer
+from tests.operator.injection.pods import policy_body
+from tests.operator.loop import eventually, in_loop
+
+_DAY = timedelta(days=1)
+
+
+def test_paths_are_those_of_the_kubernetes_api() -> None:
+    assert PODS.path("p", "log", namespace="n") == "/api/v1/namespaces/n/pods/p/log"
+    assert PODS.path() == "/api/v1/pods"
+    assert NODES.path("a") == "/api/v1/nodes/a"
+    assert POLICIES.path(namespace="n") == (
+        "/apis/keepstep.dev/v1alpha1/namespaces/n/checkpointpolicies"
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, Rejected), (401, Denied), (403, Denied), (404, NotFound), (409, Conflict),
+     (410, Expired), (422, Rejected), (429, Unavailable), (500, Unavailable), (504, Unavailable)],
+)  # fmt: skip
+def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
+    assert type(error_of(status, "")) is kind
+
+
+@in_loop
+async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
+        made = await client.create(CONFIG_MAPS, body, namespace="n")
+        with pytest.raises(Conflict):
+            await client.create(CONFIG_MAPS, body, namespace="n")
+        await client.replace(CONFIG_MAPS, {**made, "data": {"x": "2"}}, namespace="n")
+        with pytest.raises(Conflict) as caught:
+            await client.replace(CONFIG_MAPS, {**made, "data": {"x": "3"}}, namespace="n")
+        assert (caught.value.status, caught.value.reason) == (409, "Conflict")
+        assert (await client.get(CONFIG_MAPS, "a", namespace="n"))["data"] == {"x": "2"}
+        with pytest.raises(NotFound):
+            await client.get(CONFIG_MAPS, "b", namespace="n")
+
+
+@in_loop
+async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.delay_s = 5
+        with pytest.raises(Unavailable, match="did not answer in time"):
+            await client.get(PODS, "p", namespace="n", timeout_s=0.05)
+    async with Client(server.access) as client:
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await client.get(PODS, "p", namespace="n")
+
+
+@in_loop
+async def test_following_begins_with_all_there_is_and_goes_on_through_errors() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.put(POLICIES, policy_body(name="a"))
+        seen: list[Listing | Change | KubeError] = []
+
+        async def follow(seen: list[Listing | Change | KubeError]) -> None:
+            async for event in client.follow(POLICIES):
+                seen += [event]
+
+        task = asyncio.create_task(follow(seen))
+        await eventually(lambda: seen)
+        assert isinstance(seen[0], Listing)
+        assert [one["metadata"]["name"] for one in seen[0].items] == ["a"]
+        server.put(POLICIES, {**policy_body(name="b"), "padding": "x" * 300_000})
+        await eventually(lambda: len(seen) == 2)
+        assert isinstance(seen[1], Change)
+        assert seen[1].kind is ChangeKind.ADDED
+        server.down = True
+        server.expire_watches()
+        await eventually(lambda: len(seen) == 3)
+        assert isinstance(seen[2], Unavailable)
+        server.down = False
+        await eventually(lambda: isinstance(seen[-1], Listing))
+        task.cancel()
+
+
+@in_loop
+async def test_a_collection_is_read_in_pages() -> None:
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(dict(request.query))
+        last = "continue" in request.query
+        metadata = {"resourceVersion": "7", **({} if last else {"continue": "more"})}
+        return web.json_response({"metadata": metadata, "items": [{"n": len(asked)}]})
+
+    app = web.Application()
+    app.router.add_get("/api/v1/pods", answer)
+    async with listening(app, port=0) as port:
+        access = Access(server=f"http://127.0.0.1:{port}", ssl=None, token=lambda: None)
+        async with Client(access) as client:
+            listing = await client.list(PODS, labels="a=b")
+    assert listing == Listing(items=({"n": 1}, {"n": 2}), resource_version="7")
+    assert asked == [
+        {"limit": "500", "labelSelector": "a=b"},
+        {"limit": "500", "labelSelector": "a=b", "continue": "more"},
+    ]
+
+
+async def _whoami(request: web.Request) -> web.Response:
+    return web.json_response({"token": request.headers.get("Authorization", "")})
+
+
+def _pems() -> tuple[Pair, Pair]:
+    authority = make_authority("cluster", now=datetime.now(UTC), life=_DAY)
+    names = ("localhost",)
+    return authority, sign_leaf(authority, names=names, now=datetime.now(UTC), life=_DAY)
+
+
+def _client_pair(authority: Pair) -> Pair:
+    """What `kubeadm` puts into a kubeconfig: a certificate for TLS clients."""
+    issuer = x509.load_pem_x509_certificate(authority.certificate)
+    signer = serialization.load_pem_private_key(authority.key, password=None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateBuilder(
+        issuer_name=issuer.subject,
+        subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "admin")]),
+        public_key=key.public_key(),
+        serial_number=2,
+        not_valid_before=datetime.now(UTC) - _DAY / 2,
+        not_valid_after=datetime.now(UTC) + _DAY / 2,
+    ).add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+    return Pair(
+        certificate=builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM),
+        key=key.private_bytes(
+            Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
+
+
+def _server_context(directory: Path, authority: Pair, leaf: Pair) -> ssl.SSLContext:
+    both = directory / "server.pem"
+    both.write_bytes(leaf.certificate + leaf.key)
+    context = ssl.create_default_context(
+        ssl.Purpose.CLIENT_AUTH, cadata=authority.certificate.decode()
+    )
+    context.load_cert_chain(both)
+    return context
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@in_loop
+async def test_a_kubeconfig_gives_token_authority_and_client_certificate(
+    tmp_path: Path, inline: bool
+) -> None:
+    authority, leaf = _pems()
+    app = web.Application()
+    app.router.add_get("/api/v1/nodes/me", _whoami)
+    context = _server_context(tmp_path, authority, leaf)
+    context.verify_mode = ssl.CERT_REQUIRED
+    mine = _client_pair(authority)
+
+    def given(name: str, pem: bytes) -> dict[str, str]:
+        if inline:
+            return {f"{name}-data": base64.b64encode(pem).decode()}
+        (tmp_path / name).write_bytes(pem)
+        return {name: name}
+
+    async with listening(app, port=0, ssl_context=context) as port:
+        cluster = {
+            "server": f"https://localhost:{port}",
+            **given("certificate-authority", authority.certificate),
+        }
+        user = {
+            "token": "secret",
+            **given("client-certificate", mine.certificate),
+            **given("client-key", mine.key),
+        }
+        path = _kubeconfig(tmp_path, cluster, user)
+        async with Client(from_kubeconfig(path)) as client:
+            assert client.namespace == "here"
+            me = await client.get(NODES, "me")
+            assert me["token"] == "Bearer secret"
+
+
+def _kubeconfig(directory: Path, cluster: dict[str, str], user: dict[str, str]) -> Path:
+    config = {
+        "current-context": "x",
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "here"}}],
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": user}],
+    }
+    path = directory / "config"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@in_loop
+async def test_the_service_accounts_token_is_read_anew_for_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, leaf = _pems()
+    app = web.Application()
+    app.router.add_get("/api/v1/nodes/me", _whoami)
+    (tmp_path / "ca.crt").write_bytes(authority.certificate)
+    (tmp_path / "namespace").write_text("keepstep-system\n")
+    context = _server_context(tmp_path, authority, leaf)
+    async with listening(app, port=0, ssl_context=context) as port:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "localhost")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+        (tmp_path / "token").write_text("first\n")
+        async with Client(in_cluster(tmp_path)) as client:
+            assert client.namespace == "keepstep-system"
+            assert (await client.get(NODES, "me"))["token"] == "Bearer first"
+            (tmp_path / "token").write_text("second\n")
+            assert (await client.get(NODES, "me"))["token"] == "Bearer second"
+            (tmp_path / "token").unlink()
+            with pytest.raises(Unavailable):
+                await client.get(NODES, "me")
+
+
+def test_outside_a_cluster_something_must_say_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UsageError, match="neither KUBECONFIG is set"):
+        find_access()
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match=r"kubeconfig .*absent"):
+        find_access()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"server": "https://x", "insecure-skip-tls-verify": "true"}, "is not supported"),
+        ({"server": "https://x", "certificate-authority-data": "%%"}, "authority-data"),
+        ({}, "server"),
+    ],
+)
+def test_a_kubeconfig_that_cannot_be_used_says_why(
+    tmp_path: Path, cluster: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))
+
+
+@in_loop
+async def test_an_answer_that_is_no_json_is_unavailable() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="<html>", status=int(request.query.get("limit", 200)))
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with listening(app, port=0) as port:
+        access = Access(server=f"http://127.0.0.1:{port}", ssl=None, token=lambda: None)
+        async with Client(access) as client:
+            with pytest.raises(Unavailable, match="nonsense"):
+                await client.get(PODS, "p", namespace="n")
+            with pytest.raises(Unavailable, match="<html>"):
+                await client.list(PODS)  # 500

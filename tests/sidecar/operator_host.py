@@ -1,0 +1,170 @@
+"""A small operator: hosts the real ledger behind a real HTTPS server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from keepstep.ledger import Ledger, LedgerConfig, RestorePlan, Retire
+from keepstep.reports import PATH, Report, ReportReply
+from keepstep.retention import Retention
+from keepstep.steps import Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A certificate for localhost that is its own authority."""
+
+    certificate: Path
+    key: Path
+
+    @property
+    def pem(self) -> str:
+        return self.certificate.read_text()
+
+
+def make_identity(directory: Path) -> Identity:
+    """Makes both files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "keepstep test")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    identity = Identity(certificate=directory / "tls.crt", key=directory / "tls.key")
+    identity.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    identity.key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return identity
+
+
+@dataclass
+class Seen:
+    """What came in. `tokens`: of every request; `reports`: of those that were taken."""
+
+    tokens: list[str] = field(default_factory=list)
+    reports: list[tuple[int, Report]] = field(default_factory=list)
+
+
+class OperatorHost:
+    """Takes reports of tokens `node-<n>`; runs in a thread of its own."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        world: int,
+        keep: int = 2,
+        port: int = 0,
+        least_gap_s: float = 0.05,
+    ) -> None:
+        self.seen = Seen()
+        self.port = port
+        self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
+        self._ledger = Ledger(
+            LedgerConfig(world=world, retention={Tier.LOCAL: Retention(last=keep)})
+        )
+        self._decode = msgspec.json.Decoder(Report).decode
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="operator")
+
+    @property
+    def url(self) -> str:
+        return f"https://localhost:{self.port}{PATH}"
+
+    def start(self) -> OperatorHost:
+        self._thread.start()
+        assert self._up.wait(10)
+        return self
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+
+    def newest(self, node: int) -> Report | None:
+        """The last report of a pod."""
+        return next((one for at, one in reversed(self.seen.reports) if at == node), None)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.add_routes([web.post(PATH, self._take)])
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self._identity.certificate, self._identity.key)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, ssl_context=context)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._up.set()
+        await self._stop.wait()
+        await site.stop()
+        assert runner.server is not None
+        for connection in runner.server.connections:  # a TLS goodbye would outlast this loop
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    async def _take(self, request: web.Request) -> web.Response:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.seen.tokens.append(token)
+        if not token.startswith("node-"):
+            return web.Response(status=401, text="who are you?")
+        node = int(token.removeprefix("node-").split(".")[0])
+        report = self._decode(await request.read())
+        self.seen.reports.append((node, report))
+        body = msgspec.json.encode(self._answer(node, report))
+        return web.Response(body=body, content_type="application/json")
+
+    def _answer(self, node: int, report: Report) -> ReportReply:
+        ledger = self._ledger
+        actions = ledger.apply(report.as_reported(node, ordered=len(self.seen.reports)))
+        marks = {str(tier): ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
+        plan = ledger.plan(range(self._world))
+        ranks = {one.rank for one in report.ranks}
+        return ReportReply(
+            interval_s=2.0,
+            least_gap_s=self._least_gap_s,
+            committed={tier: id for tier, id in marks.items() if id is not None},
+            plan=plan.id if isinstance(plan, RestorePlan) else None,
+            retire=tuple(
+                one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
+            ),
+        )

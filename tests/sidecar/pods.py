@@ -1,0 +1,42 @@
+"""Pods of one run: each a real sidecar with a memory, a volume and a token of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.harness import SidecarProcess
+
+
+class Pod(SidecarProcess):
+    """`report`: environment that names the operator."""
+
+    def __init__(self, node: int, *, memory: Path, home: Path, url: str, ca: str) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        memory.mkdir(parents=True, exist_ok=True)
+        super().__init__("run", memory, home / "volume", home / "log")
+        self.token = home / "token"
+        self.token.write_text(f"node-{node}\n")
+        self.report = {
+            "KEEPSTEP_REPORT_URL": url,
+            "KEEPSTEP_REPORT_CA": ca,
+            "KEEPSTEP_REPORT_TOKEN_FILE": str(self.token),
+        }
+
+    def start(self, *options: str, **environment: str) -> Pod:
+        super().start(*options, **{**self.report, **environment})
+        return self
+
+    def lose_memory(self) -> None:
+        """As a deleted pod does; its sidecar is dead."""
+        for path in self.memory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def steps(self) -> set[int]:
+        """Steps of which shards lie on the volume, published or not."""
+        found = [*self.root.glob("0*"), *self.root.glob("pending/0*")]
+        return {int(path.name.rsplit("-", 1)[1]) for path in found if any(path.iterdir())}
+
+    def published(self) -> set[int]:
+        """Steps that readers see."""
+        return {int(path.name.rsplit("-", 1)[1]) for path in self.root.glob("0*")}

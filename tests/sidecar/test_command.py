@@ -1,0 +1,266 @@
+"""The command line as a pod uses it: configured by environment, probed, flushed, prepared."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer
+
+from keepstep_sidecar.cli import calls
+from tests.harness import SidecarProcess, eventually
+
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(60)
+COMMAND = (sys.executable, "-m", "keepstep_sidecar")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_every_option_may_come_from_the_environment(
+    memory_dir: Path, tmp_path: Path, trainers: Trainers
+) -> None:
+    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "a", tmp_path / "log")
+    sidecar.program = (sys.executable, "-c", WITHOUT_ARGUMENTS)
+    sidecar.start(
+        KEEPSTEP_RUN="gpt",
+        KEEPSTEP_MEMORY_DIR=str(memory_dir),
+        KEEPSTEP_VOLUMES=f"{tmp_path / 'a'} {tmp_path / 'b'}",
+        KEEPSTEP_SLOTS="3",
+        KEEPSTEP_MEMORY_LIMIT="67108864",
+        KEEPSTEP_STAGE_EVERY="2",
+        KEEPSTEP_PERSIST_EVERY="4",
+        KEEPSTEP_KEEP="5",
+        KEEPSTEP_CAPACITY="1073741824",
+        KEEPSTEP_IO_THREADS="2",
+        KEEPSTEP_BYTES_PER_SECOND="536870912",
+        KEEPSTEP_VERIFY="seal",
+        KEEPSTEP_FLUSH_TIMEOUT="60",
+    )
+    try:
+        status = sidecar.get("/v1/status")
+        trainer = trainers(sidecar.socket)
+        assert trainer.connect().stage_every == 2
+        assert trainer.register().slots == 3
+    finally:
+        sidecar.end()
+    assert (status["run"], status["stage_every"], status["persist_every"]) == ("gpt", 2, 4)
+    roots = [str(tmp_path / name / "gpt") for name in ("a", "b")]
+    assert [one["path"] for one in status["volumes"]] == roots
+    assert status["volumes"][0]["capacity_bytes"] == 1 << 30
+
+
+WITHOUT_ARGUMENTS = """
+import sys
+sys.argv[1:] = []
+from keepstep_sidecar.__main__ import main
+main()
+"""
+
+
+def test_what_is_missing_is_named_with_its_variable() -> None:
+    done = run("--run", "gpt", "--memory-dir", "/dev/shm/nowhere")
+    assert done.returncode == 2
+    assert "'--volume' (or KEEPSTEP_VOLUMES)" in done.stderr
+
+
+def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
+    done = run(
+        *("--run", "gpt", "--memory-dir", str(tmp_path), "--volume", str(tmp_path)),
+        KEEPSTEP_REPORT_URL="http://example.invalid/v1/reports",
+        KEEPSTEP_REPORT_CA="none",
+        KEEPSTEP_REPORT_TOKEN_FILE="/nowhere",
+    )
+    assert done.returncode == 1
+    assert "https:// only" in done.stderr
+
+
+def test_a_probe_says_whether_a_sidecar_answers(sidecar: SidecarProcess) -> None:
+    assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 0
+    assert run("--probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0
+    sidecar.kill()
+    assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 1
+
+
+def test_a_flush_prints_what_is_durable(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--persist-every", "1000000")
+    memory = ("--memory-dir", str(sidecar.memory))
+    nothing = run("--flush", *memory)
+    assert (nothing.returncode, nothing.stdout.split()[0]) == (0, "nothing")
+    trainer = trainers(sidecar.socket).begin_run()
+    ids = [trainer.stage(step) for step in range(1, 4)]
+    done = run("--flush", "--flush-timeout", "20s", *memory)
+    assert done.stdout.splitlines() == [f"step {id} is durable" for id in ids[1:]]
+    assert done.returncode == 0
+
+
+def test_metrics_are_served_over_tcp_and_nothing_else_is(
+    sidecars: Callable[..., SidecarProcess],
+) -> None:
+    port = free_port()
+    sidecars().start("--metrics-port", str(port))
+
+    def ask(route: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        try:
+            connection.request("GET", route)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    assert ask("/healthz")[0] == 200
+    assert b"keepstep_last_report_timestamp_seconds" in ask("/metrics")[1]
+    assert ask("/v1/status")[0] == 404
+
+
+def test_a_port_that_is_taken_does_not_stop_a_sidecar(
+    sidecars: Callable[..., SidecarProcess],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        sidecar = sidecars().start("--metrics-port", str(taken.getsockname()[1]))
+        assert sidecar.get("/v1/status")["run"] == "run"
+    assert '"no metrics"' in sidecar.text()
+
+
+def test_while_its_owner_lives_a_sidecar_does_not_count_its_linger(
+    sidecars: Callable[..., SidecarProcess],
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as owner:
+        sidecar = sidecars().start("--linger", "0.3", "--owner-pid", str(owner.pid))
+        assert sidecar.process is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            sidecar.process.wait(1.5)
+        owner.kill()
+    assert sidecar.process.wait(20) == 0
+
+
+def test_a_sidecar_that_is_adopted_belongs_to_its_new_owner(
+    sidecars: Callable[..., SidecarProcess],
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
+        sidecar = sidecars().start("--linger", "0.3", "--owner-pid", str(first.pid))
+        assert sidecar.process is not None
+        calls.own(sidecar.socket, second.pid)
+        first.kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            sidecar.process.wait(1.5)
+        second.kill()
+    assert sidecar.process.wait(20) == 0
+
+
+def test_a_shard_is_read_without_a_look_at_every_byte_when_only_the_seal_counts(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, memory_dir: Path
+) -> None:
+    sidecar = sidecars().start()
+    trainer = trainers(sidecar.socket).begin_run()
+    id = trainer.stage(4)
+    assert trainer.wait(id, "committed").reached
+    sidecar.kill()
+    for path in memory_dir.glob("rank-*/*"):
+        path.unlink()
+    shard = next(sidecar.root.glob("0*/rank-*"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[trainer.layout.extras_begin // 2] ^= 1
+    shard.write_bytes(damaged)
+    sidecar.start("--verify", "seal")
+    eventually(lambda: '"loaded"' in sidecar.text())
+    successor = trainers(sidecar.socket)
+    successor.connect()
+    assert successor.open(id).bytes == len(damaged)
+
+
+def test_all_writes_together_keep_below_the_limit(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--bytes-per-second", "16Mi")
+    trainer = trainers(sidecar.socket, size=16 << 20).begin_run()
+    for step in range(2):
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
+    assert sidecar.get("/v1/status")["persist_seconds"] > 1.0
+
+
+def test_a_flush_does_not_keep_to_the_limit(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    limit = ("--bytes-per-second", "1Mi", "--persist-every", "1000000")
+    sidecar = sidecars().start(*limit)
+    trainer = trainers(sidecar.socket, size=64 << 20).begin_run()
+    trainer.stage(1)
+    done = run("--flush", "--memory-dir", str(sidecar.memory))
+    assert done.returncode == 0, done.stderr
+    assert sidecar.get("/v1/status")["persist_seconds"] < 20.0
+
+
+@pytest.mark.root
+@needs_root
+def test_prepare_makes_a_directory_and_gives_it_to_the_sidecar(tmp_path: Path) -> None:
+    directory = tmp_path / "team-a" / "gpt" / "0"
+    for _ in range(2):
+        done = run("--prepare", str(directory), str(tmp_path / "other"))
+        assert done.returncode == 0, done.stderr
+    for path in (directory, tmp_path / "other"):
+        found = path.stat()
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65532, 65532, 0o2770)
+    assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o711
+
+
+@pytest.mark.root
+@needs_root
+def test_prepare_needs_no_more_than_three_capabilities(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    directory = tmp_path / "team-a" / "gpt" / "0"
+    kept = "-all,+chown,+dac_override,+fowner"
+    limited = ("setpriv", f"--bounding-set={kept}", "--inh-caps=-all")
+    done = subprocess.run(
+        [*limited, *COMMAND, "--prepare", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o2770
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("link", ["team-a", "team-a/gpt", "team-a/gpt/0"])
+def test_prepare_follows_no_link_below_the_mount(tmp_path: Path, link: str) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir(mode=0o700)
+    path = tmp_path / "host" / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    done = run("--prepare", str(tmp_path / "host" / "team-a" / "gpt" / "0"))
+    assert done.returncode == 1
+    assert "a link is not followed" in done.stderr
+    assert list(target.iterdir()) == []
+    assert target.stat().st_uid == 0

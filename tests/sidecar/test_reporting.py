@@ -1,0 +1,539 @@
+"""One run, two pods: each sidecar sees one rank, and hears of the other only by the operator."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from operator_host import Identity, OperatorHost, make_identity
+from pods import Pod
+from trainer import FakeTrainer, content, make_layout, read_image
+
+from keepstep.agreement import choose
+from keepstep.protocol import Flushed, FlushRequest
+from keepstep.steps import Answer, Epoch, EpochId, StepId
+from tests.harness import eventually
+
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> Identity:
+    return make_identity(tmp_path / "tls")
+
+
+@pytest.fixture
+def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
+    """Makes operators of a run with two ranks (not started); ends them all."""
+    made: list[OperatorHost] = []
+
+    def make(**options: int) -> OperatorHost:
+        made.append(OperatorHost(identity, world=2, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
+    return operators().start()
+
+
+@pytest.fixture
+def pods(tmp_path: Path, identity: Identity) -> Iterator[Callable[[str], list[Pod]]]:
+    """Makes the two pods of a run (not started); kills their sidecars at the end."""
+    memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
+    made: list[Pod] = []
+
+    def make(url: str) -> list[Pod]:
+        for node in range(2):
+            places = {"memory": memory / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
+            made.append(Pod(node, **places, url=url, ca=identity.pem))
+        return made
+
+    yield make
+    for one in made:
+        one.end()
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def begin(pods: list[Pod], trainers: Trainers) -> list[FakeTrainer]:
+    """A rank on each pod, in its first epoch."""
+    return [trainers(pod.socket, rank, 2).begin_run(local_world=1) for rank, pod in enumerate(pods)]
+
+
+def come_back(pods: list[Pod], trainers: Trainers) -> list[FakeTrainer]:
+    """A rank on each pod that has not restored yet."""
+    ranks = [trainers(pod.socket, rank, 2) for rank, pod in enumerate(pods)]
+    for one in ranks:
+        one.connect(local_world=1)
+    return ranks
+
+
+def restore(ranks: list[FakeTrainer]) -> StepId:
+    """As the library does: vote, open, verify, begin the next epoch."""
+    decision = choose([one.candidates() for one in ranks])
+    assert decision.id is not None
+    for one in ranks:
+        opened = one.open(decision.id)
+        assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
+    for one in ranks:
+        one.restored(decision.epoch("00000002"))
+        one.register()
+    return decision.id
+
+
+def stage(ranks: list[FakeTrainer], step: int) -> StepId:
+    (id,) = {one.stage(step) for one in ranks}
+    return id
+
+
+def nobody() -> str:
+    """An address on loopback where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"https://localhost:{probe.getsockname()[1]}/v1/reports"
+
+
+def events(pod: Pod, event: str) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in pod.text().splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == event]
+
+
+# --- commits, retirement -------------------------------------------------------------------------
+
+
+def test_what_both_pods_made_durable_is_committed_and_published_on_both(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    first = ranks[0].stage(1)
+    assert ranks[0].wait(first, "durable", flush=True).reached
+    assert not ranks[0].wait(first, "committed", timeout_s=0.5).reached
+    assert both[0].published() == set()
+    ranks[1].stage(1)
+    for one in ranks:
+        assert one.wait(first, "committed", flush=True).reached
+    for rank, pod in enumerate(both):
+        assert [path.name for path in (pod.root / str(first)).iterdir()] == [
+            f"rank-{rank:05d}-of-00002.safetensors"
+        ]
+        status = pod.get("/v1/status")
+        assert status["watermarks"]["local"]["step"] == 1
+        assert status["survives"] == ["ContainerRestart", "PodRestart"]
+        assert status["reported_at"] is not None
+
+
+def test_what_the_operator_retires_is_deleted_on_both_pods(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start("--keep", "1") for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    for step in range(6):
+        id = stage(ranks, step)
+        for one in ranks:
+            assert one.wait(id, "committed", flush=True).reached
+    for pod in both:
+        eventually(lambda pod=pod: pod.steps() == {4, 5}, what=f"two steps, not {pod.steps()}")
+
+
+def test_a_report_says_what_the_pod_holds(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 3)
+    assert ranks[1].wait(id, "durable", flush=True).reached
+    ranks[1].skip(4, "no slot is free yet")
+    report = eventually(
+        lambda: (found := operator.newest(1)) and found.ranks and found.ranks[0].local and found,
+        what="a report of the durable shard",
+    )
+    (rank,) = report.ranks
+    assert (rank.rank, rank.world, rank.alive) == (1, 2, True)
+    assert [held.id for held in rank.memory] == [id]
+    assert rank.local[0].root is not None
+    assert (rank.memory_answer, rank.local_answer) == (Answer.STEPS, Answer.STEPS)
+    assert (rank.staged, rank.saves, rank.blocked_s) == (id, 1, 0.125)
+    assert report.library == "test"
+    assert [epoch.id for epoch in report.epochs] == [id.epoch]
+    assert [volume.name for volume in report.volumes] == ["volume"]
+    assert report.ready
+
+
+# --- restart -------------------------------------------------------------------------------------
+
+
+def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 7)
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+    only_here = ranks[0].stage(8)
+    assert ranks[0].wait(only_here, "durable", flush=True).reached
+    for pod in both:
+        pod.kill()
+        pod.lose_memory()
+        pod.start()
+    for pod in both:
+        (loaded,) = eventually(lambda pod=pod: events(pod, "loaded"), what="the shard ahead")
+        assert loaded["step"] == str(id)
+    ranks = come_back(both, trainers)
+    found = ranks[0].candidates()
+    assert [one.id.step for one in found.candidates] == [7, 8]
+    assert found.plan == id
+    assert restore(ranks) == id
+
+
+def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 7)
+    ranks[0].stage(8)
+    for one in ranks:
+        one.disconnect()
+    assert restore(come_back(both, trainers)) == id
+    report = eventually(
+        lambda: (found := operator.newest(0)) and found.restores[1:] and found,
+        what="a report of the restore",
+    )
+    assert (report.restores[-1].epoch.parent, report.restores[-1].lost_steps) == (id, 1)
+
+
+def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(
+    pods: Callable[[str], list[Pod]], trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(nobody())]
+    ranks = begin(both, trainers)
+    for step in (4, 5):
+        id = stage(ranks, step)
+        for one in ranks:
+            assert one.wait(id, "durable", flush=True).reached
+    later = ranks[1].stage(6)
+    both[0].kill()
+    both[0].lose_memory()
+    both[0].start()
+    ranks[0].disconnect()
+    ranks[1].disconnect()
+    assert later.step == 6
+    assert restore(come_back(both, trainers)) == id
+
+
+def test_an_image_in_memory_that_the_other_pod_lacks_makes_room_for_the_agreed_step(
+    pods: Callable[[str], list[Pod]], trainers: Trainers
+) -> None:
+    """All slots of one pod hold newer steps; there is no memory for a fifth."""
+    both = [
+        pod.start("--memory-limit", str(4 * make_layout().size_bytes)) for pod in pods(nobody())
+    ]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 1)
+    for one in ranks:
+        assert one.wait(id, "durable", flush=True).reached
+    for step in range(2, 8):
+        ranks[0].stage(step)
+    for one in ranks:
+        one.disconnect()
+    assert restore(come_back(both, trainers)) == id
+
+
+def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
+    pods: Callable[[str], list[Pod]], trainers: Trainers
+) -> None:
+    """Without LOCAL_WORLD_SIZE a sidecar of many does not take its ranks for all there are."""
+    both = [pod.start() for pod in pods(nobody())]
+    for rank, pod in enumerate(both):
+        one = trainers(pod.socket, rank, 2)
+        one.connect()
+        one.restored(one.epoch)
+        one.register()
+        one.stage(5)
+        one.disconnect()
+    again = [trainers(pod.socket, rank, 2) for rank, pod in enumerate(both)]
+    for one in again:
+        one.connect()
+    assert restore(again).step == 5
+
+
+def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 2)
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+        one.disconnect()
+    for pod in both:
+        assert pod.terminate() == 0
+        assert json.loads((pod.root / "run.json").read_text())["committed"] == str(id)
+        pod.lose_memory()
+    operator.stop()
+    both[0].start()
+    assert both[0].get("/v1/status")["watermarks"]["local"]["step"] == 2
+    (loaded,) = eventually(lambda: events(both[0], "loaded"), what="the commit ahead")
+    assert loaded["step"] == str(id)
+
+
+def test_sigterm_sends_a_last_report_after_the_flush(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start("--persist-every", "1000000") for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    for step in range(1, 5):
+        stage(ranks, step)
+    for pod in both:
+        assert pod.terminate() == 0
+    for node in range(2):
+        last = operator.newest(node)
+        assert last is not None
+        assert [held.id.step for held in last.ranks[0].local] == [3, 4]
+
+
+# --- an operator that is away, slow, or not the one ----------------------------------------------
+
+
+def test_an_absent_operator_is_logged_once_and_costs_nothing(
+    pods: Callable[[str], list[Pod]], trainers: Trainers, operators: Callable[..., OperatorHost]
+) -> None:
+    url = nobody()
+    both = [pod.start() for pod in pods(url)]
+    ranks = begin(both, trainers)
+    for step in range(20):
+        stage(ranks, step)
+    eventually(lambda: events(both[0], "report failed"))
+    back = operators(port=int(url.split(":")[2].split("/")[0])).start()
+    eventually(lambda: back.newest(0) and back.newest(1), within_s=40, what="reports catch up")
+    assert len(events(both[0], "report failed")) == 1
+    id = stage(ranks, 20)
+    for state in ("durable", "committed"):
+        for one in ranks:
+            assert one.wait(id, state, flush=True).reached
+
+
+def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, tmp_path: Path, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    other = make_identity(tmp_path / "other")
+    pod.start(KEEPSTEP_REPORT_CA=other.pem)
+    (failure,) = eventually(lambda: events(pod, "report failed"))
+    assert failure["kind"] == "tls"
+    assert operator.seen.tokens == []
+    trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
+    assert trainer.wait(trainer.stage(0), "durable").reached
+
+
+def test_a_token_is_read_anew_for_each_report(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    pod.token.unlink()
+    pod.start()
+    (failure,) = eventually(lambda: events(pod, "report failed"))
+    assert failure["kind"] == "token"
+    pod.token.write_text("stranger")
+    eventually(lambda: len(events(pod, "report failed")) == 2)
+    assert events(pod, "report failed")[1]["kind"] == "status 401"
+    pod.token.write_text("node-0.renewed")
+    eventually(lambda: operator.newest(0), what="a report with the new token")
+    assert operator.seen.tokens[-1] == "node-0.renewed"
+
+
+def test_reports_come_on_change_and_not_more_often_than_the_operator_allows(
+    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+) -> None:
+    operator = operators(least_gap_s=0.5).start()
+    (pod, _) = pods(operator.url)
+    pod.start("--persist-every", "1000000")
+    trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
+    eventually(lambda: operator.newest(0))
+    for step in range(200):
+        trainer.stage(step)
+    eventually(
+        lambda: (found := operator.newest(0)) and found.ranks and found.ranks[0].saves == 200,
+        what="the last step is reported",
+    )
+    times = [one.sent_at for _, one in operator.seen.reports]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert min(gaps[1:], default=1.0) > 0.45
+
+
+# --- with nobody to tell -------------------------------------------------------------------------
+
+HURRIED = """
+from keepstep_sidecar import overview
+overview.SILENT_AFTER_S = 0.0
+from keepstep_sidecar.__main__ import main
+main()
+"""
+
+
+def test_with_nobody_to_tell_what_lies_between_the_last_commit_and_the_newest_two_goes(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 1)
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+    operator.stop()
+    pod, trainer = both[0], ranks[0]
+    pod.terminate()
+    pod.program = (sys.executable, "-c", HURRIED)
+    pod.start()
+    assert trainer.slot is not None
+    trainer.connect(local_world=1)
+    trainer.register()
+    trainer.slot = None
+    for step in range(2, 8):
+        assert trainer.wait(trainer.stage(step), "durable", flush=True).reached
+    eventually(lambda: pod.steps() == {1, 6, 7}, what=f"not {pod.steps()}")
+
+
+def test_a_full_volume_of_one_of_many_pods_keeps_the_last_commit_and_goes_on(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    size = 1 << 20
+    both = [pod.start("--capacity", str(6 * size)) for pod in pods(operator.url)]
+    ranks = [
+        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
+        for rank, pod in enumerate(both)
+    ]
+    id = stage(ranks, 1)
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+    operator.stop()
+    for step in range(2, 12):
+        assert ranks[0].wait(ranks[0].stage(step), "durable", flush=True).reached
+    assert {1, 11} <= both[0].steps()
+
+
+def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(
+    pods: Callable[[str], list[Pod]], trainers: Trainers
+) -> None:
+    both = [pod.start("--persist-every", "1000000") for pod in pods(nobody())]
+    ranks = begin(both, trainers)
+    for step in range(1, 5):
+        stage(ranks, step)
+    flushed = ranks[1].call("/v1/flush", FlushRequest(timeout_s=10.0), Flushed)
+    assert [id.step for id in flushed.steps] == [3, 4]
+
+
+def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    id = stage(ranks, 3)
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+    ranks[0].stage(4)
+    for one in ranks:
+        one.disconnect()
+    ranks = come_back(both, trainers)
+    assert restore(ranks) == id
+    again = stage(ranks, 4)
+    assert again.epoch == EpochId(2, "00000002")
+    for one in ranks:
+        assert one.wait(again, "committed", flush=True).reached
+    assert all(4 in pod.published() for pod in both)
+    assert Epoch(again.epoch, id) in operator.newest(0).epochs  # type: ignore[union-attr]
+
+
+def test_a_killed_sidecar_goes_on_reporting_what_it_finds_in_memory(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    for step in range(5):
+        stage(ranks, step)
+    both[1].kill()
+    taken = len(operator.seen.reports)
+    both[1].start()
+    report = eventually(
+        lambda: next((one for at, one in operator.seen.reports[taken:] if at == 1 and one.ready), 0)
+    )
+    assert report.ranks[0].memory[-1].id.step == 4
+    assert not report.ranks[0].alive
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_training_goes_on_beside_a_volume_that_cannot_be_written(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    pod.volume.write_text("not a directory")
+    pod.start()
+    trainer = trainers(pod.socket, 0, 2)
+    trainer.connect(local_world=1)
+    assert trainer.candidates().answer is Answer.UNKNOWN
+    trainer.restored(trainer.epoch)
+    trainer.register()
+    for step in range(6):
+        id = trainer.stage(step)
+    waited = trainer.wait(id, "durable", timeout_s=5.0, flush=True)
+    assert not waited.reached
+    assert "cannot use the volume" in waited.reason
+    report = eventually(
+        lambda: (
+            (found := operator.newest(0)) and found.ranks and found.ranks[0].saves == 6 and found
+        )
+    )
+    assert "cannot use the volume" in report.volumes[0].failed
+    assert report.ranks[0].local_answer is Answer.UNKNOWN
+    assert report.ranks[0].memory[-1].id == id
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_read_only_volume_is_read_and_a_run_may_begin_beside_it(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    pod.volume.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(pod.volume))
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        pod.start()
+        trainer = trainers(pod.socket, 0, 2)
+        trainer.connect(local_world=1)
+        assert trainer.candidates().answer is Answer.NONE
+        trainer.restored(trainer.epoch)
+        trainer.register()
+        trainer.stage(1)
+        assert any("Read-only" in text for text in pod.get("/v1/status")["warnings"])
+    finally:
+        pod.end()
+        subprocess.run(["umount", str(pod.volume)], check=True)
+
+
+def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    pod.start(KEEPSTEP_REPORT_CA="not a certificate")
+    trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
+    assert trainer.wait(trainer.stage(0), "durable").reached
+    assert events(pod, "no reports")

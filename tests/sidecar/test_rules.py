@@ -1,0 +1,124 @@
+"""The sidecar's pure rules: how often it reports, how much of a run it sees, what it may drop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.protocol import LeaseRequest
+from keepstep.reports import ReportReply
+from keepstep.steps import EpochId, StepId
+from keepstep_sidecar.config import Reporting
+from keepstep_sidecar.overview import SILENT_AFTER_S, Overview
+from keepstep_sidecar.reporter import Rhythm
+from keepstep_sidecar.span import local_world, sees_all
+
+chances = st.floats(0.0, 1.0)
+seconds = st.floats(-1e6, 1e6)
+
+
+def step(number: int, epoch: int = 1) -> StepId:
+    return StepId(EpochId(epoch, "0" * 8), number)
+
+
+# --- rhythm --------------------------------------------------------------------------------------
+
+
+@given(seconds, seconds, chances)
+def test_no_answer_makes_a_sidecar_fall_silent_or_report_all_the_time(
+    interval_s: float, gap_s: float, chance: float
+) -> None:
+    rhythm = Rhythm.of(ReportReply(interval_s=interval_s, least_gap_s=gap_s))
+    assert 0.8 <= rhythm.silence_s(urgent=False, chance=chance) <= 721.0
+    assert 0.05 <= rhythm.least_gap_s <= 60.0
+
+
+@given(st.integers(1, 10_000), chances)
+def test_failures_are_retried_after_half_a_minute_at_the_latest(
+    failures: int, chance: float
+) -> None:
+    assert 0.5 <= Rhythm().backoff_s(failures, chance=chance) <= 30.0
+
+
+def test_an_answer_that_somebody_waits_for_is_asked_for_every_second() -> None:
+    assert Rhythm(interval_s=30.0, least_gap_s=0.2).silence_s(urgent=True, chance=0.5) == 1.0
+
+
+def test_an_address_without_a_path_means_the_agreed_one() -> None:
+    def address(url: str) -> str:
+        return Reporting(url=url, ca="", token_file=Path("token")).address
+
+    assert address("https://reports.svc:443") == "https://reports.svc:443/v1/reports"
+    assert address("https://reports.svc/v1/reports") == "https://reports.svc/v1/reports"
+
+
+# --- span ----------------------------------------------------------------------------------------
+
+
+def lease(*, rank: int = 0, world: int = 4, local_world: int = 0) -> LeaseRequest:
+    return LeaseRequest(
+        rank=rank, world=world, local_world=local_world, attempt="a", pid=1, library="1"
+    )
+
+
+def test_a_sidecar_alone_serves_all_ranks_unless_torchrun_says_otherwise() -> None:
+    assert local_world(lease(), environment={}, alone=True) == 4
+    assert local_world(lease(local_world=2), environment={}, alone=True) == 2
+
+
+def test_one_of_many_takes_its_ranks_for_all_only_when_it_knows() -> None:
+    assert local_world(lease(), environment={}, alone=False) == 0
+    assert not sees_all(lease(local_world=0))
+    assert sees_all(lease(local_world=4))
+    assert local_world(lease(world=1), environment={}, alone=False) == 1
+
+
+def test_a_rank_that_the_job_controller_gave_to_the_container_is_the_only_one_there() -> None:
+    environment = {"RANK": "2", "WORLD_SIZE": "4"}
+    assert local_world(lease(rank=2), environment=environment, alone=False) == 1
+    assert local_world(lease(rank=3), environment=environment, alone=False) == 0
+
+
+# --- overview ------------------------------------------------------------------------------------
+
+
+def heard(*, committed: int = 10, retire: tuple[int, ...] = ()) -> Overview:
+    overview = Overview(told=True, clock=lambda: 0.0)
+    overview.hear(
+        ReportReply(committed={"local": step(committed)}, retire=tuple(map(step, retire)))
+    )
+    return overview
+
+
+def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_operators_word() -> None:
+    overview = heard(committed=10, retire=(8, 9, 10, 11))
+    assert overview.retired([step(number) for number in (9, 10, 11)]) == [step(9)]
+
+
+def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None:
+    overview = heard(committed=10)
+    overview.hear(ReportReply())
+    assert overview.commit == step(10)
+
+
+def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
+    None
+):
+    now = 0.0
+    overview = Overview(told=True, clock=lambda: now)
+    alone = Overview(told=False, clock=lambda: now)
+    now = SILENT_AFTER_S + 1
+    assert overview.silent
+    assert not alone.silent
+    overview.hear(ReportReply())
+    assert not overview.silent
+
+
+def test_pinned_steps_stay_whatever_happens() -> None:
+    overview = Overview(told=True, clock=lambda: 0.0)
+    overview.hear(ReportReply(committed={"local": step(10)}, pinned=(step(5), step(11))))
+    held = [step(number) for number in (4, 5, 10, 11, 12, 13, 14)]
+    assert overview.unwatched(held, commit=overview.commit) == [step(12)]
+    assert overview.crowded_out(held, commit=overview.commit) == [step(4), step(12)]
