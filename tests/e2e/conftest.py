@@ -6,7 +6,9 @@ a failure, not a success.
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.e2e.kubectl import Kubectl
 
 _SCRATCH = ROOT / "build" / "e2e"
 _REFERENCE_STEPS = 500
+_NUMBERS = itertools.count(int(time.time()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,12 +55,16 @@ def cluster() -> Iterator[Cluster]:
         made.down()
 
 
+def _namespace_name(test: str) -> str:
+    """Readable, and never that of a namespace that is still being deleted."""
+    words = re.sub(r"[^a-z0-9]+", "-", test.removeprefix("test_").lower())[:48].strip("-")
+    return f"{words}-{next(_NUMBERS) % 10**6:06d}"
+
+
 @pytest.fixture
 def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
     """kubectl in a new namespace of this test. Its pods are gone when the test is over."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:50].strip(
-        "-"
-    )
+    name = _namespace_name(request.node.name)
     kubectl = cluster.kubectl.namespaced(name)
     cluster.kubectl("create", "namespace", name)
     try:

@@ -1,4 +1,4 @@
-"""Every metric of admission. docs/operations.md lists the same."""
+"""Every metric of admission. docs/metrics.md lists the same."""
 
 from __future__ import annotations
 

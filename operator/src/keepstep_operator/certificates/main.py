@@ -48,7 +48,7 @@ class Settings:
 
 
 class Metrics:
-    """Every metric of this component. docs/operations.md lists the same."""
+    """Every metric of this component. docs/metrics.md lists the same."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""Every metric of the reconciler, in two tables. docs/operations.md lists the same.
+"""Every metric of the reconciler, in two tables. docs/metrics.md lists the same.
 
 What is known of runs is read from the book when somebody scrapes; what the process does is counted.
 """

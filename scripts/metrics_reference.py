@@ -1,0 +1,64 @@
+"""Writes docs/metrics.md from the code: every metric, by the process that has it.
+
+`python scripts/metrics_reference.py` after a metric was added; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepstep_operator.admission.metrics import Metrics as AdmissionMetrics
+from keepstep_operator.certificates.main import Metrics as CertificateMetrics
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
+from keepstep_sidecar.metrics import TABLE
+from prometheus_client import CollectorRegistry
+
+PLACE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+_HEAD = """\
+# Metrics
+
+Made from the code by `scripts/metrics_reference.py`; a test compares the two. In Prometheus' text
+format at `/metrics`: port 9464 of a pod with a sidecar, port 9090 of the operator's pods, and on one
+machine the sidecar's socket. The chart's `podMonitor`, `serviceMonitor` and `prometheusRule` use them.
+"""
+
+Line = tuple[str, str, str]
+"""Name as it is scraped, type, help."""
+
+
+def reference() -> str:
+    """The whole document."""
+    parts = [
+        ("Sidecar", sorted(_sidecar())),
+        ("keepstep-reconcile", sorted(_of(ReconcileMetrics(Book()).registry))),
+        ("keepstep-admission", sorted(_of(AdmissionMetrics().registry))),
+        ("keepstep-certificates", sorted(_of(CertificateMetrics().registry))),
+    ]
+    return _HEAD + "".join(_section(name, lines) for name, lines in parts)
+
+
+def _sidecar() -> Iterator[Line]:
+    for row in TABLE:
+        yield _scraped(row.name, row.kind), row.kind, row.help
+
+
+def _of(registry: CollectorRegistry) -> Iterator[Line]:
+    for metric in registry.collect():
+        yield _scraped(metric.name, metric.type), metric.type, metric.documentation
+
+
+def _scraped(name: str, kind: str) -> str:
+    return f"{name}_total" if kind == "counter" else name
+
+
+def _section(name: str, lines: list[Line]) -> str:
+    table = "\n".join(f"| `{line[0]}` | {line[1]} | {line[2]} |" for line in lines)
+    return f"\n## {name}\n\n| metric | type | |\n| --- | --- | --- |\n{table}\n"
+
+
+if __name__ == "__main__":
+    PLACE.write_text(reference())
+    print(f"{PLACE} written")
