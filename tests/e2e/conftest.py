@@ -42,6 +42,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 _FAILED = pytest.StashKey[bool]()
+_MEASURED = pytest.StashKey[dict[str, float]]()
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +77,21 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
 
 
 @pytest.fixture(scope="session")
-def reference(cluster: Cluster) -> dict[int, str]:
+def measured(pytestconfig: pytest.Config) -> dict[str, float]:
+    """What tests time, in seconds; shown at the end, never judged: this machine is shared."""
+    return pytestconfig.stash.setdefault(_MEASURED, {})
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """The table of `measured`."""
+    for name, seconds in config.stash.get(_MEASURED, {}).items():
+        terminalreporter.write_line(f"measured: {seconds:8.3f} s  {name}")
+
+
+@pytest.fixture(scope="session")
+def reference(cluster: Cluster, measured: dict[str, float]) -> dict[int, str]:
     """Step -> exact loss of a run of the example that nothing interrupted, without keepstep.
 
     As long as the tests' jobs, since the learning rate depends on the number of steps; ended early.
@@ -90,6 +105,8 @@ def reference(cluster: Cluster) -> dict[int, str]:
     kubectl.apply(job)
     try:
         life = runs.training_beyond(kubectl, _REFERENCE_STEPS)
+        measured["pod to trainer, without keepstep"] = runs.scheduled_to_start_s(kubectl)
+        measured["trainer to first step, without keepstep"] = runs.start_to_step_s(kubectl, life)
     finally:
         cluster.kubectl("delete", "namespace", "reference", "--wait=false")
     return dict(life.losses)

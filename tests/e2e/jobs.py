@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.e2e.cluster import ROOT, TRAINER
+from tests.e2e.cluster import ROOT
 from tests.e2e.kubectl import Kubectl, Object
 
 EXAMPLES = ROOT / "examples" / "kubernetes"
@@ -147,16 +147,60 @@ def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
     }
 
 
+def owner(kubectl: Kubectl) -> Object:
+    """Reference to a suspended Job, which can own pods that nobody else makes."""
+    job = indexed_job("owner")
+    job["spec"]["suspend"] = True
+    kubectl.apply(job)
+    made = kubectl.get("job", "owner")
+    assert made is not None
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": "owner",
+        "controller": True,
+        "uid": made["metadata"]["uid"],
+    }
+
+
+def owned_pod(name: str, owner: Object) -> Object:
+    """An annotated pod as a job controller makes it."""
+    body = template(spec={"restartPolicy": "Never"})
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": body["metadata"] | {"name": name, "ownerReferences": [owner]},
+        "spec": body["spec"],
+    }
+
+
+def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
+    """What these pods would be, after all webhooks; nothing is made."""
+    body = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
+    said = kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=body, timeout_s=240)
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(said):
+        one, at = decoder.raw_decode(said, at)
+        found.append(one)
+        at += len(said[at:]) - len(said[at:].lstrip())
+    return found
+
+
 # --- what came of it -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Life:
-    """One life of rank 0, from its log. `losses`: step -> exact loss; `first`: its first step."""
+    """One life of rank 0, from its log. `losses`: step -> exact loss; `first`: its first step.
+
+    `restore_s`: what the restore took; `ended_at`: step -> unix seconds of its end.
+    """
 
     first: int
     tier: str | None
     losses: dict[int, str]
+    restore_s: float
+    ended_at: dict[int, float]
 
     @property
     def last(self) -> int:
@@ -168,9 +212,10 @@ def read_life(log: str) -> Life | None:
     life: Life | None = None
     for event in _events(log):
         if "first" in event:
-            life = Life(event["first"], event["tier"], {})
+            life = Life(event["first"], event["tier"], {}, event["restore_s"] or 0.0, {})
         elif life is not None and "step" in event:
             life.losses[event["step"]] = event["loss_hex"]
+            life.ended_at[event["step"]] = event["wall"]
     return life
 
 
@@ -187,6 +232,3 @@ def life(
     which = ("--previous",) if previous else ()
     done = kubectl.attempt("logs", pod, "-c", container, *which)
     return read_life(done.stdout) if done.returncode == 0 else None
-
-
-__all__ = ["TRAINER", "Life", "example", "indexed_job", "job_set", "life", "policy", "pytorch_job"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from tests.e2e import jobs
@@ -90,3 +91,27 @@ def same_losses(life: jobs.Life, reference: dict[int, str]) -> None:
     compared = {step: loss for step, loss in life.losses.items() if step in reference}
     assert compared, f"nothing to compare: steps {life.first} to {life.last}"
     assert compared == {step: reference[step] for step in compared}
+
+
+def start_to_step_s(kubectl: Kubectl, life: jobs.Life, *, pod: str = "gpt-master-0") -> float:
+    """Seconds from the training container's start (to the second) to the life's first step."""
+    body = kubectl.get("pod", pod)
+    assert body is not None
+    (container,) = [one for one in body["status"]["containerStatuses"] if one["name"] == "pytorch"]
+    return life.ended_at[life.first] - unix_s(container["state"]["running"]["startedAt"])
+
+
+def scheduled_to_start_s(kubectl: Kubectl, *, pod: str = "gpt-master-0") -> float:
+    """Seconds from the pod's scheduling to the start of its training container; both to a second.
+    All images are on the node."""
+    body = kubectl.get("pod", pod)
+    assert body is not None
+    (container,) = [one for one in body["status"]["containerStatuses"] if one["name"] == "pytorch"]
+    (scheduled,) = [one for one in body["status"]["conditions"] if one["type"] == "PodScheduled"]
+    started = container["state"]["running"]["startedAt"]
+    return unix_s(started) - unix_s(scheduled["lastTransitionTime"])
+
+
+def unix_s(time: str) -> float:
+    """Unix seconds of a time as Kubernetes writes it."""
+    return datetime.datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl
 
 
 def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
-    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str], measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     before = runs.training_beyond(namespace, 40)
+    measured["pod to trainer, injected"] = runs.scheduled_to_start_s(namespace)
+    measured["a finished step to its status"] = _seconds_to_status(namespace)
     runs.kill_trainer(cluster, namespace, "gpt-worker-0")
 
     life = runs.restarted(namespace)
@@ -34,6 +38,18 @@ def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
         lambda: runs.status(namespace).get("restarts", 0) >= 1, what="the restart is counted"
     )
     runs.committed_beyond(namespace, life.first)
+    measured["trainer to first step, restarted in place"] = runs.start_to_step_s(namespace, life)
+    measured["of which restore"] = life.restore_s
+
+
+def _seconds_to_status(kubectl: Kubectl) -> float:
+    """From the end of a step until `kubectl get ckrun` shows it, kubectl's own time included."""
+    step = runs.training_beyond(kubectl, 0).last + 5
+    kubectl.eventually(lambda: runs.status(kubectl)["step"] >= step, what="the step is shown")
+    seen = time.time()
+    shown = runs.status(kubectl)["step"]
+    life = runs.training_beyond(kubectl, shown)
+    return seen - life.ended_at[shown]
 
 
 def test_a_killed_sidecar_comes_back_while_training_goes_on(

@@ -2,50 +2,240 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import json
+import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.cluster import NAMESPACE, OPERATOR, Cluster
+from tests.e2e.kubectl import Kubectl, Object
+from tests.harness import eventually
 
-
-@pytest.fixture
-def no_admission(cluster: Cluster) -> Iterator[None]:
-    """A Service without endpoints."""
-    with _scaled(cluster, 0):
-        yield
+_COMPONENT = "app.kubernetes.io/component=admission"
+_TARPIT = textwrap.dedent("""
+    import socket, time
+    server = socket.create_server(("", 9443))
+    taken = []
+    while True:
+        taken.append(server.accept())  # and never a word
+""")
 
 
 @contextmanager
 def _scaled(cluster: Cluster, replicas: int) -> Iterator[None]:
+    """So many admission pods; 0 is a Service without endpoints."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    component = "app.kubernetes.io/component=admission"
     system("scale", "deployment/keepstep-admission", f"--replicas={replicas}")
     try:
-        system.eventually(lambda: len(system.list("pods", component)) == replicas, what="scaled")
+        system.eventually(lambda: len(system.list("pods", _COMPONENT)) == replicas, what="scaled")
         yield
     finally:
         system("scale", "deployment/keepstep-admission", "--replicas=2")
-        system("rollout", "status", "deployment/keepstep-admission", "--timeout=90s", timeout_s=100)
+        _rolled_out(cluster)
 
 
-@pytest.mark.usefixtures("no_admission")
-def test_without_admission_pods_start_and_the_run_says_what_is_missing(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
-    pods = namespace.eventually(
-        lambda: len(found := namespace.list("pods")) == 2 and found, what="two pods"
+@contextmanager
+def _tarpit(cluster: Cluster) -> Iterator[None]:
+    """The Service leads to somebody who takes every connection and never answers."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    service = system.get("service", "keepstep-admission")
+    assert service is not None
+    own = service["spec"]["selector"]
+    (port,) = service["spec"]["ports"]
+    container = {
+        "name": "tarpit",
+        "image": OPERATOR,
+        "command": ["python3", "-c", _TARPIT],
+        "ports": [{"name": port["targetPort"], "containerPort": 9443}],
+    }
+    system.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "tarpit", "labels": {"app": "tarpit"}},
+            "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
+        }
     )
-    assert all("keepstep.dev/injected" not in pod["metadata"].get("labels", {}) for pod in pods)
-    (event, *_) = namespace.eventually(lambda: namespace.events("NotInjected"), what="an event")
+    try:
+        system("wait", "pod/tarpit", "--for=condition=Ready", "--timeout=60s", timeout_s=70)
+        _select(system, {**dict.fromkeys(own), "app": "tarpit"})
+        system.eventually(lambda: _endpoints(system) == ["tarpit"], what="the Service leads there")
+        yield
+    finally:
+        _select(system, {**own, "app": None})
+        system("delete", "pod", "tarpit", "--wait=false")
+
+
+def _select(system: Kubectl, selector: dict[str, str | None]) -> None:
+    patch = json.dumps({"spec": {"selector": selector}})
+    system("patch", "service", "keepstep-admission", "--type=merge", "-p", patch)
+
+
+def _endpoints(system: Kubectl) -> list[str]:
+    """Names of the pods behind admission's Service."""
+    slices = system.list("endpointslices", "kubernetes.io/service-name=keepstep-admission")
+    return [one["targetRef"]["name"] for part in slices for one in part["endpoints"] or ()]
+
+
+def _rolled_out(cluster: Cluster) -> None:
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    system("rollout", "status", "deployment/keepstep-admission", "--timeout=90s", timeout_s=100)
+
+
+def _starts_without_us(kubectl: Kubectl) -> str:
+    """A job's pod is made without a sidecar, and the run says so; its message."""
+    kubectl.apply(jobs.policy(), jobs.pytorch_job(workers=0))
+    pod = kubectl.eventually(lambda: kubectl.get("pod", "gpt-master-0"), what="the pod")
+    assert "keepstep.dev/injected" not in pod["metadata"].get("labels", {})
+    (event, *_) = kubectl.eventually(lambda: kubectl.events("NotInjected"), what="an event")
     assert event["involvedObject"]["kind"] == "PyTorchJob"
-    missing = namespace.eventually(
-        lambda: (one := runs.condition(namespace, "FullyInjected"))["status"] == "False" and one,
+    missing = kubectl.eventually(
+        lambda: (one := runs.condition(kubectl, "FullyInjected"))["status"] == "False" and one,
         what="FullyInjected=False",
     )
-    assert "gpt-" in missing["message"], "it names a pod"
+    return str(missing["message"])
+
+
+def _is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:
+    (made,) = jobs.admitted(kubectl, jobs.owned_pod(name, owner))
+    return "keepstep.dev/injected" in made["metadata"].get("labels", {})
+
+
+def test_without_admission_pods_start_and_the_run_says_what_is_missing(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    with _scaled(cluster, 0):
+        assert "gpt-" in _starts_without_us(namespace), "it names a pod"
+
+
+def test_a_webhook_that_never_answers_delays_a_pod_by_seconds(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    owner = jobs.owner(namespace)
+
+    def waits() -> float:
+        begun = time.monotonic()
+        assert not _is_injected(namespace, owner)
+        return time.monotonic() - begun
+
+    # without the pods to which the API server keeps connections
+    with _scaled(cluster, 0), _tarpit(cluster):
+        # until nodes route to it, calls may still fail at once
+        waited_s = eventually(lambda: (one := waits()) > 4.0 and one, within_s=60, what="a wait")
+        assert waited_s < 8.0, "the webhook's timeout is 5 s"
+        _starts_without_us(namespace)
+
+
+def test_with_failure_policy_fail_annotated_pods_wait_and_others_start(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy())
+    owner = jobs.owner(namespace)
+    cluster.install("--set", "admission.failurePolicy=Fail")
+    try:
+        with _scaled(cluster, 0):
+            with pytest.raises(RuntimeError, match="failed calling webhook"):
+                jobs.admitted(namespace, jobs.owned_pod("asks", owner))
+            other = jobs.owned_pod("other", owner)
+            del other["metadata"]["annotations"]
+            assert jobs.admitted(namespace, other)
+    finally:
+        cluster.install()
+
+
+def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace: Kubectl) -> None:
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    system("scale", "deployment/keepstep-certificates", "--replicas=0")
+    try:
+        expired, key = _expired(f"keepstep-admission.{NAMESPACE}.svc")
+        _serve_certificate(cluster, expired, key)
+        _starts_without_us(namespace)
+    finally:
+        system("scale", "deployment/keepstep-certificates", "--replicas=1")
+    system.eventually(lambda: _served(cluster) != expired, within_s=90, what="a new certificate")
+    system("rollout", "restart", "deployment/keepstep-admission")  # rather than wait for kubelets
+    _rolled_out(cluster)
+    owner = jobs.owner(namespace)
+    namespace.eventually(lambda: _is_injected(namespace, owner), what="admission works again")
+
+
+def _serve_certificate(cluster: Cluster, certificate: bytes, key: bytes) -> None:
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    data = {
+        name: base64.b64encode(value).decode()
+        for name, value in (("tls.crt", certificate), ("tls.key", key))
+    }
+    patch = json.dumps({"data": data})
+    system("patch", "secret", "keepstep-admission-tls", "--type=merge", "-p", patch)
+    system("rollout", "restart", "deployment/keepstep-admission")  # rather than wait for kubelets
+    _rolled_out(cluster)
+
+
+def _served(cluster: Cluster) -> bytes:
+    secret = cluster.kubectl.namespaced(NAMESPACE).get("secret", "keepstep-admission-tls")
+    assert secret is not None
+    return base64.b64decode(secret["data"]["tls.crt"])
+
+
+def _expired(name: str) -> tuple[bytes, bytes]:
+    """PEM of a certificate that ended yesterday, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=90))
+        .not_valid_after(now - datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM), pem
+
+
+def test_no_pod_is_missed_while_the_authority_is_replaced(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy())
+    owner = jobs.owner(namespace)
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    before = _bundle(cluster)
+    system("annotate", "secret", "keepstep-admission-ca", "keepstep.dev/rotate-ca=now")
+    pods = 0
+
+    def both_are_trusted() -> bool:
+        nonlocal pods
+        pods += 1
+        assert _is_injected(namespace, owner, f"p{pods}"), f"pod {pods} was missed"
+        return _bundle(cluster).count(b"BEGIN CERTIFICATE") > before.count(b"BEGIN CERTIFICATE")
+
+    eventually(both_are_trusted, within_s=120, what="the bundle holds the new authority, too")
+    for number in range(20):
+        assert _is_injected(namespace, owner, f"after{number}")
+
+
+def _bundle(cluster: Cluster) -> bytes:
+    (found,) = cluster.kubectl.list(
+        "mutatingwebhookconfigurations", "app.kubernetes.io/name=keepstep"
+    )
+    return base64.b64decode(found["webhooks"][0]["clientConfig"].get("caBundle", ""))
 
 
 def test_a_ca_bundle_that_somebody_emptied_is_filled_again(cluster: Cluster) -> None:

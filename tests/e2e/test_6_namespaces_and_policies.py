@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.e2e import jobs, runs
@@ -19,30 +17,8 @@ def test_an_empty_dir_policy_satisfies_pod_security(
         "label", "namespace", namespace.namespace, f"pod-security.kubernetes.io/enforce={level}"
     )
     namespace.apply(jobs.policy())
-    body = jobs.template(spec={"restartPolicy": "Never"})
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": body["metadata"] | {"name": "alone", "ownerReferences": [_owner(namespace)]},
-        "spec": body["spec"],
-    }
-    made = json.loads(
-        namespace("create", "--dry-run=server", "-o", "json", "-f", "-", input=json.dumps(pod))
-    )
+    (made,) = jobs.admitted(namespace, jobs.owned_pod("alone", jobs.owner(namespace)))
     assert made["metadata"]["labels"]["keepstep.dev/injected"] == "true"
-
-
-def _owner(kubectl: Kubectl) -> dict[str, object]:
-    """A suspended job that can own pods."""
-    job = jobs.indexed_job("owner")
-    job["spec"]["suspend"] = True
-    kubectl.apply(job)
-    made = kubectl.get("job", "owner")
-    assert made is not None
-    return {
-        "apiVersion": "batch/v1", "kind": "Job", "name": "owner", "controller": True,
-        "uid": made["metadata"]["uid"],
-    }  # fmt: skip
 
 
 def test_a_host_path_that_the_chart_does_not_allow_is_refused_with_a_reason(

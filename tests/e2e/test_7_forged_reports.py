@@ -61,4 +61,11 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
         "--bound-object-kind=Pod", "--bound-object-name=stranger",
     ).strip()  # fmt: skip
     assert post(bound) in (403, 404)
+    for _ in range(3):
+        post("not-a-token")
     assert runs.committed_beyond(namespace, committed) > committed, "the run is unharmed"
+    log = cluster.kubectl.namespaced(NAMESPACE)(
+        "logs", "-l", "app.kubernetes.io/component=reconcile", "--tail=2000"
+    )
+    refused = [line for line in log.splitlines() if "report refused" in line]
+    assert 1 <= len(refused) <= 4, "once for each source and reason, not once a report"

@@ -238,8 +238,27 @@ def test_memory_is_sized_for_the_slots_and_charged_to_the_sidecar() -> None:
     memory = _named(spec["volumes"], "keepstep-memory")["emptyDir"]
     assert memory == {"medium": "Memory", "sizeLimit": "2064Mi"}
     resources = _sidecar({"spec": spec})["resources"]
-    assert resources["requests"] == {"cpu": "100m", "memory": "2304Mi"}
-    assert resources["limits"] == resources["requests"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == "2304Mi"
+
+
+@pytest.mark.parametrize(
+    ("training", "requests", "limits"),
+    [
+        ({"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}, "100m", None),
+        ({}, "100m", None),
+        ({"requests": {"cpu": "1"}, "limits": {"cpu": "3", "memory": "4Gi"}}, "100m", "2"),
+        ({"limits": {"cpu": "3", "memory": "4Gi"}}, "500m", "500m"),
+    ],
+    ids=["no limit", "nothing", "Burstable", "Guaranteed"],
+)
+def test_the_sidecar_is_limited_in_cpu_only_where_the_pod_is(
+    training: dict[str, Any], requests: str, limits: str | None
+) -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["resources"] = training
+    resources = _sidecar(inject(pod, policy(), DEFAULTS))["resources"]
+    assert resources["requests"]["cpu"] == requests
+    assert resources["limits"].get("cpu") == limits
 
 
 def test_the_token_is_for_the_reports_api_alone() -> None:

@@ -577,6 +577,40 @@ def test_warnings_of_many_sidecars_are_told_once() -> None:
     assert play.status.warnings == ["slots are not locked (pod gpt-worker-0 and 1 more)"]
 
 
+def test_a_volume_that_never_took_a_step_is_why_nothing_is_committed() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.local = []
+        one.more = {"warnings": (f"step {step(101)}: no space on /v: 7 bytes needed, 4 free",)}
+    play = Play(*pods)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(1)
+    status, reason, message = play.condition(COMMITTING)
+    assert (status, reason) == ("False", "SidecarTroubled")
+    assert "no space on /v" in message
+    assert "gpt-worker-0" in message
+    assert play.condition(PROTECTED)[:2] == ("False", "SidecarTroubled")
+
+
+def test_a_warning_is_an_event_once_for_each_pod_whatever_step_it_names() -> None:
+    play, pods, sidecars = running()
+    for number in (101, 102):
+        sidecars[0].more = {"warnings": (f"step {step(number)}: no space on /v",)}
+        play.hear(pods[0], sidecars[0].report())
+    events = [one for one in play.actions if getattr(one, "reason", "") == "SidecarWarning"]
+    assert len({(one.topic, one.period_s) for one in events}) == 1  # type: ignore[union-attr]
+    assert events[0].warning  # type: ignore[union-attr]
+    sidecars[0].more = {"warnings": ("another thing",)}
+    play.hear(pods[0], sidecars[0].report())
+    assert play.events("SidecarWarning")[-1] == "gpt-worker-0: another thing"
+
+
+def test_sidecars_are_told_which_steps_are_pinned() -> None:
+    play, pods, _ = running()
+    play.find(run_object(pins=(str(step(90)),), generation=2))
+    assert play.book.reply(pods[0].uid, at=play.now).pinned == (step(90),)
+
+
 # --- the end -------------------------------------------------------------------------------------
 
 

@@ -6,11 +6,12 @@ All settings reach the sidecar by environment, so that its arguments can never d
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
 from keepstep import reports
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.resources import cost_of, resources_of
+from keepstep_operator.injection.resources import Cost, resources_of
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.volumes import (
     host_mounts,
@@ -49,6 +50,7 @@ def sidecar(
     defaults: Defaults,
     *,
     training: Body,
+    cost: Cost,
     storage: str | None = None,
     host_network: bool = False,
 ) -> Body:
@@ -59,7 +61,7 @@ def sidecar(
     None for no limit. `host_network`: then no port is declared, as it would become the node's, and
     two pods would not fit on one.
     """
-    resources = resources_of(cost_of(policy))
+    resources = resources_of(cost)
     if storage is not None:
         for kind in resources.values():
             kind["ephemeral-storage"] = storage
@@ -84,22 +86,24 @@ def sidecar(
     }
 
 
-def directories(policy: Policy, placement: Placement, defaults: Defaults) -> Body | None:
+def directories(
+    policy: Policy, placement: Placement, defaults: Defaults, *, cost: Cost
+) -> Body | None:
     """The init container that makes the pod's directory below each hostPath; None without one.
 
-    It is root, as a hostPath is root's, with no more than it takes to give a directory away.
+    It is root, as a hostPath is root's, with no more than it takes to give a directory away. It
+    ends before the sidecar, of which `cost` is, begins: its CPU adds nothing to the pod's.
     """
     if not policy.host_paths:
         return None
     security = _confined(user=0, group=0)
     security["capabilities"]["add"] = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
-    amounts = {"cpu": "100m", "memory": "128Mi"}
     return {
         "name": VOLUMES_CONTAINER,
         "image": defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
-        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "resources": resources_of(replace(cost, memory_bytes=128 << 20)),
         "volumeMounts": host_mounts(policy),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": security,

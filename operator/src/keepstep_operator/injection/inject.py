@@ -9,7 +9,7 @@ from typing import Final
 
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.containers import directories, sidecar, trained
-from keepstep_operator.injection.resources import carve, cost_of, storage_limit
+from keepstep_operator.injection.resources import Cost, carve, cost_of, storage_limit
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.volumes import file_system_group, volumes_of
 from keepstep_operator.names import (
@@ -54,7 +54,7 @@ def inject(pod: Body, policy: Policy, defaults: Defaults) -> Body:
         return pod
     require_allowed(policy, defaults.host_paths)
     _require_free(pod, parsed, policy)
-    return _Injection.of(parsed, policy, defaults).apply(pod)
+    return _Injection.of(pod, parsed, policy, defaults).apply(pod)
 
 
 def is_injected(pod: Pod) -> bool:
@@ -80,16 +80,20 @@ class _Injection:
     defaults: Defaults
     place: Placement
     container: str
+    cost: Cost
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pod: Pod, policy: Policy, defaults: Defaults) -> _Injection:
+    def of(cls, body: Body, pod: Pod, policy: Policy, defaults: Defaults) -> _Injection:
+        spec = body["spec"]
+        all_of = [*spec["containers"], *(spec.get("initContainers") or [])]
         return cls(
             pod=pod,
             policy=policy,
             defaults=defaults,
             place=placement(pod),
             container=training_container(pod).name,
+            cost=cost_of(policy, all_of),
         )
 
     def apply(self, body: Body) -> Body:
@@ -110,12 +114,13 @@ class _Injection:
         """The new init containers, in order: directories, then the sidecar that writes there."""
         storage, warning = storage_limit(self.policy, spec["containers"])
         self._warn(warning)
-        prepared = directories(self.policy, self.place, self.defaults)
+        prepared = directories(self.policy, self.place, self.defaults, cost=self.cost)
         added = sidecar(
             self.policy,
             self.place,
             self.defaults,
             training=training,
+            cost=self.cost,
             storage=storage,
             host_network=bool(spec.get("hostNetwork")),
         )
@@ -127,7 +132,7 @@ class _Injection:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
         result = trained(container)
         if self.policy.accounting is Accounting.CARVE_OUT:
-            left, reason = carve(container.get("resources") or {}, cost_of(self.policy))
+            left, reason = carve(container.get("resources") or {}, self.cost)
             if not reason:
                 return {**result, "resources": left}
             self._warn(f"accounting CarveOut is not possible, Add is used: {reason}")

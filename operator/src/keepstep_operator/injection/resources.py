@@ -1,7 +1,11 @@
 """What the sidecar costs, and who pays.
 
 Its memory is the slots (pages of the shared memory are charged to the sidecar, which touches them
-first) plus the policy's overhead; requests equal limits, so that a Guaranteed pod stays one.
+first) plus the policy's overhead; requests equal limits, as memory cannot be taken back.
+
+CPU has no limit where the pod has none: idle it takes next to nothing, but it starts, makes slots
+and flushes at the speed of the CPU that it gets; limited to a tenth of a core, it delayed a pod's
+start by 16 seconds. A Guaranteed pod stays one.
 `CarveOut` takes the same amounts from the training container, for which quotas and queues then see
 no change; it is all or nothing.
 """
@@ -23,16 +27,19 @@ from keepstep_operator.quantities import (
 
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _KINDS: Final = ("requests", "limits")
+_ENOUGH_MILLICORES: Final = 500
+_AMPLE_MILLICORES: Final = 2000
 _LOGS_BYTES: Final = 256 << 20
 """Of ephemeral storage, for the sidecar's log beside its volumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """CPU in millicores, memory in bytes."""
+    """CPU in millicores, memory in bytes. `cpu_limit`: in millicores, None for none."""
 
     millicores: int
     memory_bytes: int
+    cpu_limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +60,40 @@ _UNITS: Final = (
 )  # fmt: skip
 
 
-def cost_of(policy: Policy) -> Cost:
-    """Of the sidecar of one pod."""
-    return Cost(
-        millicores=policy.cpu_millicores,
-        memory_bytes=policy.memory_limit_bytes + policy.overhead_bytes,
-    )
+def cost_of(policy: Policy, containers: list[Body]) -> Cost:
+    """Of the sidecar of a pod with these containers. Where any has a limit of CPU, a quota may ask
+    for one of all."""
+    cpu, limit = policy.cpu_millicores, None
+    if all(map(_is_guaranteed, containers)):
+        cpu = limit = max(cpu, _ENOUGH_MILLICORES)
+    elif any("cpu" in _amounts(one, "limits") for one in containers):
+        limit = max(cpu, _AMPLE_MILLICORES)
+    memory = policy.memory_limit_bytes + policy.overhead_bytes
+    return Cost(millicores=cpu, memory_bytes=memory, cpu_limit=limit)
 
 
 def resources_of(cost: Cost) -> Body:
-    """Requests equal to limits."""
-    amounts = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
-    return {"requests": dict(amounts), "limits": dict(amounts)}
+    """Requests, and limits equal to them but for CPU."""
+    requests = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
+    limits = {"memory": requests["memory"]}
+    if cost.cpu_limit is not None:
+        limits["cpu"] = format_millicores(cost.cpu_limit)
+    return {"requests": requests, "limits": limits}
+
+
+def _is_guaranteed(container: Body) -> bool:
+    """Whether it asks for all that it may use (requests default to limits)."""
+    requests, limits = _amounts(container, "requests"), _amounts(container, "limits")
+    return all(
+        unit.name in limits
+        and unit.parse(requests.get(unit.name) or limits[unit.name])
+        == unit.parse(limits[unit.name])
+        for unit in _UNITS
+    )
+
+
+def _amounts(container: Body, kind: str) -> Body:
+    return (container.get("resources") or {}).get(kind) or {}
 
 
 def carve(resources: Body, cost: Cost) -> tuple[Body, str]:

@@ -133,7 +133,8 @@ def _nothing_kept(run: Run) -> Verdict | None:
         "False",
         "NothingKept",
         "no step is held by all ranks yet: a crash now begins at step 0. This is usual until the"
-        " first save; if it stays so, does the script call checkpointer.save(step) on every rank?",
+        " first save; if it stays so, "
+        + (_warned(run) or "does the script call checkpointer.save(step) on every rank?"),
     )
 
 
@@ -199,6 +200,9 @@ def _committing(run: Run) -> Verdict:
     if not run.host.places:
         return Verdict("Unknown", "NoReports", "no sidecar has reported yet")
     if run.commit is None:
+        if warning := _warned(run):
+            said = f"no step was committed yet; {warning}. Training goes on"
+            return Verdict("False", "SidecarTroubled", said)
         return Verdict("Unknown", "NothingCommitted", "no step was committed yet")
     return Verdict(
         "True",
@@ -217,6 +221,9 @@ def _what_hinders(run: Run) -> str:
     if run.outlook.silent:
         pods = sorted(run.outlook.silent)
         return f"Sidecars that do not report: {_few(pods)}; {logs} {pods[0]} -c keepstep-sidecar"
+    if warning := _warned(run):
+        said = f"{warning[0].upper()}{warning[1:]}"
+        return f"{said}. Training goes on; a restart goes back to the last commit"
     if slowest := _slowest(run):
         return (
             f"Pod {slowest} holds the oldest step on its volumes; {logs} {slowest} -c"
@@ -237,6 +244,15 @@ def _slowest(run: Run) -> str:
             ]
             newest[pod.name] = min(steps)
     return min(newest, key=lambda name: (newest[name], name), default="")
+
+
+def _warned(run: Run) -> str:
+    """What a sidecar warns of, the first by node rank; '' when none does."""
+    for _, place in sorted(run.host.places.items()):
+        pod = run.pods.get(place.pod)
+        if pod is not None and place.report.warnings:
+            return f"the sidecar of {pod.name} says: {place.report.warnings[0]}"
+    return ""
 
 
 def _troubled(run: Run) -> list[PodRecord]:

@@ -7,6 +7,7 @@ CheckpointRun's status.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -221,9 +222,19 @@ class Run:
             *over,
             *self._committed(at),
             *self._alarmed(said, at=at),
+            *self._warned(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
         ]
+
+    def _warned(self, pod: PodRecord, report: Report) -> Iterator[Action]:
+        """Each kind of warning once an hour, whatever step and number it names."""
+        for text in report.warnings:
+            kind = re.sub(r"[0-9a-f.-]*\d[0-9a-f.-]*", "#", text)
+            message = f"{pod.name}: {cut(text)}"
+            yield self._event(
+                "SidecarWarning", message, warning=True, topic=f"{pod.uid} {kind}", period_s=ALARM_S
+            )
 
     def _know_alive(self, at: float) -> None:
         alive = any(one.alive for one in self.host.ranks())
@@ -243,6 +254,7 @@ class Run:
                 for id in advice.expendable
                 if id in held and not paused and self.policy is not None
             ),
+            pinned=tuple(parse_steps(self.object.pins)) if self.object else (),
         )
 
     def _committed(self, at: float) -> Iterator[Action]:

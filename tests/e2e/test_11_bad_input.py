@@ -1,0 +1,70 @@
+"""What does not fit together: the run says what to do, and training goes on where it can."""
+
+from __future__ import annotations
+
+from tests.e2e import jobs, runs
+from tests.e2e.kubectl import Kubectl, Object
+
+_PATCHED = """
+import runpy, sys, keepstep, keepstep.protocol
+sys.argv = ["/train_gpt.py", "--steps", "100000", "--log-file", "-", "--step-seconds", "0.25"]
+{change}
+runpy.run_path("/train_gpt.py", run_name="__main__")
+"""
+
+
+def _library(change: str) -> Object:
+    """A training image whose library is another one."""
+    command = ["python3", "-c", _PATCHED.format(change=change)]
+    return jobs.pytorch_job(workers=0, command=command, args=[])
+
+
+def test_more_memory_than_any_node_has_is_named(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(memory={"limit": "500Gi"}), jobs.pytorch_job(workers=0))
+    found = _condition(namespace, "Protected", "Unknown", "Insufficient memory")
+    assert "gpt-master-0" in found["message"]
+
+
+def test_too_little_memory_for_two_slots_is_named_and_training_goes_on(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(memory={"limit": "10Mi"}), jobs.pytorch_job(workers=0))
+    _condition(namespace, "Protected", "False", "not even 2 fit")
+    runs.training_beyond(namespace, 5)
+
+
+def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: Kubectl) -> None:
+    policy = jobs.policy()
+    policy["spec"]["volumes"][0]["capacity"] = "4Mi"
+    namespace.apply(policy, jobs.pytorch_job(workers=0))
+    _condition(namespace, "Committing", "False", "no space")
+    events = namespace.eventually(lambda: namespace.events("SidecarWarning"), what="an event")
+    assert len(events) == 1, "once, not once a step"
+    assert runs.status(namespace)["watermarks"]["memory"]
+    runs.training_beyond(namespace, 5)
+
+
+def test_a_library_of_an_older_version_works(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(), _library('keepstep.__version__ = "0.0.9"'))
+    runs.committed_beyond(namespace, 3)
+    assert runs.status(namespace)["libraryVersion"] == "0.0.9"
+
+
+def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Kubectl) -> None:
+    change = (
+        "keepstep.protocol.LeaseRequest.__init__.__kwdefaults__"
+        ".update(protocol_min=99, protocol_max=99)"
+    )
+    namespace.apply(jobs.policy(), _library(change))
+    _condition(namespace, "Protected", "False", "speaks protocol 99")
+
+
+def _condition(kubectl: Kubectl, kind: str, status: str, words: str) -> Object:
+    found: Object = kubectl.eventually(
+        lambda: (
+            (one := runs.condition(kubectl, kind))["status"] == status
+            and words in one["message"]
+            and one
+        ),
+        within_s=90,
+        what=f"{kind}={status} with {words!r}",
+    )
+    return found
