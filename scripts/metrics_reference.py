@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from keepstep_operator.admission.metrics import Metrics as AdmissionMetrics
 from keepstep_operator.certificates.main import Metrics as CertificateMetrics
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
 from keepstep_sidecar.metrics import TABLE
-from prometheus_client import CollectorRegistry
 
 PLACE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
