@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.kubectl import Kubectl
@@ -34,23 +37,79 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
     )
 
 
-def test_a_reconciler_that_is_killed_finds_everything_again(
+def test_a_reconciler_killed_again_and_again_mid_write_converges(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     committed = runs.committed_beyond(namespace, 5)
     before = runs.status(namespace)
-    (pod,) = cluster.kubectl.namespaced(NAMESPACE).list(
-        "pods", "app.kubernetes.io/component=reconcile"
-    )
-    (container,) = [one["name"] for one in pod["spec"]["containers"]]
-    cluster.kill_container(pod, container)
+    chance = random.Random(4)
+    for _ in range(3):
+        # while a job trains it writes at least every other second
+        written = runs.the_run(namespace)["metadata"]["resourceVersion"]
+        namespace.eventually(
+            lambda seen=written: runs.the_run(namespace)["metadata"]["resourceVersion"] != seen,
+            within_s=120,
+            what="the reconciler writes",
+        )
+        time.sleep(chance.random() * 2)  # any moment between two writes, or in one
+        _kill_reconciler(cluster)
 
     assert runs.committed_beyond(namespace, committed) > committed
     after = runs.status(namespace)
     assert after["world"] == before["world"] == 2
     assert after["epoch"] == before["epoch"]
     assert len(namespace.list("ckrun")) == 1
+
+
+def test_writes_are_bounded_by_time_not_by_steps(cluster: Cluster, namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    runs.committed_beyond(namespace, 5)
+    began, before = time.monotonic(), _status_writes(cluster)
+    first = runs.training_beyond(namespace, 0).last
+    last = runs.training_beyond(namespace, first + 80).last
+    wrote, seconds = _status_writes(cluster) - before, time.monotonic() - began
+    assert last - first >= 80
+    assert 1 <= wrote <= seconds / 2 + 2, f"{wrote} writes in {seconds:.0f} s"
+
+
+def _status_writes(cluster: Cluster) -> float:
+    """Writes of any run's status since the reconciler started."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:9090/proxy/metrics"
+    lines = system("get", "--raw", path).splitlines()
+    counted = [line for line in lines if line.startswith("keepstep_api_writes_total{")]
+    return sum(float(line.split()[-1]) for line in counted if 'what="status"' in line)
+
+
+def _kill_reconciler(cluster: Cluster) -> None:
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    (pod,) = system.eventually(
+        lambda: [
+            one
+            for one in system.list("pods", "app.kubernetes.io/component=reconcile")
+            if one["status"]["containerStatuses"][0]["state"].get("running")
+        ],
+        within_s=120,
+        what="the reconciler runs",
+    )
+    (container,) = [one["name"] for one in pod["spec"]["containers"]]
+    cluster.kill_container(pod, container)
+
+
+def test_etcd_and_the_api_server_are_killed_and_nothing_stops(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    committed = runs.committed_beyond(namespace, 5)
+    before = runs.training_beyond(namespace, 0).last
+    (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
+    pids = cluster.on_node(control_plane, "pgrep", "-x", "kube-apiserver|etcd").split()
+    cluster.on_node(control_plane, "kill", "-9", *pids)
+    namespace.eventually(lambda: namespace.list("pods"), within_s=120, what="it answers again")
+    assert runs.committed_beyond(namespace, committed) > committed
+    assert runs.training_beyond(namespace, before + 20).first == 0, "the trainers never ended"
 
 
 def test_an_api_server_that_stands_still_for_a_minute_stops_nothing(

@@ -98,6 +98,14 @@ def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     assert "https:// only" in done.stderr
 
 
+def test_a_probe_waits_for_a_sidecar_that_starts(sidecar: SidecarProcess) -> None:
+    sidecar.kill()
+    sidecar.socket.unlink()
+    probe = subprocess.Popen([*COMMAND, "--probe", "--memory-dir", str(sidecar.memory)])
+    sidecar.start()
+    assert probe.wait(10) == 0
+
+
 def test_a_probe_says_whether_a_sidecar_answers(sidecar: SidecarProcess) -> None:
     assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 0
     assert run("--probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0

@@ -6,6 +6,7 @@ The server is imported only where it serves: a probe runs once a second, and a p
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from keepstep_sidecar.cli.parameters import (
 )
 
 SOCKET_NAME = "sidecar.sock"
+_PROBE_WAIT_S = 3.0
+_PROBE_EVERY_S = 0.02
 
 
 def _paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
@@ -79,7 +82,7 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
     type=click.IntRange(1, 65535),
     help="TCP port of /metrics and /healthz.  [default: the socket only]",
 )
-@_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers.")
+@_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers within 3 s.")
 @_action("--flush", "Make the sidecar of --memory-dir write its newest steps, and print them.")
 @_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
 @click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
@@ -106,7 +109,7 @@ def main(
         if prepare:
             _prepare(directories)
         elif probe:
-            sys.exit(0 if calls.answers(_socket(options)) else 1)
+            sys.exit(0 if _answers(_socket(options)) else 1)
         elif flush:
             _flush(_socket(options), timeout_s=options["flush_timeout"])
         else:
@@ -120,6 +123,17 @@ def _socket(options: dict[str, Any]) -> Path:
     _require(options, "memory_dir")
     directory: Path = options["memory_dir"]
     return directory / SOCKET_NAME
+
+
+def _answers(path: Path) -> bool:
+    """Whether a sidecar answers, or does so within a moment: the first probe of a pod comes while
+    it still starts, and the next one only a second later."""
+    deadline = time.monotonic() + _PROBE_WAIT_S
+    while not calls.answers(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PROBE_EVERY_S)
+    return True
 
 
 def _require(options: dict[str, Any], *names: str) -> None:
