@@ -60,10 +60,12 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     eventually(lambda: len(slots_of(apart)) == 4)
     kept = [first.stage(step) for step in range(3)]
     path = first.begin()
+    written = path.stat().st_ino
     first.disconnect()
     successor = trainers(apart.socket)
     successor.connect()
-    assert not path.exists()
+    # another slot may have taken its name already
+    assert not path.exists() or path.stat().st_ino != written
     assert [one.id for one in successor.candidates().candidates] == kept
     successor.restored(first.epoch)
     successor.register()

@@ -127,7 +127,8 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
     if found.answer is Answer.STEPS:  # asked before the prefetch found out
         with pytest.raises(SidecarError) as error:
             successor.open(id)
-        assert error.value.code == "not-verified"
+        # the latter when the prefetch found out in between; both mean: vote again without it
+        assert error.value.code in ("not-verified", "unknown-step")
         found = successor.candidates()
     assert found.answer is Answer.UNKNOWN
     assert "quarantine" in found.reason
