@@ -605,6 +605,24 @@ def test_a_warning_is_an_event_once_for_each_pod_whatever_step_it_names() -> Non
     assert play.events("SidecarWarning")[-1] == "gpt-worker-0: another thing"
 
 
+def test_clocks_an_hour_off_change_nothing_as_only_the_operators_own_is_read() -> None:
+    play, pods, sidecars = running()
+    for one, sidecar, off in zip(pods, sidecars, (3600.0, -3600.0), strict=True):
+        report = sidecar.durable(100).report()
+        ranks = tuple(
+            replace(
+                rank,
+                staged_at=T0 + off,
+                local=tuple(replace(held, written_at=T0 + off) for held in rank.local),
+            )
+            for rank in report.ranks
+        )
+        play.hear(one, replace(report, sent_at=T0 + off, ranks=ranks))
+    assert play.status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+    assert play.condition(PROTECTED)[0] == "True"
+    assert play.book.reply(pods[0].uid, at=play.now).plan == step(100)
+
+
 def test_sidecars_are_told_which_steps_are_pinned() -> None:
     play, pods, _ = running()
     play.find(run_object(pins=(str(step(90)),), generation=2))
