@@ -40,7 +40,8 @@ def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
     lost = _steps_lost(restart.lost_steps)
     if restart.parent:
         where = f" from {restart.tier}" if restart.tier else ""
-        return f"restored step {restart.step}{where} in {restart.seconds:.1f} s; {lost}"
+        seconds = f"{restart.seconds:.1f}" if restart.seconds >= 1 else f"{restart.seconds:.2f}"
+        return f"restored step {restart.step}{where} in {seconds} s; {lost}"
     if kept_aside:
         return f"began at step 0 although older steps exist ({lost}). {acknowledge(run)}"
     return (
