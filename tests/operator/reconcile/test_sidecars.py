@@ -119,6 +119,6 @@ def test_two_sidecars_commit_and_restore_together_and_the_run_tells_of_it(
         assert status("lostSteps") is None or status("lostSteps") == 0
         events = [one.body for one in served.cluster.asked("POST", "/events")]
         (restored,) = [one["message"] for one in events if one["reason"] == "Restored"]
-        assert restored == "restored step 4 from memory in 0.2 s; no step lost"
+        assert restored == "restored step 4 from memory in 0.20 s; no step lost"
 
     asyncio.run(play())
