@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer
+from trainer import FakeTrainer, lose_memory_and_damage
 
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually
@@ -192,17 +192,12 @@ def test_a_shard_is_read_without_a_look_at_every_byte_when_only_the_seal_counts(
     id = trainer.stage(4)
     assert trainer.wait(id, "committed").reached
     sidecar.kill()
-    for path in memory_dir.glob("rank-*/*"):
-        path.unlink()
-    shard = next(sidecar.root.glob("0*/rank-*"))
-    damaged = bytearray(shard.read_bytes())
-    damaged[trainer.layout.extras_begin // 2] ^= 1
-    shard.write_bytes(damaged)
+    lose_memory_and_damage(sidecar.root, memory_dir, trainer.layout)
     sidecar.start("--verify", "seal")
     eventually(lambda: '"loaded"' in sidecar.text())
     successor = trainers(sidecar.socket)
     successor.connect()
-    assert successor.open(id).bytes == len(damaged)
+    assert successor.open(id).bytes == trainer.layout.size_bytes
 
 
 def test_all_writes_together_keep_below_the_limit(

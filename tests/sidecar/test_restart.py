@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, content, read_image
+from trainer import FakeTrainer, content, lose_memory_and_damage, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.protocol import Flushed, FlushRequest, LeaseRequest, StopRequest, to_json
@@ -114,12 +114,7 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
     id = trainer.stage(4)
     assert trainer.wait(id, "committed").reached
     sidecar.kill()
-    for path in memory_dir.glob("rank-*/*"):
-        path.unlink()
-    shard = next(sidecar.root.glob("0*/rank-*"))
-    damaged = bytearray(shard.read_bytes())
-    damaged[trainer.layout.extras_begin // 2] ^= 1
-    shard.write_bytes(damaged)
+    lose_memory_and_damage(sidecar.root, memory_dir, trainer.layout)
     sidecar.start()
     successor = trainers(sidecar.socket)
     successor.connect()

@@ -261,6 +261,16 @@ def read_image(layout: Layout, path: str | Path) -> bytes:
         return file.read(layout.extras_begin - len(layout.header))
 
 
+def lose_memory_and_damage(root: Path, memory_dir: Path, layout: Layout) -> None:
+    """While the sidecar is gone: every image in memory too, and one bit of the committed shard."""
+    for path in memory_dir.glob("rank-*/*"):
+        path.unlink()
+    shard = next(root.glob("0*/rank-*"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[layout.extras_begin // 2] ^= 1
+    shard.write_bytes(damaged)
+
+
 def main(path: str, steps: int, until: str) -> None:
     """Train `steps` steps as rank 0; then stop at `until` (filling, sealed), say so, and hang."""
     trainer = FakeTrainer(Path(path)).begin_run()

@@ -1,0 +1,58 @@
+"""One JSON line on stderr per change of state: the log of the sidecar and of the operator.
+
+Not for the trainer, whose log is the user's: the library says what it must with `logging` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+
+class Journal:
+    """Writes to the logger `name`. `event` is a stable short name, `fields` become JSON members."""
+
+    def __init__(self, name: str) -> None:
+        self._log = logging.getLogger(name)
+
+    def say(self, event: str, *, level: int = logging.INFO, **fields: object) -> None:
+        """Log one change of state."""
+        if self._log.isEnabledFor(level):
+            self._log.log(level, event, extra={"fields": fields})
+
+    def warn(self, event: str, **fields: object) -> None:
+        """`say`, for what somebody should look at."""
+        self.say(event, level=logging.WARNING, **fields)
+
+    def crash(self, event: str, **fields: object) -> None:
+        """`say`, with the traceback of the exception that is being handled: a bug of ours."""
+        self._log.exception(event, extra={"fields": fields})
+
+
+class _JsonLines(logging.Formatter):
+    def __init__(self, always: dict[str, object]) -> None:
+        super().__init__()
+        self._always = always
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **self._always,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(*, level: int = logging.INFO, **always: object) -> None:
+    """Send everything that this process logs to stderr as JSON lines; `always` stands in each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines(always))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("aiohttp.access").setLevel(logging.ERROR)
