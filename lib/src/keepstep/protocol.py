@@ -172,11 +172,25 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
+
+    `tier`: the farthest one that is needed.
+    """
+
+    id: StepId
+    tier: Tier
+    world: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidates:
     """`highest_epoch`: the highest epoch number ever seen here, 0 for none.
 
     `plan`: the step that the ledger would restore; a hint, already being fetched and hashed.
-    `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed.
+    `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed. `offers`: steps of
+    which this sidecar can bring every byte of every rank, for whoever cannot use an image of its
+    own.
     """
 
     answer: Answer
@@ -184,6 +198,7 @@ class Candidates:
     highest_epoch: int = 0
     plan: StepId | None = None
     reason: str = ""
+    offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,13 +231,114 @@ class RestoredRequest:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourcesRequest:
+    """POST /v1/sources: where are the images of this step, of all ranks that were there then?
+
+    What it names stays where it is until `RestoredRequest` or the end of the lease.
+    """
+
+    lease: str
+    id: StepId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The sealed image of the saved rank `rank` (not one of the ranks that run now).
+
+    `path`: the slot's file if it lies in this machine's shared memory, to be mapped read-only;
+    '': ask for its chunks. `extras_bytes` as in its control page. `twins`: ranks whose images hold
+    the very same boxes, see `Layout.twins`.
+    """
+
+    rank: int
+    tier: Tier
+    bytes: int
+    extras_bytes: int
+    path: str = ""
+    twins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """One source for each rank of `world` that has one; the missing ones have twins here."""
+
+    id: StepId
+    world: int
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadersRequest:
+    """POST /v1/headers: the headers of these saved ranks' images."""
+
+    lease: str
+    id: StepId
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """In the order of the request: base64 of zlib of each header's bytes."""
+
+    headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WindowRequest:
+    """POST /v1/window: shared memory through which verified chunks come; one a lease, until
+    `RestoredRequest` or its end."""
+
+    lease: str
+    frames: int = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A file in shared memory of `frames` frames of `frame_bytes`; a frame holds one chunk."""
+
+    path: str
+    frames: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Put chunk number `chunk` (of `CHUNK_BYTES`) of the saved rank `rank` into frame `frame`."""
+
+    rank: int
+    chunk: int
+    frame: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunksRequest:
+    """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time,
+    as long as they use other frames."""
+
+    lease: str
+    id: StepId
+    chunks: tuple[Chunk, ...]
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """All of them are in their frames. `tier`: the farthest one that was read."""
+
+    seconds: float = 0.0
+    tier: Tier = Tier.MEMORY
+
+
 # --- progress --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WaitRequest:
     """POST /v1/wait: until `id` (or a later step of its epoch, for durable and committed) is in
-    `state`. `flush`: persist this step now even when the schedule would not."""
+    `state`. `archived`: until the newest step that the archive's schedule wants is there. `flush`:
+    persist this step now even when the schedule would not.
+    """
 
     lease: str
     id: StepId

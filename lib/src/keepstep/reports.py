@@ -21,7 +21,11 @@ AUDIENCE = "reports.keepstep.dev"
 @dataclass(frozen=True, kw_only=True)
 class ReportedRank:
     """One rank on this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
-    started; `staged_at` unix seconds."""
+    started; `staged_at` unix seconds. `peer`: copies kept here for another pod, of its ranks, so
+    such a rank is never `alive` here. `archive`: what the archive was seen to hold of it.
+
+    A tier whose answer is None does not exist on this pod, or is not spoken of in this report.
+    """
 
     rank: int
     world: int
@@ -36,6 +40,10 @@ class ReportedRank:
     skipped: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
+    peer: tuple[Held, ...] = ()
+    archive: tuple[Held, ...] = ()
+    peer_answer: Answer | None = None
+    archive_answer: Answer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +75,43 @@ class ReportedVolume:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportedDepot:
+    """How it goes with what is beyond the pod: `tier` peer or archive, `where` it is.
+
+    `backlog`: shards not there yet, `behind_s`: for how long the oldest of them waits. Counters
+    since the sidecar started. `trouble`: the last error, '' when the last attempt went well.
+    """
+
+    tier: Tier
+    where: str
+    sent: int = 0
+    sent_bytes: int = 0
+    failures: int = 0
+    backlog: int = 0
+    behind_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another pod of the run. `address`: `host:port` of its sidecar, for mutual TLS.
+
+    `buddy`: send it the shards of this pod. Of all others only what is missing is fetched.
+    """
+
+    node_rank: int
+    address: str
+    buddy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """POST /v1/reports. `sequence` grows with every report of one sidecar process; `sent_at` is the
     sidecar's clock in unix seconds, and only ever shown, never compared with another clock.
 
     `library`: version of the library in the training image, '' while no trainer came. `pinned`:
-    "locked", or why slots may be swapped. `ready`: the volumes were scanned.
+    "locked", or why slots may be swapped. `ready`: the volumes were scanned. `peer_address`: where
+    other pods of the run find this one, '' when it serves none.
     """
 
     sidecar: str
@@ -92,6 +131,8 @@ class Report:
     persist_bytes: int = 0
     persist_seconds: float = 0.0
     flushing: bool = False
+    peer_address: str = ""
+    depots: tuple[ReportedDepot, ...] = ()
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
@@ -111,6 +152,7 @@ class ReportReply:
     `committed`: watermark by tier. `plan`: the step that a restart would restore, a hint to fetch
     and hash it now. `retire`: steps of which no local copy is needed on this pod any more.
     `pinned`: steps that stay even when a volume is full.
+    `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
     """
 
@@ -120,10 +162,18 @@ class ReportReply:
     plan: StepId | None = None
     retire: tuple[StepId, ...] = ()
     pinned: tuple[StepId, ...] = ()
+    peers: tuple[Peer, ...] = ()
 
 
 def _rank_report(one: ReportedRank) -> RankReport:
+    said = {
+        Tier.MEMORY: (one.memory, one.memory_answer),
+        Tier.LOCAL: (one.local, one.local_answer),
+        Tier.PEER: (one.peer, one.peer_answer),
+        Tier.ARCHIVE: (one.archive, one.archive_answer),
+    }
+    known = {tier: held for tier, held in said.items() if held[1] is not None}
     return RankReport(
-        sealed={Tier.MEMORY: one.memory, Tier.LOCAL: one.local},
-        answers={Tier.MEMORY: one.memory_answer, Tier.LOCAL: one.local_answer},
+        sealed={tier: held for tier, (held, _) in known.items()},
+        answers={tier: answer for tier, (_, answer) in known.items() if answer is not None},
     )

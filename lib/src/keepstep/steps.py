@@ -72,11 +72,13 @@ class Tier(str, enum.Enum):
 
 
 class State(str, enum.Enum):
-    """How safe a step is. `COMMITTED` means durable on every rank, in one epoch."""
+    """How safe a step is. `COMMITTED` means durable on every rank, in one epoch; `ARCHIVED`, that
+    the archive holds all its shards and its `step.json`."""
 
     STAGED = "staged"
     DURABLE = "durable"
     COMMITTED = "committed"
+    ARCHIVED = "archived"
 
     def __str__(self) -> str:
         return self.value

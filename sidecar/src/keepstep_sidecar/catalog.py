@@ -391,7 +391,13 @@ class Catalog:
 
 
 def _held(found: Found) -> Held:
-    return Held(id=found.id, world=found.world, root=found.root, params_digest=found.params_digest)
+    return Held(
+        id=found.id,
+        world=found.world,
+        root=found.root,
+        params_digest=found.params_digest,
+        twins=found.layout.twins,
+    )
 
 
 def _as_published(found: Found) -> Found:

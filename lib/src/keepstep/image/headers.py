@@ -40,7 +40,8 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a header says. `extras_bytes`, `digests_bytes`: regions after the tensors."""
+    """What a header says. `extras_bytes`, `digests_bytes`: regions after the tensors. `twins`:
+    ranks of the same world whose images have the very same boxes, ascending."""
 
     rank: int
     world: int
@@ -49,6 +50,7 @@ class Header:
     specs: Sequence[TensorSpec]
     extras_bytes: int
     digests_bytes: int
+    twins: tuple[int, ...] = ()
 
     def render(self) -> bytes:
         """Length, JSON, and spaces up to a whole number of pages."""
@@ -88,6 +90,7 @@ class Header:
             },
             "aliases": dict(self.aliases),
             "skeleton": self.skeleton,
+            **({"twins": self.twins} if self.twins else {}),
         }
         return {
             "format": "pt",
@@ -139,7 +142,17 @@ def parse(header: bytes) -> Header:
         specs=tuple(specs),
         extras_bytes=extras.size_bytes,
         digests_bytes=digests.size_bytes,
+        twins=_twins(ours.get("twins", []), rank=rank, world=world),
     )
+
+
+def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
+    twins = tuple(
+        fields.integer(one, "twins", 0, world - 1) for one in fields.array(value, "twins")
+    )
+    if list(twins) != sorted(set(twins) - {rank}):
+        raise FormatError(f"twins: {quoted(value)} are not other ranks in ascending order")
+    return twins
 
 
 def check_version(version: object) -> None:

@@ -42,7 +42,8 @@ class Layout:
 
     `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the
     state's tree, opaque here. `entries`: the tensors in the order of their bytes, without the
-    reserved ones.
+    reserved ones. `twins`: ranks whose images have the very same boxes (the same part of a
+    replica on another node), so that any of them can stand for this one.
     """
 
     header: bytes = field(repr=False)
@@ -54,6 +55,7 @@ class Layout:
     entries: Mapping[str, Entry] = field(compare=False, repr=False)
     extras_begin: int = field(compare=False)
     extras_capacity_bytes: int = field(compare=False)
+    twins: tuple[int, ...] = field(compare=False, default=())
 
     @property
     def digests_begin(self) -> int:
@@ -98,6 +100,7 @@ class Layout:
         aliases: Mapping[str, str] = MappingProxyType({}),
         skeleton: str = "",
         extras_capacity_bytes: int = PAGE_BYTES,
+        twins: Iterable[int] = (),
     ) -> Layout:
         """Place `tensors`. The extras get at least the capacity asked for, up to whole pages.
 
@@ -115,6 +118,7 @@ class Layout:
             specs=specs,
             extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
             digests_bytes=PAGE_BYTES,
+            twins=tuple(sorted(twins)),
         )
         # The table covers the header, in which its own size stands: grow it until both agree.
         while True:
@@ -156,6 +160,7 @@ class Layout:
             entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
             extras_begin=begins[-1],
             extras_capacity_bytes=header.extras_bytes,
+            twins=header.twins,
         )
         if layout.digests_begin % PAGE_BYTES:
             raise FormatError("the digest table does not begin on a page")

@@ -45,6 +45,7 @@ class Held:
     """One sealed image of a rank. `root`: digest over its digests, None in memory.
 
     `params_digest`: of its section `params`. `written_at`: unix seconds, by its own control page.
+    `twins`: ranks whose images hold the very same boxes; one of them is enough to restore them all.
     """
 
     id: StepId
@@ -52,6 +53,7 @@ class Held:
     root: str | None = None
     params_digest: str | None = None
     written_at: float | None = None
+    twins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,127 @@
+"""What is beyond this machine: a buddy's volume, an archive. One interface for both.
+
+A depot takes shards that are durable here and gives verified ones back. It decides nothing: what is
+complete, what may go and what is restored is the ledger's business. Everything that it does waits
+on a network, so its methods are coroutines that can be cancelled, and a depot that is slow or away
+never holds up a write to a local volume, let alone a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep_sidecar.scan import Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A sealed shard that a depot holds.
+
+    `where`: for people, like `s3://ckpt/gpt` or `node rank 3`. `twins`: see `Layout.twins`.
+    `key`: the depot's own.
+    """
+
+    id: StepId
+    rank: int
+    world: int
+    bytes: int
+    tier: Tier
+    where: str
+    root: str | None = None
+    params_digest: str | None = None
+    twins: tuple[int, ...] = ()
+    key: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What a depot holds of this run. `reason` explains `Answer.UNKNOWN`.
+
+    `complete`: steps of which the depot itself knows that all shards are there (an archive's
+    `step.json`); a depot without such knowledge leaves it empty.
+    """
+
+    answer: Answer
+    shards: tuple[Remote, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
+    complete: frozenset[StepId] = frozenset()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepotStatus:
+    """For `keepstep status`, reports and metrics. Counters since the start.
+
+    `backlog`: shards that should be there and are not yet; `behind_s`: for how long the oldest of
+    them waits. `trouble`: the last error, '' when the last attempt went well.
+    """
+
+    tier: Tier
+    where: str
+    sent: int = 0
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    received_bytes: int = 0
+    received_seconds: float = 0.0
+    failures: int = 0
+    backlog: int = 0
+    behind_s: float = 0.0
+    trouble: str = ""
+
+
+class Depot(Protocol):
+    """See the module. All errors are KeepstepErrors: StorageError when it cannot be reached or
+    answers wrongly, DigestError and kin when what it gave is not what was sent."""
+
+    @property
+    def tier(self) -> Tier:
+        """`PEER` or `ARCHIVE`."""
+
+    async def look(self) -> Inventory:
+        """Everything that it holds of this run, now. Never raises: a depot that is away answers
+        UNKNOWN, with the reason."""
+
+    async def layout(self, shard: Remote) -> Layout:
+        """The shard's header. Raises StorageError, ImageError."""
+
+    async def control(self, shard: Remote) -> ControlPage:
+        """The shard's control page, its seal checked. Raises StorageError, ImageError."""
+
+    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+        """The whole image into the page-aligned slot `view`, every byte verified, the seal last.
+
+        Raises StorageError, ImageError; the slot then holds no seal.
+        """
+
+    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+        """(chunk number, buffer of exactly its bytes): fill each, verified against the shard's
+        digest table. Raises StorageError, ImageError."""
+
+    def durable(self, found: Found) -> None:
+        """A shard of this machine is durable: send it, if that is what this depot does."""
+
+    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+        """A step is committed; `shards`: those of this machine. Level-triggered: said again for
+        every step that is committed and still here after a restart."""
+
+    def forget(self, ids: Collection[StepId]) -> None:
+        """These steps are dead or retired here: what was not sent yet need not be sent."""
+
+    def in_use(self, id: StepId) -> bool:
+        """A local shard of this step is being read to be sent: do not retire it now."""
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until everything that should be there is. False when the time is up first."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+
+    def status(self) -> DepotStatus:
+        """How it goes."""
+
+    async def close(self) -> None:
+        """Let go of sockets and threads."""
