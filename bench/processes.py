@@ -83,8 +83,11 @@ def memory_limit_bytes() -> int:
 class Sidecar:
     """A sidecar of its own, with its memory in /dev/shm and its volume in `directory`."""
 
-    def __init__(self, directory: Path, *, slots: int = 4, keep: int = 2) -> None:
+    def __init__(
+        self, directory: Path, *, slots: int = 4, keep: int = 2, options: tuple[str, ...] = ()
+    ) -> None:
         self.directory = directory
+        self.options = options
         self.memory_dir = Path(
             tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
         )
@@ -106,6 +109,7 @@ class Sidecar:
         command = [sys.executable, "-m", "keepstep_sidecar", "--run", "bench"]
         command += ["--memory-dir", str(self.memory_dir), "--volume", str(self.directory)]
         command += ["--slots", str(self._slots), "--keep", str(self._keep)]
+        command += self.options
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
         while wait and not self.socket.exists():

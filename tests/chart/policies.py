@@ -30,6 +30,12 @@ def volume(**fields: Any) -> Object:
     return spec(volumes=[{"name": "v", **fields}])
 
 
+def archive(*, retention: Object | None = None, **fields: Any) -> Object:
+    """A spec with an archive of these fields."""
+    kept = {} if retention is None else {"retention": retention}
+    return spec(archive=fields, **kept)
+
+
 TAKEN = [
     Case("the least", spec()),
     Case("numbers are bytes", spec(memory={"limit": 1 << 30, "slots": 2})),
@@ -40,7 +46,27 @@ TAKEN = [
     Case("the longest flush", spec(flushTimeout="1m60s", runTTL="8760h")),
     Case("whole CPUs", spec(sidecar={"resources": {"cpu": 2, "memory": "1Gi"}})),
     Case("scientific", spec(sidecar={"bytesPerSecondLimit": "1e9"})),
-]
+    Case("peers", spec(peers={})),
+    Case(
+        "peers in other zones",
+        spec(peers={"replicas": 2, "topologyKey": "topology.kubernetes.io/zone",
+                    "bytesPerSecondLimit": "500Mi"}),
+    ),
+    Case("an archive", archive(s3={"bucket": "ckpt"})),
+    Case(
+        "an archive of one's own",
+        archive(
+            retention={"archive": {"last": 3, "every": "6h"}},
+            s3={"bucket": "ckpt", "prefix": "a/b", "endpoint": "http://10.0.0.1:7070",
+                "region": "eu-1", "credentialsSecretRef": {"name": "s3"}},
+            every=100,
+        ),
+    ),
+    Case("Google's", archive(gcs={"bucket": "ckpt", "credentialsSecretRef": {"name": "gcs"}})),
+    Case("Azure's", archive(azure={"container": "ckpt", "account": "us"})),
+    Case("a shared claim", archive(directory={"claimName": "archive"})),
+    Case("a shared directory", archive(directory={"path": "/mnt/nfs/keepstep"})),
+]  # fmt: skip
 
 REFUSED = [
     Case("two sources", volume(emptyDir={}, hostPath={"path": "/mnt/a"}), "exactly one of"),
@@ -71,4 +97,38 @@ REFUSED = [
     Case("too little CPU", spec(sidecar={"resources": {"cpu": "1m"}}), "from 10m to 1024"),
     Case("too little memory", spec(sidecar={"resources": {"memory": "1Mi"}}), "at least 64Mi"),
     Case("an unknown word", spec(restore={"verify": "None"}), "Unsupported value"),
+    Case("no peers", spec(peers={"replicas": 0}), "greater than or equal to 1"),
+    Case("no label", spec(peers={"topologyKey": "a/b/c"}), "should match"),
+    Case("nowhere", archive(every=100), "exactly one of s3, gcs, azure and directory"),
+    Case(
+        "two places",
+        archive(s3={"bucket": "a"}, directory={"claimName": "a"}),
+        "exactly one of s3, gcs, azure and directory",
+    ),
+    Case("no bucket", archive(s3={}), "bucket: Required value"),
+    Case("a way out", archive(s3={"bucket": "a", "prefix": "../b"}), "should match"),
+    Case("no URL", archive(s3={"bucket": "a", "endpoint": "s3.example"}), "should match"),
+    Case("no account", archive(azure={"container": "a"}), "account: Required value"),
+    Case("no directory", archive(directory={}), "exactly one of claimName and path"),
+    Case(
+        "two directories",
+        archive(directory={"claimName": "a", "path": "/a"}),
+        "exactly one of claimName and path",
+    ),
+    Case("dots in an archive", archive(directory={"path": "/a/.."}), "must not contain '..'"),
+    Case(
+        "what is kept nowhere",
+        spec(retention={"archive": {"last": 3}}),
+        "no effect without archive",
+    ),
+    Case(
+        "kept twice",
+        archive(retention={"archive": {"every": "6h", "everySteps": 9}}, s3={"bucket": "a"}),
+        "everySteps or every, not both",
+    ),
+    Case(
+        "kept for a moment",
+        archive(retention={"archive": {"every": "1s"}}, s3={"bucket": "a"}),
+        "from 1m to 8760h",
+    ),
 ]

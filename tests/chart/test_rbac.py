@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.chart.charts import ROOT, Object, is_hook, of_kind
+from tests.chart.charts import ROOT, Chart, Object, is_hook, of_kind
 
 COMPONENTS = ("admission", "reconcile", "certificates")
 
@@ -42,6 +42,13 @@ def test_every_component_has_a_service_account_of_its_own(
         for one in of_kind(plain, kind).values():
             if one["metadata"]["name"] == name:
                 assert [subject["name"] for subject in one["subjects"]] == [name]
+
+
+def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -> None:
+    objects = chart.render({"reconcile": {"watchNodes": False}})
+    assert not any("nodes" in one.resources for one in _rendered(objects, "reconcile"))
+    spec = of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
+    assert "--watch-nodes" not in spec["containers"][0]["args"]
 
 
 def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:

@@ -146,7 +146,8 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
         for volume in spec.get("volumes", ())
         if "secret" in volume
     ]
-    assert sorted(secrets) == ["keepstep-admission-tls", "keepstep-reports-tls"]
+    expected = ["keepstep-admission-tls", "keepstep-peers-ca", "keepstep-reports-tls"]
+    assert sorted(secrets) == expected
 
 
 def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:

@@ -31,7 +31,7 @@ from keepstep.ledger import (
     Unknown,
 )
 from keepstep.persist import PersistPlanner, Write
-from keepstep.protocol import Candidate, Candidates
+from keepstep.protocol import Candidate, Candidates, Offer
 from keepstep.retention import Retention
 from keepstep.schedule import Grid
 from keepstep.slots import SlotTable
@@ -118,10 +118,12 @@ class Scenario:
         world: str = "2",
         epochs: str = "",
         sequence: str = "0",
+        twins: str = "",
         **tiers: str,
     ) -> Iterable[str]:
+        alike = tuple(int(one) for one in twins.split(",") if one)
         report = RankReport(
-            sealed={Tier(t): _held(text, int(world)) for t, text in tiers.items()},
+            sealed={Tier(t): _held(text, int(world), alike) for t, text in tiers.items()},
             answers={Tier(t): _answer(text) for t, text in tiers.items()},
         )
         return self._apply(
@@ -148,12 +150,23 @@ class Scenario:
     def _do_plan(self, world: str = "2") -> Iterable[str]:
         plan = self.ledger.plan(range(int(world)))
         if isinstance(plan, RestorePlan):
-            places = " ".join(f"{rank}:{tier}" for rank, tier in plan.tiers.items())
+            places = " ".join(
+                f"{rank}:{tier}{'(twin)' if rank in plan.by_twins else ''}"
+                for rank, tier in sorted(plan.tiers.items())
+            )
             return [f"restore {short(plan.id)} from {places}"]
         if isinstance(plan, Nothing):
             return ["nothing: begin at step 0"]
         assert isinstance(plan, Unknown)
         return [f"{'wait' if plan.waits_for else 'refuse'}: {plan.reason}"]
+
+    def _do_whole(self) -> Iterable[str]:
+        return [listed(self.ledger.whole())]
+
+    def _do_without(self, *nodes: str, tier: str = "local") -> Iterable[str]:
+        """What could be restored with each of these nodes gone."""
+        for node in nodes:
+            yield f"node {node}: {short(self.ledger.without(int(node), tier=Tier(tier)))}"
 
     def _do_watermarks(self) -> Iterable[str]:
         for tier in self.ledger.config.tiers:
@@ -262,43 +275,75 @@ class Scenario:
 
     # --- votes ---------------------------------------------------------------------------
 
+    def _do_votes(self) -> Iterable[str]:
+        """Forget all votes."""
+        self.votes.clear()
+        return []
+
     def _do_vote(
-        self, held: str, rank: str = "0", world: str = "2", tier: str = "memory", epoch: str = "1"
+        self,
+        held: str,
+        ranks: str = "",
+        rank: str = "0",
+        world: str = "2",
+        tier: str = "memory",
+        epoch: str = "1",
+        offers: str = "",
     ) -> Iterable[str]:
+        """`offers`: 1-8/4 is step 1-8, saved by 4 ranks; offered from `local`."""
         images = tuple(
             Candidate(id=one.id, tier=Tier(tier), world=one.world, bytes=4096)
             for one in _held(held, int(world))
         )
-        self.votes[int(rank)] = Candidates(
-            answer=_answer(held),
-            candidates=images,
-            highest_epoch=int(epoch),
-            reason="the volume does not answer" if held == "unknown" else "",
-        )
+        for number in (ranks or rank).split(","):
+            self.votes[int(number)] = Candidates(
+                answer=_answer(held),
+                candidates=images,
+                highest_epoch=int(epoch),
+                reason="the volume does not answer" if held == "unknown" else "",
+                offers=tuple(_offer(one, world) for one in offers.split(",") if one),
+            )
         return []
 
-    def _do_choose(self, *excluded: str) -> Iterable[str]:
+    def _do_choose(self, *excluded: str, limit: str = "", exact: str = "no") -> Iterable[str]:
         votes = [self.votes[rank] for rank in sorted(self.votes)]
         try:
-            decision = choose(votes, {step_id(id) for id in excluded})
+            decision = choose(
+                votes,
+                {step_id(id) for id in excluded},
+                limit=step_id(limit) if limit else None,
+                exact=exact == "yes",
+            )
         except KeepstepError as error:
             return [f"{type(error).__name__}: {error}"]
         what = f"restore {short(decision.id)}" if decision.id else "begin at step 0"
         without = f" without {listed(decision.incomplete)}" if decision.incomplete else ""
-        tiers = " ".join(str(tier) for tier in decision.tiers)
+        ways = zip(decision.tiers, decision.direct, strict=True)
+        tiers = " ".join(str(tier) if direct else f"resharded:{tier}" for tier, direct in ways)
         return [f"{what}{without} as epoch {decision.epoch_number} {tiers}".rstrip()]
 
 
-def _held(text: str, world: int) -> tuple[Held, ...]:
+def _held(text: str, world: int, twins: tuple[int, ...] = ()) -> tuple[Held, ...]:
     if text in ("none", "unknown", "steps"):
         return ()
-    return tuple(_image(one, world) for one in text.split(","))
+    return tuple(_image(one, world, twins) for one in text.split(","))
 
 
-def _image(text: str, world: int) -> Held:
+def _image(text: str, world: int, twins: tuple[int, ...]) -> Held:
     rest, _, params = text.partition("@")
     name, _, root = rest.partition(":")
-    return Held(id=step_id(name), world=world, root=root or None, params_digest=params or None)
+    return Held(
+        id=step_id(name),
+        world=world,
+        root=root or None,
+        params_digest=params or None,
+        twins=twins,
+    )
+
+
+def _offer(text: str, world: str) -> Offer:
+    name, _, saved = text.partition("/")
+    return Offer(id=step_id(name), tier=Tier.LOCAL, world=int(saved or world))
 
 
 def _answer(text: str) -> Answer:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.retention import Retention, crowded_out, retired, unwatched
+from keepstep.retention import Retention, crowded_out, evicted, retired, unwatched
 from keepstep.steps import EpochId, StepId
 
 
@@ -33,6 +33,80 @@ def test_the_newest_is_never_retired_and_nothing_is_retired_twice(
     assert max(committed) in left
     assert len(left) >= min(last, len(committed))
     assert retired(left, policy) == ()
+
+
+_HELD = st.dictionaries(st.integers(0, 60), st.integers(0, 100), min_size=1)
+"""Step -> its size, or seconds since the step before."""
+
+_POLICIES = st.builds(
+    lambda last, every, every_s, pins: Retention(
+        last=last, every_steps=every, every_s=every_s, pinned=frozenset(_ids(*pins))
+    ),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 20),
+    st.none() | st.floats(1.0, 200.0),
+    st.sets(st.integers(0, 60), max_size=4),
+)
+
+
+def _times(held: dict[int, int]) -> dict[StepId, float]:
+    """Later steps are written later."""
+    seconds, times = 0.0, {}
+    for step, gap in sorted(held.items()):
+        seconds += gap
+        times[_ids(step)[0]] = seconds
+    return times
+
+
+@given(held=_HELD, policy=_POLICIES)
+def test_one_step_of_each_span_the_pins_and_the_newest_outlive_every_policy(
+    held: dict[int, int], policy: Retention
+) -> None:
+    times = _times(held)
+    gone = set(retired(times, policy, written_at=times))
+    left = set(times) - gone
+    assert not gone & policy.pinned
+    assert max(times) in left
+    if policy.every_s is not None:
+        spans = {int(at // policy.every_s) for at in times.values()}
+        assert {int(times[id] // policy.every_s) for id in left} == spans
+    assert retired(left, policy, written_at=times) == (), "what is kept once is kept"
+
+
+@given(held=_HELD, policy=_POLICIES, newer=st.integers(61, 99), gap=st.integers(0, 500))
+def test_a_newer_step_brings_no_retired_one_back(
+    held: dict[int, int], policy: Retention, newer: int, gap: int
+) -> None:
+    before, after = _times(held), _times({**held, newer: gap})
+    gone = set(retired(before, policy, written_at=before))
+    assert gone <= set(retired(after, policy, written_at=after))
+
+
+@given(held=_HELD, policy=_POLICIES, limits=st.tuples(st.integers(-10, 900), st.integers(-10, 900)))
+def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
+    held: dict[int, int], policy: Retention, limits: tuple[int, int]
+) -> None:
+    sizes, low, high = {_ids(step)[0]: size for step, size in held.items()}, *sorted(limits)
+    gone = evicted(sizes, policy, limit_bytes=low)
+    left = {id: size for id, size in sizes.items() if id not in gone}
+    kept = policy.pinned | {max(sizes)}
+    assert not kept.intersection(gone)
+    assert len(set(gone)) == len(gone)
+    assert sum(left.values()) <= low or set(left) <= kept
+    if gone:
+        assert sum(left.values()) + sizes[gone[-1]] > low, "the last of them had to go, too"
+    assert evicted(left, policy, limit_bytes=low) == ()
+    fewer = evicted(sizes, policy, limit_bytes=high)
+    assert gone[: len(fewer)] == fewer, "a wider limit evicts the same steps, but not as many"
+
+
+def test_under_a_limit_what_the_policy_keeps_goes_last_and_the_oldest_first() -> None:
+    sizes = dict.fromkeys(_ids(100, 150, 200, 250, 300, 310, 320), 10)
+    policy = Retention(last=2, every_steps=100, pinned=frozenset(_ids(150)))
+    assert _steps(evicted(sizes, policy, limit_bytes=70)) == []
+    assert _steps(evicted(sizes, policy, limit_bytes=60)) == [250]
+    assert _steps(evicted(sizes, policy, limit_bytes=41)) == [250, 100, 200]
+    assert _steps(evicted(sizes, policy, limit_bytes=0)) == [250, 100, 200, 300, 310]
 
 
 def test_every_k_steps_are_kept_beside_the_last() -> None:

@@ -145,8 +145,8 @@ class Cluster:
         """Run something as root on a node."""
         return run("docker", "exec", node, *command)
 
-    def kill_container(self, pod: dict[str, object], container: str) -> None:
-        """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""
+    def process(self, pod: dict[str, object], container: str) -> tuple[str, str]:
+        """The node of a pod, and the id there of a container's first process."""
         statuses = [
             *pod["status"].get("containerStatuses", ()),  # type: ignore[attr-defined]
             *pod["status"].get("initContainerStatuses", ()),  # type: ignore[attr-defined]
@@ -159,6 +159,11 @@ class Cluster:
             for line in tasks.splitlines()
             if line.startswith(id.removeprefix("containerd://"))
         ]
+        return node, pid
+
+    def kill_container(self, pod: dict[str, object], container: str) -> None:
+        """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""
+        node, pid = self.process(pod, container)
         self.on_node(node, "kill", "-9", pid)
 
 

@@ -78,7 +78,7 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
 
 @pytest.fixture(scope="session")
 def measured(pytestconfig: pytest.Config) -> dict[str, float]:
-    """What tests time, in seconds; shown at the end, never judged: this machine is shared."""
+    """What tests measure; shown at the end, never judged closely: this machine is shared."""
     return pytestconfig.stash.setdefault(_MEASURED, {})
 
 
@@ -86,8 +86,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """The table of `measured`."""
-    for name, seconds in config.stash.get(_MEASURED, {}).items():
-        terminalreporter.write_line(f"measured: {seconds:8.3f} s  {name}")
+    for name, value in config.stash.get(_MEASURED, {}).items():
+        terminalreporter.write_line(f"measured: {value:8.3f}  {name}")
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,13 @@ def scheduled_to_start_s(kubectl: Kubectl, *, pod: str = "gpt-master-0") -> floa
     return unix_s(started) - unix_s(scheduled["lastTransitionTime"])
 
 
+def resident_mib(cluster: Cluster, node: str, pid: str) -> float:
+    """Anonymous memory and files of a process, without shared memory: that is slots."""
+    status = cluster.on_node(node, "cat", f"/proc/{pid}/status")
+    kib = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if "kB" in line}
+    return (int(kib["RssAnon"]) + int(kib["RssFile"])) / 1024
+
+
 def unix_s(time: str) -> float:
     """Unix seconds of a time as Kubernetes writes it."""
     return datetime.datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()

@@ -236,7 +236,7 @@ class Soak:
         if step not in self.expected:
             return
         names = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
-        names += [f"optimizer.state.{index}.exp_avg_sq" for index in range(4)]
+        names += [f"optimizer.state.{name}.exp_avg_sq" for name in names]
         tensors = []
         for name in names:
             entry = layout.entries[name]

@@ -45,14 +45,17 @@ def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
         assert len(steps) <= 10, f"more than the step in flight was done again: {steps}"
 
 
-def test_another_world_size_is_an_error_that_says_so(sidecar, tmp_path):
+def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
     done = torchrun(2, 3, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
-    checkpointer = keepstep.Checkpointer({"model": model})
-    with pytest.raises(keepstep.WorldChangedError, match="2 ranks"):
-        checkpointer.restore()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+    at = checkpointer.restore()
     checkpointer.close()
+    assert (at.step, at.tier) == (2, "memory")
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
 def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
@@ -63,13 +66,13 @@ def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
     assert done.returncode == 0, done.stderr
     [directory] = sidecar.root.glob("0*-000000002")
     files = [load_file(one) for one in sorted(directory.glob("*.safetensors"))]
-    assert torch.equal(files[0]["model.0.weight"], files[1]["model.0.weight"])
-    target = {"model.0.weight": torch.empty(8, 4), "optimizer.state.0.exp_avg": torch.empty(8, 4)}
+    names = "model.0.weight", "optimizer.state.model.0.weight.exp_avg"
+    target = {name: torch.empty(8, 4) for name in names}
     reader = dcp.HuggingFaceStorageReader(str(directory))
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(target, storage_reader=reader, no_dist=True)
     for name, tensor in target.items():
-        assert torch.equal(tensor, files[0][name])
+        assert torch.equal(tensor, torch.cat([one[name] for one in files]))
 
 
 def test_a_world_without_a_process_group_is_refused(monkeypatch):

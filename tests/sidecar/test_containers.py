@@ -118,6 +118,7 @@ def _as_sidecar(shared: Path, ready: Connection) -> None:
     log = os.open(shared / "log", os.O_WRONLY | os.O_CREAT, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.nice(10)  # whoever is no root cannot take that back
     os.setgroups([])
     os.setgid(SIDECAR_ID)
     os.setuid(SIDECAR_ID)

@@ -45,7 +45,9 @@ def empty_slot(layout: Layout) -> memoryview:
     return memoryview(mmap.mmap(-1, layout.size_bytes))
 
 
-def staged(layout: Layout, step: int, *, run: str = RUN, seed: int | None = None) -> Slot:
+def staged(
+    layout: Layout, step: int, *, run: str = RUN, seed: int | None = None, epoch: Epoch = EPOCH
+) -> Slot:
     """The image of `step`: bytes that depend on rank, step and `seed`."""
     view = empty_slot(layout)
     view[: len(layout.header)] = layout.header
@@ -56,7 +58,7 @@ def staged(layout: Layout, step: int, *, run: str = RUN, seed: int | None = None
     control = ControlPage(
         run=run,
         layout=layout.id,
-        epoch=EPOCH,
+        epoch=epoch,
         rank=layout.rank,
         world=layout.world,
         step=step,

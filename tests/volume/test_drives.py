@@ -16,6 +16,7 @@ from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.engine import Engine, for_each_chunk, probe
 from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volumes import VolumeSet
 from tests.volume.images import RUN, empty_slot, make_layout, staged
 
 MIB = 1 << 20
@@ -75,6 +76,23 @@ def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
     volume.load(written.path, view)
     assert view[: layout.digests_begin] == third.view[: layout.digests_begin]
     volume.close()
+
+
+@pytest.mark.root
+def test_what_a_full_drive_cannot_take_goes_to_another_one(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
+    full, other = Volume(drive / RUN, run=RUN), Volume(tmp_path / "other" / RUN, run=RUN)
+    with (drive / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        fill(file)
+    volumes = VolumeSet([full, other])
+    slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
+    written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
+    assert all(one.path.is_relative_to(other.root) for one in written)
+    assert (full.failed, other.failed) == ("", "")
+    assert [shard.rank for shard in volumes.scan().shards] == [0, 1]
+    volumes.close()
 
 
 def fill(file: IO[bytes]) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.errors import DigestError, ForeignError, FormatError, StorageError, VersionError
+from keepstep.errors import (
+    DigestError,
+    ForeignError,
+    FormatError,
+    NoSpaceError,
+    StorageError,
+    VersionError,
+)
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar import runrecord
 from keepstep_sidecar.filesystem import Filesystem
@@ -37,6 +44,29 @@ def test_ranks_are_spread_and_found_again(volumes: VolumeSet) -> None:
     homes = [shard.path.parents[2] for shard in volumes.scan().shards]
     one, two = (volume.root for volume in volumes.volumes)
     assert [home.parent if home.name == "pending" else home for home in homes] == [one, two, one]
+
+
+def test_any_ranks_are_spread_evenly(volumes: VolumeSet) -> None:
+    assert sorted(volumes.lane(rank) for rank in (0, 2, 4, 6)) == [0, 0, 1, 1]
+    assert volumes.lane(2) == volumes.lane(2)
+
+
+def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., Volume]) -> None:
+    slot = staged(make_layout(world=WORLD), 1)
+    size = slot.layout.size_bytes
+    full = open_volume("one", capacity_bytes=size + size // 2)
+    volumes = VolumeSet([full, open_volume("two", capacity_bytes=size + size // 2)])
+    for step, number in ((1, 0), (2, 1)):
+        slot = staged(make_layout(world=WORLD), step)
+        path = volumes.write(slot.view, slot.layout, slot.control).path
+        assert path.is_relative_to(volumes.volumes[number].root)
+    slot = staged(make_layout(world=WORLD), 3)
+    with pytest.raises(NoSpaceError, match=str(full.root)):
+        volumes.write(slot.view, slot.layout, slot.control)
+    full.retire(step_id(1))
+    path = volumes.write(slot.view, slot.layout, slot.control).path
+    assert path.is_relative_to(full.root)
+    assert not full.failed
 
 
 def test_every_volume_shows_the_whole_step(volumes: VolumeSet) -> None:

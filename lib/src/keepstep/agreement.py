@@ -3,15 +3,19 @@
 Every rank says what it can restore (`protocol.Candidates`); every rank evaluates the same votes
 with this pure function, so all come to the same decision without a coordinator. A step that fails
 its verification on any rank joins `excluded`, and all vote again.
+
+A rank can go on from an image of its own (of a step that as many ranks saved as run now), or from
+an *offer*: a step of any world size of which its sidecar can bring every byte. The newest step that
+every rank can go on from wins, whichever way each of them does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError
-from keepstep.protocol import Candidate, Candidates
+from keepstep.protocol import Candidate, Candidates, Offer
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 LAST_EARLY_STEP = 2
@@ -27,62 +31,123 @@ class Decision:
 
     `epoch_number`: of the epoch that begins now, higher than any that any rank has seen.
     `incomplete`: first steps that only some ranks hold; the run begins anew without them.
+    `direct`: per rank, whether it restores the image of its own rank; else it assembles its state
+    from the images of all `world` ranks that saved the step.
     """
 
     id: StepId | None
     tiers: tuple[Tier, ...]
     epoch_number: int
     incomplete: tuple[StepId, ...] = ()
+    direct: tuple[bool, ...] = ()
+    world: int = 0
 
     def epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now; `nonce`: 8 hex digits of chance, from one rank for all."""
         return Epoch(EpochId(self.epoch_number, nonce), self.id)
 
 
-def choose(votes: Sequence[Candidates], excluded: Collection[StepId] = ()) -> Decision:
+@dataclass(frozen=True)
+class _Way:
+    """How one rank would come to a step: by an image of its own (`direct`), or by an offer."""
+
+    tier: Tier
+    world: int
+    direct: bool
+
+
+_Ways = dict[StepId, _Way]
+
+
+def choose(
+    votes: Sequence[Candidates],
+    excluded: Collection[StepId] = (),
+    *,
+    limit: StepId | None = None,
+    exact: bool = False,
+) -> Decision:
     """Decide from the votes of all ranks, in rank order.
 
+    `limit`: nothing newer is used, for somebody wants to go back to it; `exact`: nothing older
+    either. With a limit, a run never begins anew.
+
     Raises:
-        WorldChangedError: the newest step that could be restored has another world size.
-        NothingCommonError: ranks hold steps, but none is held by all.
+        WorldChangedError: the newest step has another world size, and not every rank's sidecar
+            can bring all of it.
+        NothingCommonError: ranks hold steps, but none can be restored by all.
         RestoreError: nothing in common, and a rank does not know what it has; or everything
-            in common failed its verification.
+            in common failed its verification; or nothing is within the limit.
     """
     number = max((vote.highest_epoch for vote in votes), default=0) + 1
-    offers = [_newest_first(vote, excluded) for vote in votes]
-    common = set.intersection(*(set(offer) for offer in offers)) if offers else set()
-    if common:
-        id = max(common)
-        tiers = _check_world(id, [offer[id] for offer in offers])
-        return Decision(id, tiers, number)
+    allowed = _allowed(excluded, limit, exact=exact)
+    ways = [_ways(vote, len(votes), allowed) for vote in votes]
+    newest = max(_common(ways), default=None)
+    _check_world(votes, newest, allowed)
+    if newest is not None:
+        taken = [each[newest] for each in ways]
+        tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
+        return Decision(newest, tiers, number, direct=direct, world=taken[0].world)
+    if limit is not None:
+        raise _beyond(votes, excluded, limit, exact=exact)
     if _all_none(votes) and not excluded:
         return Decision(None, (), number)
     if not excluded and _died_in_its_first_steps(votes):
         held = {one.id for vote in votes for one in vote.candidates}
         return Decision(None, (), number, tuple(sorted(held)))
-    raise _refusal(votes, offers, excluded)
+    raise _refusal(votes, excluded)
 
 
-def _newest_first(vote: Candidates, excluded: Collection[StepId]) -> dict[StepId, Candidate]:
-    ordered = sorted(vote.candidates, key=lambda one: one.id, reverse=True)
-    return {one.id: one for one in ordered if one.id not in excluded}
+# --- what each rank can go on from ---------------------------------------------------------------
 
 
-def _check_world(id: StepId, held: Sequence[Candidate]) -> tuple[Tier, ...]:
-    if worlds := sorted({one.world for one in held} - {len(held)}):
-        raise _world_changed(id, saved=worlds[-1], now=len(held))
-    return tuple(one.tier for one in held)
+def _allowed(
+    excluded: Collection[StepId], limit: StepId | None, *, exact: bool
+) -> Callable[[StepId], bool]:
+    if limit is None:
+        return lambda id: id not in excluded
+    if exact:
+        return lambda id: id == limit and id not in excluded
+    return lambda id: id <= limit and id not in excluded
 
 
-def _world_changed(id: StepId, *, saved: int, now: int) -> WorldChangedError:
-    return WorldChangedError(
-        f"step {id} was saved by {saved} ranks, but {now} are running: start {saved} ranks, "
-        "or give this run another name to begin anew"
-    )
+def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> _Ways:
+    """An image of its own is preferred to an offer: it needs nobody else's."""
+    ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
+    own = (one for one in vote.candidates if one.world == running and allowed(one.id))
+    ways.update({one.id: _Way(one.tier, one.world, True) for one in own})
+    return ways
+
+
+def _common(ways: Sequence[_Ways]) -> set[StepId]:
+    """Steps that every rank can go on from. One of two world sizes is of two writers: no."""
+    if not ways:
+        return set()
+    ids = set(ways[0]).intersection(*ways[1:])
+    return {id for id in ids if len({each[id].world for each in ways}) == 1}
+
+
+def _check_world(
+    votes: Sequence[Candidates], newest: StepId | None, allowed: Callable[[StepId], bool]
+) -> None:
+    """Where no sidecar offers anything, an older step is not taken instead of one of another world:
+    nobody has looked whether the newer one is whole."""
+    if not votes or any(vote.offers for vote in votes):
+        return
+    held = ({one.id: one.world for one in vote.candidates if allowed(one.id)} for vote in votes)
+    worlds = list(held)
+    common = set(worlds[0]).intersection(*worlds[1:])
+    id = max(common, default=None)
+    if id is not None and id != newest:
+        saved = max({each[id] for each in worlds} - {len(votes)})
+        raise _world_changed(votes, id, saved=saved)
 
 
 def _all_none(votes: Sequence[Candidates]) -> bool:
-    return all(vote.answer is Answer.NONE and not vote.candidates for vote in votes)
+    return all(vote.answer is Answer.NONE and not _found(vote) for vote in votes)
+
+
+def _found(vote: Candidates) -> tuple[Candidate | Offer, ...]:
+    return (*vote.candidates, *vote.offers)
 
 
 def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
@@ -94,6 +159,7 @@ def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
     """
     return all(
         (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
+        and not vote.offers  # a whole step is more than nothing, whoever can reach it
         and all(one.world == len(votes) for one in vote.candidates)
         and all(_early(steps) for steps in _steps_by_epoch(vote).values())
         for vote in votes
@@ -111,48 +177,97 @@ def _steps_by_epoch(vote: Candidates) -> dict[EpochId, set[int]]:
     return steps
 
 
-def _refusal(
-    votes: Sequence[Candidates],
-    offers: Sequence[dict[StepId, Candidate]],
-    excluded: Collection[StepId],
-) -> RestoreError:
-    unknown = [
-        f"rank {rank}: {vote.reason or 'no reason given'}"
-        for rank, vote in enumerate(votes)
-        if vote.answer is Answer.UNKNOWN
-    ]
-    if unknown:
+# --- why not -------------------------------------------------------------------------------------
+
+
+def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> RestoreError:
+    if unknown := _unknown(votes):
         return RestoreError(
             "not every rank knows what it holds, and no step is known to be held by all; "
-            f"nothing was started anew. {_few(unknown)}. Bring that storage back and restart. "
-            f"Held: {_held(offers)}"
+            f"nothing was started anew. {unknown}. Bring that storage back and restart. "
+            f"Held: {_held(votes, excluded)}"
         )
-    foreign = [one for offer in offers for one in offer.values() if one.world != len(votes)]
-    if foreign:
-        newest = max(foreign, key=lambda one: one.id)
-        return _world_changed(newest.id, saved=newest.world, now=len(votes))
-    failed = ", ".join(str(id) for id in sorted(excluded, reverse=True)[:_STEPS_NAMED])
-    if not any(offers):
+    left = [one for vote in votes for one in _found(vote) if one.id not in excluded]
+    newest = max(left, key=lambda one: one.id, default=None)
+    if newest is not None and newest.world != len(votes):
+        return _world_changed(votes, newest.id, saved=newest.world)
+    failed = _named(excluded)
+    if not left:
         return RestoreError(
             f"every step that was found failed its verification on some rank: {failed or 'none'}. "
             "Look at the quarantined files with `keepstep verify`; to begin anew, remove the run "
             "with `keepstep rm`"
         )
     return NothingCommonError(
-        f"no step is held by all {len(votes)} ranks. {_held(offers)}"
+        f"no step is held by all {len(votes)} ranks. {_held(votes, excluded)}"
         + (f". Failed verification: {failed}" if failed else "")
         + ". Bring back the storage that is missing, or remove the run with `keepstep rm` to "
         "begin anew"
     )
 
 
-def _held(offers: Sequence[dict[StepId, Candidate]]) -> str:
-    return _few([f"rank {rank}: {_steps(offer)}" for rank, offer in enumerate(offers)])
+def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> WorldChangedError:
+    lacking = [
+        f"rank {rank} offers {_listed(vote.offers, len(votes))}"
+        for rank, vote in enumerate(votes)
+        if all(one.id != id for one in vote.offers)
+    ]
+    return WorldChangedError(
+        f"step {id} was saved by {saved} ranks, but {len(votes)} are running, and not every rank's "
+        f"sidecar can bring all of it: {_few(lacking)}. Start {saved} ranks, bring back the "
+        "storage that is missing, or give this run another name to begin anew"
+    )
 
 
-def _steps(offer: dict[StepId, Candidate]) -> str:
-    named = [f"{one.id} ({one.tier})" for one in list(offer.values())[:_STEPS_NAMED]]
-    return ", ".join(named) + (", ..." if len(offer) > _STEPS_NAMED else "") if named else "nothing"
+def _beyond(
+    votes: Sequence[Candidates], excluded: Collection[StepId], limit: StepId, *, exact: bool
+) -> RestoreError:
+    failed, unknown = _named(excluded), _unknown(votes)
+    return RestoreError(
+        f"going back to step {limit} was asked for, but "
+        + ("not every rank can restore it" if exact else "no step up to it is held by all ranks")
+        + f". {_held(votes, excluded)}"
+        + (f". Failed verification: {failed}" if failed else "")
+        + (f". Unknown: {unknown}" if unknown else "")
+        + ". Name a step that all ranks have, or bring back the storage that is missing"
+    )
+
+
+def _unknown(votes: Sequence[Candidates]) -> str:
+    return _few(
+        [
+            f"rank {rank}: {vote.reason or 'no reason given'}"
+            for rank, vote in enumerate(votes)
+            if vote.answer is Answer.UNKNOWN
+        ]
+    )
+
+
+def _named(ids: Collection[StepId]) -> str:
+    return ", ".join(str(id) for id in sorted(ids, reverse=True)[:_STEPS_NAMED])
+
+
+def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:
+    return _few(
+        [f"rank {rank}: {_held_by(vote, len(votes), excluded)}" for rank, vote in enumerate(votes)]
+    )
+
+
+def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> str:
+    own = [one for one in vote.candidates if one.id not in excluded]
+    offers = [one for one in vote.offers if one.id not in excluded]
+    return _listed(own, running) + (f" and offers {_listed(offers, running)}" if offers else "")
+
+
+def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
+    if not found:
+        return "nothing"
+    newest_first = sorted(found, key=lambda one: one.id, reverse=True)
+    named = ", ".join(
+        f"{one.id} ({one.tier}{'' if one.world == running else f', of {one.world} ranks'})"
+        for one in newest_first[:_STEPS_NAMED]
+    )
+    return named + (", ..." if len(found) > _STEPS_NAMED else "")
 
 
 def _few(lines: Sequence[str]) -> str:

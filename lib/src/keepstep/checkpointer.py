@@ -24,16 +24,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import loading, rng, state
+from keepstep import rng, state, topology
+from keepstep.agreement import Decision
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.imaging import Imaging
-from keepstep.mapping import SlotMapping
 from keepstep.protocol import SOCKET_ENV
+from keepstep.restoring import Restoring
 from keepstep.stager import Stager
 from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
-from keepstep.voting import Voter
+from keepstep.topology import ALONE
+from keepstep.voting import Gather, Voter
 
 log = logging.getLogger("keepstep")
 
@@ -63,15 +65,23 @@ class Checkpointer:
         strict: bool = False,
         rng: bool = True,
         trusted: bool = False,
+        replicated: str = "PerNode",
     ) -> None:
         """Name what to keep: modules, optimizers, schedulers, plain dicts.
 
         `lazy`: copy parameters and optimizer state during the next forward and backward pass.
         `strict`: let `save` raise. `rng`: keep the states of random generators. `trusted`: pickle
         what JSON cannot hold, and unpickle it at restore (only for checkpoints you wrote).
+        `replicated`: what all ranks have alike (DistributedDataParallel, the replicas of a mesh) is
+        staged in parts, by the ranks of each node ("PerNode": every node has a whole copy), or by
+        all of them ("Spread": fewer bytes each, but the loss of a node loses its parts).
         Raises UsageError for components that can be neither taken nor put back.
         """
+        if replicated not in ("PerNode", "Spread"):
+            raise UsageError(f'replicated={replicated!r}: it is "PerNode" or "Spread"')
         self._components = state.check_components(components)
+        self._spread = replicated == "Spread"
+        self._topology = ALONE
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
         self._stager: Stager | None = None
@@ -110,21 +120,20 @@ class Checkpointer:
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
         voter = Voter(self._stager, rank=self._rank, world=self._world)
-        decision = voter.decide(timeout_s=_CONNECT_S)
+        decision = voter.restore(self._restoring, timeout_s=_CONNECT_S, meet=self._meet)
         if decision is None:
             return None
         self._stage_every = decision.stage_every
         restored = None
-        if decision.opened is not None:
-            opened, parent = decision.opened, decision.epoch.parent
+        if decision.restoring is not None:
+            parent = decision.epoch.parent
             assert parent is not None
-            size = voter.together(lambda: self._load(opened.path, parent))
             restored = Restored(
                 step=parent.step,
                 epoch=decision.epoch.id.number,
-                tier=opened.tier,
+                tier=decision.restoring.tier,
                 seconds=time.perf_counter() - started,
-                bytes=size,
+                bytes=decision.restoring.bytes,
             )
         voter.announce(decision, seconds=time.perf_counter() - started)
         self._epoch = decision.epoch
@@ -139,22 +148,32 @@ class Checkpointer:
             )
         return restored
 
-    def _load(self, path: str, id: StepId | None) -> int:
-        slot = SlotMapping(path)
-        control = slot.control()
-        if id is None or control.id != id or control.rank != self._rank:
-            raise KeepstepError(f"{path} holds {control.id} of rank {control.rank}, not {id}")
-        begin = slot.layout.extras_begin
-        kept = extras.decode(
-            bytes(slot.memory[begin : begin + control.extras_bytes]), trusted=self._trusted
+    def _meet(self, gather: Gather) -> None:
+        """Agree on who has what: from here on, every rank knows what to stage."""
+        if self._world > 1:
+            self._topology = topology.agree(
+                lambda: state.take(self._components).claims,
+                gather,
+                rank=self._rank,
+                world=self._world,
+                node=topology.node_name(self._socket),
+                spread=self._spread,
+            )
+
+    def _take(self) -> state.Taken:
+        return state.take(self._components, self._topology)
+
+    def _restoring(self, decision: Decision) -> Restoring:
+        assert self._stager is not None
+        return Restoring(
+            self._components,
+            self._stager.link,
+            decision,
+            rank=self._rank,
+            take=self._take,
+            rng=self._rng,
+            trusted=self._trusted,
         )
-        plan = loading.plan(self._components, slot, kept["values"])
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            slot.register()
-        size = plan.run()
-        if self._rng:
-            rng.apply(kept.get("rng", {}))
-        return size
 
     # --- save --------------------------------------------------------------------------------
 
@@ -188,7 +207,7 @@ class Checkpointer:
             )
         self._last_step = step
         stager.settle()
-        taken = state.take(self._components)
+        taken = self._take()
         kept: dict[str, Any] = {"values": taken.values}
         if self._rng:
             kept["rng"] = rng.capture()
@@ -229,6 +248,7 @@ class Checkpointer:
             aliases=taken.aliases,
             skeleton=json.dumps(taken.skeleton, separators=(",", ":")),
             extras_capacity_bytes=max(_EXTRAS_BYTES, 4 * extras_bytes),
+            twins=taken.twins,
         )
         self._imaging = Imaging(layout, taken, run=self._run_name())
         self._stager.use_layout(layout)

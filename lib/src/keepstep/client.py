@@ -74,6 +74,14 @@ class Client:
             self.close()
             raise self._absent(error) from error
 
+    def get(self, route: str, kind: type[T], *, timeout_s: float = 10.0) -> T:
+        """GET `route` and decode the answer. Raises as `call` does."""
+        try:
+            return self._once(route, None, kind, timeout_s)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            raise self._absent(error) from error
+
     def close(self) -> None:
         """Close the connection; the next call opens another."""
         if self._connection is not None:
@@ -84,14 +92,15 @@ class Client:
         kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
         return SidecarAbsent(f"the sidecar on {self.path} {kind} ({error})", code="absent")
 
-    def _once(self, route: str, body: bytes, kind: type[T], timeout_s: float) -> T:
+    def _once(self, route: str, body: bytes | None, kind: type[T], timeout_s: float) -> T:
         if self._connection is None:
             self._connection = _UnixConnection(self.path, timeout_s)
         connection = self._connection
         connection.timeout = timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)
-        connection.request("POST", route, body, {"Content-Type": "application/json"})
+        method = "GET" if body is None else "POST"
+        connection.request(method, route, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         data = response.read()
         if response.status != 200:

@@ -62,6 +62,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def move(target: int, source: int, size_bytes: int) -> None:
+    """One plain move, on this thread."""
+    _memmove(target, source, size_bytes)
+
+
 def run(transfers: Transfers, *, threads: int = 1) -> None:
     """Do them all, the plain moves on up to `threads` threads; returns when done."""
     moves, copies = transfers.moves, transfers.copies

@@ -16,6 +16,7 @@
         NoMemoryError       the memory limit does not allow two slots of this image
       RestoreError          something was found, but it cannot be restored
         MismatchError       model and checkpoint disagree: lists names, shapes, dtypes
+        CoverageError       the images of a step do not make up its tensors: names each box
         WorldChangedError   the step was saved by another world size
         NothingCommonError  every rank found steps, but no step is held by all
       NotDurableError       `wait` or `close`: a step did not become durable in time
@@ -111,6 +112,11 @@ class RestoreError(KeepstepError):
 
 class MismatchError(RestoreError):
     """Model and checkpoint disagree; the message lists names, shapes and dtypes."""
+
+
+class CoverageError(RestoreError):
+    """The images of a step do not make up its tensors: boxes are missing, overlap, or contradict
+    each other; the message lists them, and the files that would hold them."""
 
 
 class WorldChangedError(RestoreError):

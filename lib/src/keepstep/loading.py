@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep import copying, pages
+from keepstep import copying, pages, sharding
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import Entry
 from keepstep.mapping import SlotMapping
-from keepstep.state import Node, build, leaves_of, take, unwrap
+from keepstep.state import Node, TensorLeaf, build, leaves_of, take, unwrap
 
 _SHOWN = 20
+
+_Path = tuple[Any, ...]
+_Live = dict[_Path, TensorLeaf]
 
 
 @dataclass
@@ -126,13 +129,17 @@ class _Planner:
         elif isinstance(component, dict):
             self._dict(component, node, live)
         else:
-            tree = self._tree(node, lambda one: self._fresh(one, torch.device("cpu")))
+            tree = self._tree(node, lambda _, one: self._fresh(one, torch.device("cpu")))
             self.loading.finishers.append(lambda: component.load_state_dict(tree()))
 
-    def _live(self, name: str, component: Any) -> dict[str, Tensor]:
+    def _live(self, name: str, component: Any) -> _Live:
+        """What is here, by the keys that lead to it: names may depend on other ranks."""
         taken = take({name: component})
-        live = {leaf.name: leaf.tensor for leaf in taken.tensors}
-        return live | {alias: live[first] for alias, first in taken.aliases.items()}
+        leaves = {leaf.name: leaf for leaf in taken.tensors}
+        leaves |= {alias: leaves[first] for alias, first in taken.aliases.items()}
+        return {
+            path[1:]: leaves[leaf[1]] for path, leaf in leaves_of(taken.skeleton) if leaf[0] == "t"
+        }
 
     def _entry(self, name: str) -> Entry:
         name = self._slot.layout.aliases.get(name, name)
@@ -141,9 +148,9 @@ class _Planner:
         except KeyError:
             raise FormatError(f"the image names a tensor it does not hold: {name}") from None
 
-    def _tree(self, node: Node, tensor: Callable[[str], Tensor]) -> Callable[[], Any]:
+    def _tree(self, node: Node, tensor: Callable[[_Path, str], Tensor]) -> Callable[[], Any]:
         """The component's tree. Tensors are made now (and filled by `run`), the rest when asked."""
-        made = {leaf[1]: tensor(leaf[1]) for _, leaf in leaves_of(node) if leaf[0] == "t"}
+        made = {leaf[1]: tensor(path, leaf[1]) for path, leaf in _tensors_of(node)}
         return lambda: build(node, made.__getitem__, self._values.__getitem__)
 
     def _fresh(self, name: str, device: torch.device) -> Tensor:
@@ -153,61 +160,69 @@ class _Planner:
         self.loading.pairs.append((target, self._slot.view(entry)))
         return target
 
-    def _in_place(self, name: str, target: Tensor) -> Tensor:
+    def _in_place(self, name: str, leaf: TensorLeaf) -> Tensor:
         entry = self._entry(name)
-        dtype = DTYPE_OF[entry.spec.dtype]
-        if tuple(target.shape) != tuple(entry.spec.shape) or target.dtype != dtype:
+        dtype, shape = DTYPE_OF[entry.spec.dtype], entry.spec.global_shape or entry.spec.shape
+        if tuple(leaf.live.shape) != shape or leaf.live.dtype != dtype:
             self.differ(
-                f"{name}: {_describe(entry.spec.shape, dtype)} in the checkpoint,"
-                f" {_describe(target.shape, target.dtype)} here"
+                f"{name}: {_describe(shape, dtype)} in the checkpoint,"
+                f" {_describe(leaf.live.shape, leaf.live.dtype)} here"
             )
-        self.loading.pairs.append((target.detach(), self._slot.view(entry)))
-        return target
+        elif tuple(leaf.whole.shape) != entry.spec.shape:
+            raise FormatError(f"{name}: the image of this rank holds another box than lies here")
+        self.loading.pairs.append((leaf.whole.detach(), self._slot.view(entry)))
+        return leaf.live
 
-    def _module(self, name: str, module: nn.Module, node: Node, live: dict[str, Tensor]) -> None:
-        stored = {leaf[1] for _, leaf in leaves_of(node) if leaf[0] == "t"}
-        for one in sorted(stored - live.keys()):
-            entry = self._entry(one)
-            shape = _describe(entry.spec.shape, DTYPE_OF[entry.spec.dtype])
-            self.differ(f"{one}: {shape} in the checkpoint, missing here")
-        for one in sorted(live.keys() - stored):
-            shape = _describe(live[one].shape, live[one].dtype)
-            self.differ(f"{one}: {shape} here, missing in the checkpoint")
-        if stored != live.keys():
+    def _like(self, name: str, parameter: Tensor, device: torch.device) -> Tensor:
+        """New state of a parameter, placed as that is."""
+        made = self._fresh(name, device)
+        spec = self._entry(name).spec
+        shape = spec.global_shape or spec.shape
+        if not sharding.is_dtensor(parameter) or shape != tuple(parameter.shape) or not shape:
+            return made
+        return sharding.like(parameter, made)
+
+    def _module(self, name: str, module: nn.Module, node: Node, live: _Live) -> None:
+        stored = {path: leaf[1] for path, leaf in _tensors_of(node)}
+        for path in sorted(stored.keys() - live.keys(), key=str):
+            spec = self._entry(stored[path]).spec
+            shape = _describe(spec.global_shape or spec.shape, DTYPE_OF[spec.dtype])
+            self.differ(f"{stored[path]}: {shape} in the checkpoint, missing here")
+        for path in sorted(live.keys() - stored.keys(), key=str):
+            shape = _describe(live[path].live.shape, live[path].live.dtype)
+            named = ".".join(map(str, path))
+            self.differ(f"{name}.{named}: {shape} here, missing in the checkpoint")
+        if stored.keys() != live.keys():
             return
-        own = {one.data_ptr() for one in (*module.parameters(), *module.buffers())}
-        if all(one.data_ptr() in own or not one.numel() for one in live.values()):
-            tree = self._tree(node, lambda one: self._in_place(one, live[one]))
+        own = {_pointer(one) for one in (*module.parameters(), *module.buffers())}
+        if all(one.whole.data_ptr() in own or not one.whole.numel() for one in live.values()):
+            tree = self._tree(node, lambda path, one: self._in_place(one, live[path]))
             if all(leaf[0] == "t" for _, leaf in leaves_of(node)):
                 return
         else:  # a state_dict of its own making: only its load_state_dict knows the way back
-            tree = self._tree(node, lambda one: self._fresh(one, live[one].device))
+            tree = self._tree(node, lambda path, one: self._like(one, *_like_live(live[path])))
         self.loading.finishers.append(lambda: module.load_state_dict(tree()))
 
     def _optimizer(
-        self, name: str, optimizer: torch.optim.Optimizer, node: Node, live: dict[str, Tensor]
+        self, name: str, optimizer: torch.optim.Optimizer, node: Node, live: _Live
     ) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        devices: dict[str, torch.device] = {}
-        keys = {}
-        for path, leaf in leaves_of(node):
-            if leaf[0] == "t" and len(path) >= 3 and path[0] == "state":
-                keys[leaf[1]] = path
-                index = path[1]
-                if type(index) is not int or index >= len(parameters):
-                    self.differ(f"{leaf[1]}: the optimizer here has {len(parameters)} parameters")
-                    continue
-                # by convention of torch.optim: `step` stays on the CPU unless capturable or fused
-                if path[2] != "step":
-                    devices[leaf[1]] = parameters[index].device
+        keys = [path for path, _ in _tensors_of(node) if len(path) >= 3 and path[0] == "state"]
+        for path in keys:
+            if type(path[1]) is not int or path[1] >= len(parameters):
+                named = ".".join(map(str, path))
+                self.differ(f"{name}.{named}: the optimizer here has {len(parameters)} parameters")
         self._groups(name, optimizer, node)
         if self._differences:
             return
 
-        def tensor(one: str) -> Tensor:
-            if one in live:
-                return self._in_place(one, live[one])
-            return self._fresh(one, devices.get(one, torch.device("cpu")))
+        def tensor(path: _Path, one: str) -> Tensor:
+            if path in live:
+                return self._in_place(one, live[path])
+            # by convention of torch.optim: `step` stays on the CPU unless capturable or fused
+            if len(path) < 3 or path[0] != "state" or path[2] == "step":
+                return self._fresh(one, torch.device("cpu"))
+            return self._like(one, parameters[path[1]], parameters[path[1]].device)
 
         tree = self._tree(node, tensor)
 
@@ -215,7 +230,7 @@ class _Planner:
             state = tree()
             optimizer.load_state_dict(state)
             # load_state_dict casts to the parameter's dtype; ours are exact already
-            for path in keys.values():
+            for path in keys:
                 kept = state["state"][path[1]][path[2]]
                 if len(path) == 3 and kept.device == _state_of(optimizer, parameters, path).device:
                     optimizer.state[parameters[path[1]]][path[2]] = kept
@@ -232,14 +247,27 @@ class _Planner:
                 f" of {sizes[1]} here"
             )
 
-    def _dict(self, component: dict[Any, Any], node: Node, live: dict[str, Tensor]) -> None:
-        def tensor(one: str) -> Tensor:
-            if one in live:
-                return self._in_place(one, live[one])
+    def _dict(self, component: dict[Any, Any], node: Node, live: _Live) -> None:
+        def tensor(path: _Path, one: str) -> Tensor:
+            if path in live:
+                return self._in_place(one, live[path])
             return self._fresh(one, torch.device("cpu"))
 
         tree = self._tree(node, tensor)
         self.loading.finishers.append(lambda: _merge(component, tree()))
+
+
+def _tensors_of(node: Node) -> list[tuple[_Path, Node]]:
+    return [(path, leaf) for path, leaf in leaves_of(node) if leaf[0] == "t"]
+
+
+def _pointer(tensor: Tensor) -> int:
+    local = sharding.local_of(tensor) if sharding.is_dtensor(tensor) else tensor
+    return local.data_ptr()
+
+
+def _like_live(leaf: TensorLeaf) -> tuple[Tensor, torch.device]:
+    return leaf.live, leaf.whole.device
 
 
 def _merge(live: dict[Any, Any], saved: dict[Any, Any]) -> None:

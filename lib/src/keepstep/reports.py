@@ -153,6 +153,8 @@ class ReportReply:
     and hash it now. `retire`: steps of which no local copy is needed on this pod any more.
     `pinned`: steps that stay even when a volume is full.
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
+    `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
+    candidate; of another run's archive where `restore_run` names one. None: nobody wants that.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
     """
 
@@ -163,6 +165,8 @@ class ReportReply:
     retire: tuple[StepId, ...] = ()
     pinned: tuple[StepId, ...] = ()
     peers: tuple[Peer, ...] = ()
+    restore_from: StepId | None = None
+    restore_run: str = ""
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

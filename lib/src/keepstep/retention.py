@@ -1,7 +1,8 @@
-"""Which committed steps are kept, and which are retired. Pure: times are passed in.
+"""Which committed steps are kept, and which are retired. Pure: times and sizes are passed in.
 
-What is never retired: the newest committed step, whatever the policy says. Whether a newer step
-makes an older copy expendable at all is the ledger's question (`keepstep.ledger`).
+What is never retired: the newest committed step, whatever the policy or a capacity limit says. So
+the only committed copy never goes. Whether a newer step makes an older copy expendable at all is
+the ledger's question (`keepstep.ledger`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,33 @@ def retired(
     if policy.every_s is not None:
         kept.update(_first_of_each_span(ordered, written_at or {}, policy.every_s))
     return tuple(id for id in ordered if id not in kept)
+
+
+def evicted(
+    sizes: Mapping[StepId, int],
+    policy: Retention,
+    *,
+    limit_bytes: int,
+    written_at: Mapping[StepId, float] | None = None,
+) -> tuple[StepId, ...]:
+    """Which of these committed steps go, in this order, so that the rest fits into `limit_bytes`.
+
+    First what the policy does not keep, then what it keeps beside the last ones, then of the last
+    ones: each time the oldest first. Never the newest, never a pin: when these alone are too large,
+    the rest does not fit, and it is for the caller to say so.
+    """
+    first = retired(sizes, policy, written_at=written_at)
+    last = sorted(sizes)[-policy.last :]
+    beside = [id for id in sorted(sizes) if id not in first and id not in last]
+    excess = sum(sizes.values()) - limit_bytes
+    gone: list[StepId] = []
+    for id in (*first, *beside, *last[:-1]):
+        if excess <= 0:
+            break
+        if id not in policy.pinned:
+            gone.append(id)
+            excess -= sizes[id]
+    return tuple(gone)
 
 
 def unwatched(

@@ -85,6 +85,11 @@ class Stager:
         """The image on its way, if any."""
         return self._pending
 
+    @property
+    def taken(self) -> tuple[SlotGranted, SlotMapping] | None:
+        """The slot that was taken and is neither submitted nor put back, if any."""
+        return self._taken
+
     def use_layout(self, layout: Layout) -> None:
         """From now on images look like this; slots for it are made in the background."""
         with self._changed:
@@ -115,6 +120,14 @@ class Stager:
             if self._refused:
                 return self._refused
             return "no slot is free yet" if self.link.connected else "the sidecar is away"
+
+    def await_slot(self, *, timeout_s: float) -> tuple[SlotGranted, SlotMapping] | str:
+        """`take_slot` for whoever cannot skip a step: waits until there is one, or none can be."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (self._ready and not self._pending) or self._refused, timeout=timeout_s
+            )
+        return self.take_slot()
 
     def _patience_s(self) -> float:
         """Small slots are made in milliseconds, and worth a wait; large ones take seconds."""

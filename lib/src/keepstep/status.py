@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,28 @@ class VolumeStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DepotStatus:
+    """What lies beyond this machine: `tier` peer or archive, `where` it is. Counters since the
+    start, in shards, bytes, seconds.
+
+    `backlog`: shards that should be there and are not yet; `behind_s`: for how long the oldest of
+    them waits. `trouble`: the last error, '' when the last attempt went well.
+    """
+
+    tier: Tier
+    where: str
+    sent: int = 0
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    received_bytes: int = 0
+    received_seconds: float = 0.0
+    failures: int = 0
+    backlog: int = 0
+    behind_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepStatus:
     """One step that is held somewhere. `path` is set once it is committed on local."""
 
@@ -62,6 +84,8 @@ class StepStatus:
     world: int
     memory_ranks: tuple[int, ...] = ()
     local_ranks: tuple[int, ...] = ()
+    peer_ranks: tuple[int, ...] = ()
+    archive_ranks: tuple[int, ...] = ()
     bytes: int = 0
     committed: bool = False
     path: str = ""
@@ -94,6 +118,7 @@ class Status:
     persist_bytes: int = 0
     ranks: tuple[RankStatus, ...] = ()
     volumes: tuple[VolumeStatus, ...] = ()
+    depots: tuple[DepotStatus, ...] = ()
     steps: tuple[StepStatus, ...] = ()
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -15,32 +15,46 @@ from typing import Any, TypeVar
 
 import torch
 
-from keepstep.agreement import choose
-from keepstep.errors import KeepstepError, RestoreError, SidecarError
-from keepstep.protocol import (
-    Candidates,
-    CandidatesRequest,
-    Opened,
-    OpenRequest,
-    RestoredRequest,
-)
+from keepstep.agreement import Decision, choose
+from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
+from keepstep.protocol import Candidates, CandidatesRequest, RestoredRequest
+from keepstep.restoring import Restoring
 from keepstep.stager import Stager
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, Tier
 
 log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 
-_OPEN_S = 600.0
+_CANDIDATES_S = 600.0
+
+Begin = Callable[[Decision], Restoring]
+"""Makes this rank's way to the step of a decision."""
+
+Gather = Callable[[Any], list[Any]]
+"""Brings one value of every rank to all, in rank order."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """The epoch that begins; its parent is in `opened`, this rank's verified image of it."""
+    """The epoch that begins. Its parent was restored, by `restoring`; None: there was nothing."""
 
     epoch: Epoch
-    opened: Opened | None
     stage_every: int
+    restoring: Restoring | None = None
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where this rank's bytes came from."""
+        return self.restoring.tier if self.restoring is not None else None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a stage failed on a rank. `again`: another step may do."""
+
+    text: str
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -59,46 +73,78 @@ class Voter:
         self._rank, self._world = rank, world
         self._stage_every = 1
 
-    def decide(self, *, timeout_s: float) -> Agreed | None:
-        """Agree with all ranks; None if no rank has a sidecar. Raises RestoreError and kin."""
+    def restore(
+        self, begin: Begin, *, timeout_s: float, meet: Callable[[Gather], None]
+    ) -> Agreed | None:
+        """Agree with all ranks on a step, and bring it back; None if no rank has a sidecar.
+
+        A step that some rank cannot bring is left out, and all vote again. `meet` is called first,
+        where all ranks gather. Raises RestoreError and kin, on all ranks if on any, so that none
+        trains on alone.
+        """
         ballots = self._gather(self._ballot(timeout_s))
         if all(ballot.inactive for ballot in ballots):
             return None
         self._raise_errors(ballots)
+        meet(self._gather)
         votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
         excluded: set[StepId] = set()
+        failures: list[str] = []
         while True:
-            decision = choose(votes, excluded)
+            decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
             if decision.id is None:
-                if decision.incomplete and self._rank == 0:
-                    log.warning(
-                        "keepstep: beginning anew without %s: only some ranks hold it",
-                        ", ".join(map(str, decision.incomplete)),
-                    )
-                return Agreed(epoch, None, self._stage_every)
-            opened, error = self._open(decision.id)
-            failures = [one for one in self._gather(error) if one]
+                self._say_incomplete(decision)
+                return Agreed(epoch, self._stage_every)
+            restoring = begin(decision)
+            failures = self._together(restoring)
             if not failures:
-                return Agreed(epoch, opened, self._stage_every)
+                return Agreed(epoch, self._stage_every, restoring)
             log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
             # grows by one a round, on all ranks alike: `choose` raises when nothing is left
             excluded.add(decision.id)
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Do `work`; if it fails on any rank, raise on all, so that none trains on alone."""
-        result: Any = None
-        failure: Exception | None = None
+    def _choose(
+        self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
+    ) -> Decision:
         try:
-            result = work()
-        except Exception as error:  # whatever it is, the other ranks are waiting
-            failure = error
-        failures = self._gather(f"rank {self._rank}: {failure}" if failure else "")
-        if failure is not None:
-            raise failure
-        if any(failures):
-            raise RestoreError("; ".join(one for one in failures if one))
-        return result  # type: ignore[no-any-return]
+            return choose(votes, excluded)
+        except RestoreError as error:
+            if not failures:
+                raise
+            raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
+
+    def _say_incomplete(self, decision: Decision) -> None:
+        if decision.incomplete and self._rank == 0:
+            log.warning(
+                "keepstep: beginning anew without %s: only some ranks hold it",
+                ", ".join(map(str, decision.incomplete)),
+            )
+
+    def _together(self, restoring: Restoring) -> list[str]:
+        """Go through all stages, each once all ranks are through the one before.
+
+        Returns why another step must be tried. Raises, on all ranks, what no other step can mend.
+        """
+        values: list[Any] = [None] * self._world
+        for stage in restoring.stages:
+            error, failure, value = None, None, None
+            try:
+                value = stage(values)
+            except Exception as caught:  # whatever it is, the other ranks are waiting
+                error = caught
+                again = isinstance(caught, SidecarError | CoverageError)
+                failure = _Failure(f"rank {self._rank}: {caught}", again)
+            answers = self._gather((value, failure))
+            failures = [failure for _, failure in answers if failure is not None]
+            if any(not one.again for one in failures):
+                if error is not None:
+                    raise error
+                raise RestoreError("; ".join(one.text for one in failures))
+            if failures:
+                return [one.text for one in failures]
+            values = [value for value, _ in answers]
+        return []
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
@@ -108,7 +154,7 @@ class Voter:
             RestoredRequest(
                 lease=stager.link.lease,
                 epoch=agreed.epoch,
-                tier=agreed.opened.tier if agreed.opened else None,
+                tier=agreed.tier,
                 seconds=seconds,
             ),
             dict,
@@ -129,22 +175,13 @@ class Voter:
             self._stage_every = granted.stage_every
             candidates = self._stager.link.call(
                 "/v1/candidates",
-                CandidatesRequest(lease=granted.lease, timeout_s=_OPEN_S),
+                CandidatesRequest(lease=granted.lease, timeout_s=_CANDIDATES_S),
                 Candidates,
-                timeout_s=_OPEN_S + 10,
+                timeout_s=_CANDIDATES_S + 10,
             )
         except SidecarError as error:
             return _Ballot(None, nonce, error=str(error))
         return _Ballot(candidates, nonce)
-
-    def _open(self, id: StepId) -> tuple[Opened | None, str]:
-        stager = self._connected()
-        request = OpenRequest(lease=stager.link.lease, id=id, timeout_s=_OPEN_S)
-        try:
-            opened = stager.link.call("/v1/restore", request, Opened, timeout_s=_OPEN_S + 10)
-        except SidecarError as error:
-            return None, f"rank {self._rank}: {error}"
-        return opened, ""
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]

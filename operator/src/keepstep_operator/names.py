@@ -40,9 +40,13 @@ MEMORY_PATH = "/run/keepstep"
 """Slots and the socket, in both containers."""
 SOCKET_PATH = f"{MEMORY_PATH}/sidecar.sock"
 VOLUMES_PATH = "/keepstep/volumes"
+ARCHIVE_VOLUME = "keepstep-archive"
+ARCHIVE_PATH = "/keepstep/archive"
 TOKEN_PATH = "/var/run/secrets/keepstep.dev/token"
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
+RESTORE_TIMEOUT_ENV = "KEEPSTEP_RESTORE_TIMEOUT"
+"""Seconds; of the library, in the training container."""
 
 USER_ID = 65532
 GROUP_ID = 65532
@@ -54,3 +58,4 @@ ADMISSION_PORT = 9443
 REPORTS_PORT = 9444
 METRICS_PORT = 9090
 SIDECAR_METRICS_PORT = 9464
+SIDECAR_PEER_PORT = 9465

@@ -12,33 +12,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
-from keepstep.errors import UsageError
+from keepstep_operator.beyond import Archive, Peers, parse_archive, parse_peers
 from keepstep_operator.bodies import Body
-from keepstep_operator.quantities import parse_bytes, parse_duration, parse_millicores
-
-Choice = TypeVar("Choice", bound=enum.Enum)
+from keepstep_operator.fields import Fields, PolicyError
 
 _VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 _SOURCES = ("emptyDir", "hostPath", "ephemeral")
 _MOST_VOLUMES = 8
-_LEAST_BYTES = 1 << 20
 _LONGEST_FLUSH_S = 120
 _FULL_BEFORE_EVICTION = 0.95
 """Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
-
-
-class PolicyError(UsageError):
-    """A policy that cannot work. `field` is its path below spec; the message says what to write.
-
-    `reason`: of the condition Accepted=False, one word.
-    """
-
-    def __init__(self, field: str, message: str, *, reason: str = "Invalid") -> None:
-        super().__init__(f"spec.{field}: {message}" if field else message)
-        self.field = field
-        self.reason = reason
 
 
 class PersistMode(str, enum.Enum):
@@ -129,12 +114,16 @@ class Policy:
     bytes_per_second: int | None = None
     flush_timeout_s: int = 60
     run_ttl_s: int = 168 * 3600
+    peers: Peers | None = None
+    archive: Archive | None = None
     spec: Mapping[str, Any]
 
     @property
     def host_paths(self) -> tuple[str, ...]:
         """Every directory of the node that the policy asks for."""
-        return tuple(one.source.path for one in self.volumes if isinstance(one.source, HostPath))
+        local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
+        shared = self.archive.directory.path if self.archive and self.archive.directory else None
+        return (*local, *([shared] if shared else []))
 
     @property
     def usable_bytes(self) -> int | None:
@@ -145,7 +134,7 @@ class Policy:
 def parse_policy(body: Body) -> Policy:
     """A CheckpointPolicy object as values. Raises PolicyError that names the first wrong field."""
     metadata = body.get("metadata") or {}
-    spec = _Fields("", body.get("spec") or {})
+    spec = Fields("", body.get("spec") or {})
     persist, memory, restore = spec.child("persist"), spec.child("memory"), spec.child("restore")
     sidecar = spec.child("sidecar")
     resources = sidecar.child("resources")
@@ -171,6 +160,8 @@ def parse_policy(body: Body) -> Policy:
         bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
         flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
         run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
+        peers=parse_peers(spec),
+        archive=parse_archive(spec),
         spec=spec.fields,
     )
 
@@ -190,15 +181,16 @@ def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if refused := refused_host_paths(policy, allowed):
         places = ", ".join(allowed) or "none"
+        shared = policy.archive.directory if policy.archive else None
         raise PolicyError(
-            "volumes",
+            "archive.directory" if shared and shared.path == refused[0] else "volumes",
             f"hostPath {refused[0]} is not allowed by the administrator (allowed: {places}); use an"
             " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
             reason="HostPathNotAllowed",
         )
 
 
-def _persist(fields: _Fields, stage_every: int) -> tuple[PersistMode, int | None]:
+def _persist(fields: Fields, stage_every: int) -> tuple[PersistMode, int | None]:
     mode = fields.choice("mode", PersistMode.AUTO)
     if mode is PersistMode.AUTO:
         return mode, None
@@ -213,14 +205,14 @@ def _persist(fields: _Fields, stage_every: int) -> tuple[PersistMode, int | None
 def _volumes(listed: object) -> tuple[Volume, ...]:
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_VOLUMES:
         raise PolicyError("volumes", f"a list of 1 to {_MOST_VOLUMES} volumes is needed")
-    volumes = tuple(_volume(_Fields(f"volumes[{i}]", one)) for i, one in enumerate(listed))
+    volumes = tuple(_volume(Fields(f"volumes[{i}]", one)) for i, one in enumerate(listed))
     names = [one.name for one in volumes]
     if len(set(names)) < len(names):
         raise PolicyError("volumes", f"names must differ: {', '.join(names)}")
     return volumes
 
 
-def _volume(fields: _Fields) -> Volume:
+def _volume(fields: Fields) -> Volume:
     name = fields.value("name")
     if not isinstance(name, str) or not _VOLUME_NAME.match(name):
         raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
@@ -234,7 +226,7 @@ def _volume(fields: _Fields) -> Volume:
     )
 
 
-def _source(kind: str, fields: _Fields) -> EmptyDir | HostPath | Ephemeral:
+def _source(kind: str, fields: Fields) -> EmptyDir | HostPath | Ephemeral:
     if kind == "emptyDir":
         return EmptyDir(size_limit_bytes=fields.optional_size("sizeLimit"))
     if kind == "ephemeral":
@@ -243,91 +235,4 @@ def _source(kind: str, fields: _Fields) -> EmptyDir | HostPath | Ephemeral:
             size_bytes=fields.size("size"),
             storage_class=None if storage_class is None else str(storage_class),
         )
-    return HostPath(path=_host_path(fields))
-
-
-def _host_path(fields: _Fields) -> str:
-    """Normal form (no `//`, no `/./`, no trailing slash), so that prefixes can be compared."""
-    path = fields.value("path")
-    if not isinstance(path, str) or not path.startswith("/"):
-        raise fields.wrong("path", "an absolute directory is needed, like /mnt/nvme0/keepstep")
-    parts = [part for part in path.split("/") if part not in ("", ".")]
-    if ".." in parts:
-        raise fields.wrong("path", "must not contain '..'")
-    if not parts:
-        raise fields.wrong("path", "must not be the root of the node")
-    return "/" + "/".join(parts)
-
-
-class _Fields:
-    """A part of the spec, and where it stands, so that messages can say so."""
-
-    def __init__(self, path: str, fields: object) -> None:
-        self._path = path
-        if not isinstance(fields, dict):
-            raise PolicyError(path, f"an object is needed, not {fields!r}")
-        self.fields: Body = fields
-
-    def wrong(self, name: str, message: str, *, reason: str = "Invalid") -> PolicyError:
-        """The error to raise about the field `name`, or about the whole part when it is ''."""
-        return PolicyError(self._at(name), message, reason=reason)
-
-    def child(self, name: str) -> _Fields:
-        """A part that may be left out."""
-        value = self.fields.get(name)
-        return _Fields(self._at(name), {} if value is None else value)
-
-    def value(self, name: str) -> object:
-        return self.fields.get(name)
-
-    def number(self, name: str, default: int, *, least: int, most: int) -> int:
-        value = self.fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(name, f"{value!r} is not a whole number from {least} to {most}")
-        return value
-
-    def choice(self, name: str, default: Choice) -> Choice:
-        value = self.fields.get(name, default.value)
-        try:
-            return type(default)(value)
-        except ValueError:
-            words = " or ".join(str(one.value) for one in type(default))
-            raise self.wrong(name, f"{value!r} is not {words}") from None
-
-    def duration(self, name: str, default: str, *, least: int, most: int) -> int:
-        value = self.fields.get(name, default)
-        try:
-            seconds = parse_duration(value)
-        except ValueError as error:
-            raise self.wrong(name, str(error)) from None
-        if not least <= seconds <= most:
-            raise self.wrong(name, f"{value} is not from {least}s to {most}s")
-        return seconds
-
-    def size(self, name: str, default: str | None = None, *, reason: str = "Invalid") -> int:
-        value = self.fields.get(name, default)
-        if value is None:
-            raise self.wrong(name, "is needed: a quantity like 32Gi", reason=reason)
-        try:
-            size_bytes = parse_bytes(value)
-        except ValueError as error:
-            raise self.wrong(name, str(error), reason=reason) from None
-        if size_bytes < _LEAST_BYTES:
-            raise self.wrong(name, f"{value} is less than 1Mi; write a unit", reason=reason)
-        return size_bytes
-
-    def optional_size(self, name: str) -> int | None:
-        return None if self.fields.get(name) is None else self.size(name)
-
-    def millicores(self, name: str, default: str) -> int:
-        value = self.fields.get(name, default)
-        try:
-            millicores = parse_millicores(value)
-        except ValueError as error:
-            raise self.wrong(name, str(error)) from None
-        if millicores < 1:
-            raise self.wrong(name, f"{value} is not a positive number of CPUs")
-        return millicores
-
-    def _at(self, name: str) -> str:
-        return ".".join(part for part in (self._path, name) if part)
+    return HostPath(path=fields.directory("path", example="/mnt/nvme0/keepstep"))

@@ -17,13 +17,14 @@ from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.parameters import (
     Command,
+    archive_options,
     duration_option,
     keeping_options,
     size_option,
 )
+from keepstep_sidecar.peer.options import peer_options
 
 SOCKET_NAME = "sidecar.sock"
-_PROBE_WAIT_S = 3.0
 _PROBE_EVERY_S = 0.02
 
 
@@ -53,6 +54,8 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
     help="Directory that holds runs; may be repeated.",
 )
 @keeping_options
+@archive_options
+@peer_options
 @click.option(
     "--io-threads", type=click.IntRange(min=1), default=4, help="Threads for each volume."
 )
@@ -82,7 +85,8 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
     type=click.IntRange(1, 65535),
     help="TCP port of /metrics and /healthz.  [default: the socket only]",
 )
-@_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers within 3 s.")
+@_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers in --probe-timeout.")
+@duration_option("--probe-timeout", default="3s", help="How long --probe waits for an answer.")
 @_action("--flush", "Make the sidecar of --memory-dir write its newest steps, and print them.")
 @_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
 @click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
@@ -109,7 +113,7 @@ def main(
         if prepare:
             _prepare(directories)
         elif probe:
-            sys.exit(0 if _answers(_socket(options)) else 1)
+            sys.exit(0 if _answers(_socket(options), options["probe_timeout"]) else 1)
         elif flush:
             _flush(_socket(options), timeout_s=options["flush_timeout"])
         else:
@@ -125,10 +129,9 @@ def _socket(options: dict[str, Any]) -> Path:
     return directory / SOCKET_NAME
 
 
-def _answers(path: Path) -> bool:
-    """Whether a sidecar answers, or does so within a moment: the first probe of a pod comes while
-    it still starts, and the next one only a second later."""
-    deadline = time.monotonic() + _PROBE_WAIT_S
+def _answers(path: Path, timeout_s: float) -> bool:
+    """Whether a sidecar answers, or does so in time: a pod asks while it still starts."""
+    deadline = time.monotonic() + timeout_s
     while not calls.answers(path):
         if time.monotonic() > deadline:
             return False
@@ -199,6 +202,8 @@ def _serve(options: dict[str, Any]) -> None:
             owner_pid=options["owner_pid"],
             metrics_port=options["metrics_port"],
             reporting=reporting,
+            archive=options["archive"],
+            peers=options["peers"],
         )
     )
 

@@ -132,7 +132,8 @@ class Bank:
         return Assigned(index, self._uses[index].generation or 0, None)
 
     def hold(self, name: str) -> bool:
-        """A live trainer fills this slot since before the sidecar started. False: not one of ours.
+        """A live trainer fills this slot since before the sidecar started. False: not one of ours,
+        or somebody reads the image that it held, as nobody had claimed it.
 
         Call it before anything else is assigned.
         """
@@ -141,6 +142,8 @@ class Bank:
         elif (found := self.index_of(name)) is not None:
             index = found
         else:
+            return False
+        if self.table.slots[index].pinned:
             return False
         if self.table.assigned != index:
             self._assign_exactly(index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -29,16 +30,20 @@ from keepstep.ledger import (
     LedgerConfig,
     RankReport,
     Reported,
-    RestorePlan,
     Retire,
     Standing,
 )
 from keepstep.reports import ReportReply
 from keepstep.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.hooks import Hooks
 from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.origins import LocalReader, Origin, RemoteOrigin
 from keepstep_sidecar.overview import Overview
+from keepstep_sidecar.reach import Reach
+from keepstep_sidecar.remotes import Remotes
 from keepstep_sidecar.scan import Found, Scan
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.volume import Written
@@ -65,6 +70,8 @@ class Catalog:
         executor: Executor,
         changes: Changes,
         busy: Callable[[StepId], bool],
+        reader: LocalReader,
+        remotes: Remotes,
         told: bool = False,
     ) -> None:
         """`told`: an operator sees the whole run, and decides what is deleted."""
@@ -76,7 +83,14 @@ class Catalog:
         self.unreadable = ""
         self.scanned = False
         self.epoch: Epoch | None = None
-        self.ledger = Ledger(LedgerConfig(retention={Tier.LOCAL: Retention(last=keep)}))
+        self.remotes = remotes
+        self.reach = Reach(self.shards, keeper, remotes, reader)
+        self.ledger = Ledger(
+            LedgerConfig(
+                tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
+                retention={Tier.LOCAL: Retention(last=keep)},
+            )
+        )
         self._keeper = keeper
         self._executor = executor
         self._changes = changes
@@ -86,7 +100,9 @@ class Catalog:
         self._noted = self.overview.commit
         self._noted_at = -_NOTE_EVERY_S
         self._ranks: set[int] = set()
-        self._opening: set[StepId] = set()
+        self._remote_ranks: set[int] = set()
+        self._hooks = Hooks(remotes.depots)
+        self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self._actions = asyncio.Lock()
 
@@ -99,9 +115,10 @@ class Catalog:
     async def scan(self) -> None:
         """Look at the volumes; afterwards `scanned` is true and the ledger knows it all."""
         try:
-            scan = await self.blocking(self.volumes.scan)
+            scan, aside = await self.blocking(self._survey)
         except StorageError as error:
-            self.unreadable, scan = str(error), Scan()
+            self.unreadable, scan, aside = str(error), Scan(), 0
+        # with nothing awaited from here on: what is lost is never merely absent
         self.shards.clear()
         for found in scan.shards:
             self.shards.setdefault(found.id, {})[found.rank] = found
@@ -115,16 +132,44 @@ class Catalog:
         newer = [one for one in scan.problems if isinstance(one.error, VersionError)]
         if newer:
             self.unreadable = f"{newer[0].path} was written by a newer keepstep; upgrade this one"
-        elif await self.blocking(self._quarantined):
+        elif aside:
             self.unreadable = "shards lie in quarantine (keepstep verify tells why)"
         for epoch in self.volumes.epochs():
             self.ledger.apply(EpochStarted(epoch))
         self.scanned = True
+        self._hooks.durable(one for held in self.shards.values() for one in held.values())
         await self.refresh()
         self._changes.ring()
 
-    def _quarantined(self) -> int:
-        return sum(volume.quarantined() for volume in self.volumes.volumes)
+    async def look_beyond(self) -> None:
+        """Ask the depots what they hold; the ledger hears of it."""
+        first = not self.remotes.looked
+        if not await self.remotes.look() and not first:
+            return
+        ranks = {rank: self.remotes.report(rank) for rank in self._beyond()}
+        await self._tell(Reported(ranks=ranks, epochs=self.remotes.epochs))
+        self._changes.ring()
+
+    def _beyond(self) -> set[int]:
+        """Ranks of which depots hold or held something: one whose last copy went must be reported
+        as empty. What is told of ranks that are here is told with everything else, too."""
+        self._remote_ranks.update(self.remotes.ranks)
+        return self._remote_ranks
+
+    async def distrust(self, origin: Origin, error: Exception) -> None:
+        """This copy could not be used; one on a volume was quarantined, and is looked for anew."""
+        if isinstance(origin, RemoteOrigin):
+            self.remotes.distrust(origin, error)
+            ranks = {origin.rank: self.remotes.report(origin.rank)}
+            self._remember(self.ledger.apply(Reported(ranks=ranks)))
+            self._changes.ring()
+        elif self.holds(origin.rank, origin.id) is not None:
+            await self.scan()
+
+    def _survey(self) -> tuple[Scan, int]:
+        """What is there, and how many files are in quarantine afterwards."""
+        scan = self.volumes.scan()
+        return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
 
     def report(self) -> Reported:
         """All that this machine holds, of every rank that is known here."""
@@ -147,13 +192,15 @@ class Catalog:
     def rank_report(self, rank: int) -> RankReport:
         memory: list[Held] = []
         if (slots := self._keeper.ranks.get(rank)) is not None:
-            memory = [Held(id=id, world=slots.world) for id in slots.sealed()]
+            memory = [_in_slot(*at) for id in slots.sealed() if (at := slots.find(id))]
         local = [_held(held[rank]) for _, held in sorted(self.shards.items()) if rank in held]
+        beyond = self.remotes.report(rank)
         return RankReport(
-            sealed={Tier.MEMORY: tuple(memory), Tier.LOCAL: tuple(local)},
+            sealed={Tier.MEMORY: tuple(memory), Tier.LOCAL: tuple(local), **beyond.sealed},
             answers={
                 Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
                 Tier.LOCAL: Answer.STEPS if local else self._local_answer(),
+                **beyond.answers,
             },
         )
 
@@ -173,46 +220,9 @@ class Catalog:
         self._remember(self.ledger.apply(self.report()))
         return self.ledger
 
-    def plan(self) -> RestorePlan | None:
-        """What would be restored now, if that is known."""
-        newest = self.look().watermark(Tier.MEMORY)
-        if (beyond := self._plan_beyond()) is not None and (newest is None or newest < beyond.id):
-            return beyond
-        if newest is None:
-            return None
-        worlds = {found.world for found in self.shards.get(newest, {}).values()}
-        worlds |= {one.world for one in self._keeper.ranks.values() if one.find(newest)}
-        plan = self.ledger.plan(range(max(worlds, default=0)))
-        return plan if isinstance(plan, RestorePlan) else None
-
-    def _plan_beyond(self) -> RestorePlan | None:
-        """Where other ranks are elsewhere: the operator's plan for those ranks here that hold it.
-
-        Else the last commit, for those that have nothing newer in memory: with that, and without
-        an operator, only the vote can tell what the others have, too.
-        """
-        if (id := self.overview.plan) is not None and self.ledger.lineage.restorable(id):
-            tiers = {rank: tier for rank in self.ranks() if (tier := self._nearest(rank, id))}
-            if tiers:
-                return RestorePlan(id, tiers)
-        if (id := self.last_commit()) is None:
-            return None
-        tiers = {
-            rank: tier
-            for rank in self.ranks()
-            if (tier := self._nearest(rank, id)) and id >= self._newest_in_memory(rank, id)
-        }
-        return RestorePlan(id, tiers) if tiers else None
-
-    def _newest_in_memory(self, rank: int, default: StepId) -> StepId:
+    def newest_in_memory(self, rank: int, default: StepId) -> StepId:
         slots = self._keeper.ranks.get(rank)
         return max(slots.sealed() if slots is not None else (), default=default)
-
-    def _nearest(self, rank: int, id: StepId) -> Tier | None:
-        slots = self._keeper.ranks.get(rank)
-        if slots is not None and slots.find(id) is not None:
-            return Tier.MEMORY
-        return Tier.LOCAL if self.holds(rank, id) is not None else None
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -255,6 +265,7 @@ class Catalog:
             published=False,
         )
         self.shards.setdefault(written.id, {})[written.rank] = found
+        self._hooks.durable((found,))
         self._changes.ring()
 
     async def start_epoch(self, epoch: Epoch) -> None:
@@ -270,6 +281,7 @@ class Catalog:
             await self.blocking(lambda: self.volumes.save_epoch(epoch))
         self.epoch = epoch
         await self._tell(EpochStarted(epoch))
+        self._hooks.forget([id for id in self.shards if self.ledger.is_dead(id)])
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     def see_epoch(self, epoch: Epoch) -> None:
@@ -278,11 +290,16 @@ class Catalog:
             self.epoch = epoch
 
     def opening(self, id: StepId, *, on: bool) -> None:
-        """This step is being read: it is not retired meanwhile."""
-        self._opening.add(id) if on else self._opening.discard(id)
+        """This step is being read: it is not retired meanwhile. Counted."""
+        self._opening[id] += 1 if on else -1
+        if not self._opening[id]:
+            del self._opening[id]
 
-    async def make_room(self) -> bool:
-        """Retire all that the newest commit makes expendable. False when there was nothing."""
+    async def make_room(self, size_bytes: int) -> bool:
+        """Let go of copies kept for others, else retire all that the newest commit makes
+        expendable. False when there was nothing."""
+        if await self._hooks.make_room(size_bytes):
+            return True
         pinned = self.overview.pinned
         surplus = self.look().expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))
         if not surplus and self.overview.told:
@@ -307,7 +324,7 @@ class Catalog:
         return bool(doomed)
 
     def _in_use(self, id: StepId) -> bool:
-        return self._busy(id) or id in self._opening
+        return self._busy(id) or id in self._opening or self._hooks.in_use(id)
 
     def _remember(self, actions: Iterable[object]) -> None:
         for action in actions:
@@ -322,6 +339,8 @@ class Catalog:
         for id in self._commits():
             if id not in self.published and id in self.shards:
                 await self._publish(id)
+            if id in self.shards:
+                self._hooks.committed(id, self.shards[id])
 
     async def _publish(self, id: StepId) -> None:
         try:
@@ -341,6 +360,7 @@ class Catalog:
     async def _retire(self, id: StepId) -> None:
         self.shards.pop(id, None)
         self.published.pop(id, None)
+        self._hooks.forget((id,))
         try:
             freed = await self.blocking(lambda: self.volumes.retire(id))
         except KeepstepError as error:
@@ -388,6 +408,12 @@ class Catalog:
     def ever_published(self) -> set[StepId]:
         """Steps that were committed, whether or not all of their shards are still there."""
         return {id for id, held in self.shards.items() if any(f.published for f in held.values())}
+
+
+def _in_slot(bank: Bank, index: int) -> Held:
+    id = bank.table.slots[index].id
+    assert id is not None
+    return Held(id=id, world=bank.layout.world, twins=bank.layout.twins)
 
 
 def _held(found: Found) -> Held:

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from keepstep.errors import UsageError
 from keepstep.reports import PATH
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.peer.settings import PeerSettings
 from keepstep_sidecar.shardfile import Verify
 
 _LONGEST_SOCKET_PATH = 107
@@ -66,6 +68,8 @@ class Config:
     owner_pid: int | None = None
     metrics_port: int | None = None
     reporting: Reporting | None = None
+    archive: ArchiveConfig | None = None
+    peers: PeerSettings | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
@@ -77,6 +81,11 @@ class Config:
             raise UsageError("--stage-every, --persist-every, --keep, --io-threads start at 1")
         if self.bytes_per_second is not None and self.bytes_per_second < 1:
             raise UsageError("--bytes-per-second starts at 1; leave it out for no limit")
+        if self.peers is not None and self.peers.files is None and self.reporting is None:
+            raise UsageError(
+                "--peer-listen without --report-url needs certificates: give --peer-cert,"
+                " --peer-key and --peer-ca"
+            )
         if len(str(self.socket).encode()) > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"

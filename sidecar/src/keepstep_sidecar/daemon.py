@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +16,10 @@ from pathlib import Path
 from aiohttp import web
 
 from keepstep.errors import StorageError, UsageError
+from keepstep.steps import StepId
 from keepstep_sidecar import journal, reporting
 from keepstep_sidecar.config import Config
+from keepstep_sidecar.depots import Depot
 from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.reporter import Look, Reporter
 from keepstep_sidecar.server import application, public_application
@@ -114,13 +116,33 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 async def _serve(config: Config) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
-        service = Service(config, volumes, tasks)
+        depots = _depots(config, volumes, pinned=lambda: service.catalog.overview.pinned)
+        service = Service(config, volumes, tasks, depots)
         service.reporter = _reporter(service)
         try:
             service.start()
             await _listen(service, tasks)
         finally:
+            await service.beyond.close()
             await asyncio.to_thread(service.close)
+
+
+def _depots(
+    config: Config, volumes: VolumeSet, *, pinned: Callable[[], frozenset[StepId]]
+) -> list[Depot]:
+    """What is configured beyond this machine; nothing of it is even imported without."""
+    depots: list[Depot] = []
+    if config.archive is not None:
+        from keepstep_sidecar.archive import opening
+
+        depots += opening.depots(config, epochs=volumes.epochs, pinned=pinned)
+    if config.peers is not None:
+        from keepstep_sidecar.peer import opening as peers
+
+        depots.append(
+            peers.depot(config.peers, volumes, run=config.run, reporting=config.reporting)
+        )
+    return depots
 
 
 def _reporter(service: Service) -> Reporter | None:
@@ -146,8 +168,8 @@ async def _listen(service: Service, tasks: Tasks) -> None:
     public = _runner(public_application(service))
     await runner.setup()
     await public.setup()
-    await web.UnixSite(runner, str(service.config.socket)).start()
     await _listen_publicly(public, service.config.metrics_port)
+    await web.UnixSite(runner, str(service.config.socket)).start()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))

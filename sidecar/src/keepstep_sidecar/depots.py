@@ -8,11 +8,13 @@ never holds up a write to a local volume, let alone a trainer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from keepstep.image import ControlPage, Layout
+from keepstep.reports import Peer
+from keepstep.status import DepotStatus as DepotStatus
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.scan import Found
 
@@ -50,27 +52,6 @@ class Inventory:
     epochs: tuple[Epoch, ...] = ()
     complete: frozenset[StepId] = frozenset()
     reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DepotStatus:
-    """For `keepstep status`, reports and metrics. Counters since the start.
-
-    `backlog`: shards that should be there and are not yet; `behind_s`: for how long the oldest of
-    them waits. `trouble`: the last error, '' when the last attempt went well.
-    """
-
-    tier: Tier
-    where: str
-    sent: int = 0
-    sent_bytes: int = 0
-    sent_seconds: float = 0.0
-    received_bytes: int = 0
-    received_seconds: float = 0.0
-    failures: int = 0
-    backlog: int = 0
-    behind_s: float = 0.0
-    trouble: str = ""
 
 
 class Depot(Protocol):
@@ -125,3 +106,47 @@ class Depot(Protocol):
 
     async def close(self) -> None:
         """Let go of sockets and threads."""
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A depot that also keeps copies for other pods, on the volumes of this machine."""
+
+    def kept(self) -> tuple[Remote, ...]:
+        """The copies that lie here, complete: what a report says in `ReportedRank.peer`."""
+
+    async def make_room(self, size_bytes: int) -> bool:
+        """A volume is full: let copies go, oldest first, but never the newest committed one of a
+        rank. False when there was nothing to let go."""
+
+
+@runtime_checkable
+class Acquainted(Protocol):
+    """A depot that an operator tells of the run's other pods."""
+
+    @property
+    def address(self) -> str:
+        """`host:port` where they find this pod, '' when nothing is served."""
+
+    def peers_are(self, peers: tuple[Peer, ...]) -> None:
+        """All of them; whoever is missing is a peer no more."""
+
+
+@runtime_checkable
+class Retaining(Protocol):
+    """A depot that has a schedule and a retention of its own."""
+
+    pinned: Callable[[], Collection[StepId]]
+    """Steps that it must not retire."""
+
+    def want(self, id: StepId) -> None:
+        """Send this step although it is not due: somebody waits for it. Every pod of the run must
+        be told, as each sends its own ranks' shards."""
+
+
+@runtime_checkable
+class Noticing(Protocol):
+    """A depot that knows when there is something new to `look` at."""
+
+    changed: Callable[[], None]
+    """To be called then."""

@@ -123,6 +123,8 @@ def for_each_chunk(
         member.join()
     if crew.errors:
         raise crew.errors[0]
+    if crew.done != count:  # a thread that ended otherwise must never pass for one that worked
+        raise RuntimeError(f"{crew.done} of {count} chunks were done")
     return crew.cpu_s
 
 
@@ -136,13 +138,16 @@ class _Crew:
         self._lock = threading.Lock()
         self.errors: list[BaseException] = []
         self.cpu_s = 0.0
+        self.done = 0
 
     def run(self) -> None:
-        if self._niceness:  # of this thread only: Linux keeps niceness per thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         try:
+            if self._niceness:
+                _yield_to_others(self._niceness)
             while (index := self._take()) is not None:
                 self._work(index)
+                with self._lock:
+                    self.done += 1
         except BaseException as error:
             with self._lock:
                 self.errors.append(error)
@@ -152,3 +157,11 @@ class _Crew:
     def _take(self) -> int | None:
         with self._lock:
             return None if self.errors else next(self._left, None)
+
+
+def _yield_to_others(niceness: int) -> None:
+    """Of this thread only: Linux keeps niceness per thread. A process that is nicer already stays
+    so, as only root may take that back."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)

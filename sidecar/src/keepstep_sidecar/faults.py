@@ -42,6 +42,14 @@ POINTS = (
     "record.sync",
     "load.read",
     "load.control",
+    "peer.create",
+    "peer.data",
+    "peer.data-sync",
+    "peer.control",
+    "peer.control-sync",
+    "peer.rename",
+    "peer.directory-sync",
+    "peer.done",
 )
 """Every point there is. `point` refuses other names while faults are armed."""
 

@@ -43,6 +43,15 @@ def _volumes(value: Callable[..., float]) -> Callable[[Status], Samples]:
     return lambda status: (((one.path,), float(value(one))) for one in status.volumes)
 
 
+def _depots(value: Callable[..., float]) -> Callable[[Status], Samples]:
+    return lambda status: (((str(one.tier), one.where), float(value(one))) for one in status.depots)
+
+
+def _depot(name: str, kind: Literal["counter", "gauge"], help: str, attribute: str) -> Row:
+    labels = ("tier", "where")
+    return Row(name, kind, help, labels, _depots(lambda one: getattr(one, attribute)))
+
+
 def _watermarks(status: Status) -> Samples:
     return (((tier,), float(id.step)) for tier, id in status.watermarks.items())
 
@@ -184,6 +193,33 @@ TABLE = (
         "Files in quarantine",
         ("volume",),
         _volumes(lambda one: one.quarantined),
+    ),
+    _depot("keepstep_depot_sent_shards", "counter", "Shards sent beyond this machine", "sent"),
+    _depot("keepstep_depot_sent_bytes", "counter", "Bytes sent beyond this machine", "sent_bytes"),
+    _depot("keepstep_depot_sent_seconds", "counter", "Time that sending them took", "sent_seconds"),
+    _depot(
+        "keepstep_depot_received_bytes", "counter", "Bytes fetched for restores", "received_bytes"
+    ),
+    _depot(
+        "keepstep_depot_received_seconds",
+        "counter",
+        "Time that fetching them took",
+        "received_seconds",
+    ),
+    _depot("keepstep_depot_failures", "counter", "Attempts that failed", "failures"),
+    _depot("keepstep_depot_backlog_shards", "gauge", "Shards that are not there yet", "backlog"),
+    _depot(
+        "keepstep_depot_behind_seconds",
+        "gauge",
+        "For how long the oldest of them waits",
+        "behind_s",
+    ),
+    Row(
+        "keepstep_depot_trouble",
+        "gauge",
+        "1 when the last attempt failed",
+        ("tier", "where"),
+        _depots(lambda one: bool(one.trouble)),
     ),
     Row(
         "keepstep_warnings",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -49,17 +49,19 @@ class Persister:
         keeper: Slotkeeper,
         *,
         grid: Grid,
-        executor: Executor,
+        executors: Sequence[Executor],
         changes: Changes,
         spawn: Spawn,
     ) -> None:
+        """`executors`: one for each volume, of one thread: a drive writes one image at a time, and
+        none is idle while another one has a queue."""
         self.totals = PersistTotals()
         self.trouble = ""
         self.failed: StepId | None = None
         self.catalog: Catalog
         self._keeper = keeper
         self._waiting = False
-        self._executor = executor
+        self._executors = executors
         self._changes = changes
         self._spawn = spawn
         self._ranks: frozenset[int] = frozenset()
@@ -180,17 +182,18 @@ class Persister:
         await self._end(write, ok=written is not None)
 
     async def _write_with_room(self, bank: Bank, index: int, control: ControlPage) -> Written:
-        try:
-            return await self._write_once(bank, index, control)
-        except NoSpaceError:
-            if not await self.catalog.make_room():
-                raise
-            return await self._write_once(bank, index, control)
+        while True:
+            try:
+                return await self._write_once(bank, index, control)
+            except NoSpaceError:  # noqa: PERF203 (a volume that is full is no hot loop)
+                if not await self.catalog.make_room(bank.layout.size_bytes):
+                    raise
 
     async def _write_once(self, bank: Bank, index: int, control: ControlPage) -> Written:
         view = bank.files[index].view
+        executor = self._executors[self.catalog.volumes.lane(control.rank)]
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self.catalog.volumes.write, view, bank.layout, control
+            executor, self.catalog.volumes.write, view, bank.layout, control
         )
 
     async def _distrust(self, written: Written) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from keepstep.protocol import Flushed, Waited, WaitRequest
-from keepstep.steps import State, StepId
+from keepstep.steps import State, StepId, Tier
+from keepstep_sidecar.beyond import Beyond
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.leases import Lease
@@ -30,12 +32,14 @@ class Progress:
         keeper: Slotkeeper,
         catalog: Catalog,
         persister: Persister,
+        beyond: Beyond,
         changes: Changes,
     ) -> None:
         self._trainers = trainers
         self._keeper = keeper
         self._catalog = catalog
         self._persister = persister
+        self._beyond = beyond
         self._changes = changes
         self.awaited = 0
         """Trainers that wait for a commit now."""
@@ -52,16 +56,28 @@ class Progress:
             # a step that could not be written is not tried again: only a later one can help
             return reached() or self._persister.failed == request.id == counters.staged
 
+        deadline = time.monotonic() + request.timeout_s
         with self._counted(request):
             await self._changes.until(settled, timeout_s=request.timeout_s)
+        if reached() and request.state == State.ARCHIVED:
+            self._beyond.want(request.id)
+            return await self._archived(deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
         return Waited(reached=False, reason=self._missing(request.id))
 
+    async def _archived(self, left_s: float) -> Waited:
+        """What is committed was told to the archive: wait until it has what it wants of it."""
+        if await self._beyond.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
+            return Waited(reached=True)
+        behind = [one for one in self._beyond.statuses() if one.tier is Tier.ARCHIVE]
+        reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
+        return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
+
     @contextmanager
     def _counted(self, request: WaitRequest) -> Iterator[None]:
         """A commit that somebody waits for may be one of which only the operator knows."""
-        commits = int(request.state == State.COMMITTED)
+        commits = int(request.state in (State.COMMITTED, State.ARCHIVED))
         self.awaited += commits
         if commits:
             self._changes.ring()
@@ -80,6 +96,8 @@ class Progress:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
             return lambda: self._catalog.durable_from(rank, id)
+        if state is State.ARCHIVED and not self._beyond.has(Tier.ARCHIVE):
+            raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self._catalog.committed_from(id)
 
     def _staged(self, rank: int, id: StepId) -> bool:

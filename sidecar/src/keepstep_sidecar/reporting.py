@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from keepstep.reports import Report, ReportedRank, ReportedVolume
-from keepstep.status import VolumeStatus
+from keepstep.reports import Report, ReportedDepot, ReportedRank, ReportedVolume
+from keepstep.status import DepotStatus, VolumeStatus
 from keepstep.steps import Epoch, Tier
 from keepstep_sidecar import __version__
 from keepstep_sidecar import status as look
+from keepstep_sidecar.elsewhere import others
 from keepstep_sidecar.service import Service
 from keepstep_sidecar.volume import Volume
 
@@ -43,7 +44,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         library=service.trainers.library,
         pinned=_pinned(service),
         epochs=_epochs(service),
-        ranks=tuple(_rank(service, rank) for rank in catalog.ranks()),
+        ranks=(*(_rank(service, rank) for rank in catalog.ranks()), *others(service)),
         restores=tuple(service.restores),
         volumes=tuple(map(_volume, catalog.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
@@ -52,13 +53,16 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         persist_bytes=totals.bytes,
         persist_seconds=totals.seconds,
         flushing=service.flushing,
+        peer_address=service.beyond.address,
+        depots=tuple(_depot(one) for one in service.beyond.statuses()),
     )
 
 
 def news(report: Report) -> Report:
     """The report without what changes all the time and interests nobody: equal, no news."""
     steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
-    return replace(report, sequence=0, sent_at=0.0, volumes=tuple(steady))
+    waiting = (replace(one, behind_s=0.0) for one in report.depots)
+    return replace(report, sequence=0, sent_at=0.0, volumes=tuple(steady), depots=tuple(waiting))
 
 
 def _pinned(service: Service) -> str:
@@ -88,6 +92,10 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         skipped=sum(counters.skipped.values()),
         discarded=counters.discarded,
         blocked_s=counters.blocked_s,
+        archive=held.sealed.get(Tier.ARCHIVE, ()),
+        archive_answer=held.answers.get(Tier.ARCHIVE),
+        # the pods that keep the copies list them; this one only says whether it knows of any
+        peer_answer=held.answers.get(Tier.PEER),
     )
 
 
@@ -101,4 +109,17 @@ def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
         capacity_bytes=measured.capacity_bytes,
         failed=volume.failed,
         quarantined=measured.quarantined,
+    )
+
+
+def _depot(one: DepotStatus) -> ReportedDepot:
+    return ReportedDepot(
+        tier=one.tier,
+        where=one.where,
+        sent=one.sent,
+        sent_bytes=one.sent_bytes,
+        failures=one.failures,
+        backlog=one.backlog,
+        behind_s=one.behind_s,
+        trouble=one.trouble,
     )

@@ -18,8 +18,10 @@ from aiohttp import web
 from keepstep.errors import KeepstepError
 from keepstep.protocol import (
     CandidatesRequest,
+    ChunksRequest,
     DiscardRequest,
     FlushRequest,
+    HeadersRequest,
     LayoutRequest,
     LeaseRequest,
     OpenRequest,
@@ -29,9 +31,11 @@ from keepstep.protocol import (
     RestoredRequest,
     SkippedRequest,
     SlotRequest,
+    SourcesRequest,
     StagedRequest,
     StopRequest,
     WaitRequest,
+    WindowRequest,
 )
 from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.problems import answer
@@ -64,6 +68,10 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/candidates", CandidatesRequest, service.candidates),
             _post("/v1/restore", OpenRequest, service.open),
             _post("/v1/restored", RestoredRequest, service.restored),
+            _post("/v1/sources", SourcesRequest, service.reads.sources),
+            _post("/v1/headers", HeadersRequest, service.reads.headers),
+            _post("/v1/window", WindowRequest, service.windows.window),
+            _post("/v1/chunks", ChunksRequest, service.windows.chunks),
             _post("/v1/wait", WaitRequest, service.progress.wait),
             _post("/v1/flush", FlushRequest, service.flush),
             _post("/v1/owner", OwnerRequest, service.own),

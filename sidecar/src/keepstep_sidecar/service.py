@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.protocol import (
@@ -25,21 +26,29 @@ from keepstep.protocol import (
 from keepstep.reports import ReportedRestore, ReportReply
 from keepstep.schedule import Grid
 from keepstep.steps import StepId
+from keepstep_sidecar.beyond import Beyond
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.config import Config
+from keepstep_sidecar.depots import Depot
 from keepstep_sidecar.journal import say
+from keepstep_sidecar.loader import Loader
 from keepstep_sidecar.maker import Maker
+from keepstep_sidecar.nearest import Nearest
+from keepstep_sidecar.origins import LocalReader
 from keepstep_sidecar.owner import Owner
 from keepstep_sidecar.persister import Persister
 from keepstep_sidecar.problems import refuse
 from keepstep_sidecar.progress import Progress
+from keepstep_sidecar.remotes import Remotes
 from keepstep_sidecar.reporter import Reporter
 from keepstep_sidecar.restorer import Restorer
 from keepstep_sidecar.slotkeeper import Slotkeeper
+from keepstep_sidecar.sources import Reads
 from keepstep_sidecar.tasks import Tasks
 from keepstep_sidecar.trainers import Trainers
 from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.windows import Windows
 
 _LAST_WORD_S = 3.0
 """How long the last report may take: after the flush, within the grace period."""
@@ -50,7 +59,9 @@ _RESTORES_KEPT = 16
 class Service:
     """One run's sidecar on this machine."""
 
-    def __init__(self, config: Config, volumes: VolumeSet, tasks: Tasks) -> None:
+    def __init__(
+        self, config: Config, volumes: VolumeSet, tasks: Tasks, depots: Sequence[Depot] = ()
+    ) -> None:
         self.config = config
         self.started_at = time.time()
         self.changes = Changes()
@@ -62,13 +73,20 @@ class Service:
         self._tasks = tasks
         self._volumes = volumes
         self._names = ThreadPoolExecutor(1, thread_name_prefix="names")
-        self._writers = ThreadPoolExecutor(len(volumes.volumes), thread_name_prefix="write")
+        self._writers = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"write-{number}")
+            for number, _ in enumerate(volumes.volumes)
+        ]
+        self._loads = ThreadPoolExecutor(len(volumes.volumes), thread_name_prefix="load")
+        self._chunks = ThreadPoolExecutor(
+            len(volumes.volumes) * config.io_threads, thread_name_prefix="chunk"
+        )
         self.keeper = Slotkeeper(config.memory_dir, run=config.run)
         self.maker = Maker(config.memory_dir, self.changes)
         self.persister = Persister(
             self.keeper,
             grid=Grid(config.persist_base),
-            executor=self._writers,
+            executors=self._writers,
             changes=self.changes,
             spawn=tasks.spawn,
         )
@@ -79,9 +97,12 @@ class Service:
             executor=self._names,
             changes=self.changes,
             busy=self.persister.busy,
+            reader=LocalReader(volumes, loads=self._loads, chunks=self._chunks),
+            remotes=Remotes(depots),
             told=config.reporting is not None,
         )
         self.persister.catalog = self.catalog
+        self.beyond = Beyond(self.catalog, self.changes)
         self.trainers = Trainers(
             config,
             keeper=self.keeper,
@@ -90,12 +111,29 @@ class Service:
             maker=self.maker,
             changes=self.changes,
         )
+        nearest = Nearest(self.keeper, self.catalog)
+        self.reads = Reads(self.keeper, self.catalog, self.trainers.leases, nearest)
+        self.windows = Windows(
+            self.keeper,
+            self.trainers.leases,
+            nearest,
+            memory_dir=config.memory_dir,
+            limit_bytes=config.memory_limit_bytes,
+        )
         self.restorer = Restorer(
             self.keeper,
             self.catalog,
+            Loader(
+                self.keeper,
+                self.catalog,
+                nearest,
+                changes=self.changes,
+                grow=self.trainers.grow,
+                leased=lambda rank: self.trainers.leases.of(rank) is not None,
+            ),
+            self.reads,
+            self.windows,
             changes=self.changes,
-            loaders=len(volumes.volumes),
-            grow=self.trainers.grow,
             restores=self.trainers.restores,
         )
         self.trainers.restorer = self.restorer
@@ -104,6 +142,7 @@ class Service:
             keeper=self.keeper,
             catalog=self.catalog,
             persister=self.persister,
+            beyond=self.beyond,
             changes=self.changes,
         )
 
@@ -111,12 +150,14 @@ class Service:
 
     def start(self) -> None:
         """Adopt what is in memory, then look at the volumes and prefetch, in the background."""
+        self.windows.start()
         self.keeper.adopt_all()
         for file in self.keeper.files():
             self.maker.settle(file)
         for number in range(self.maker.threads):
             self._tasks.spawn(self.maker.run(), f"make slots {number}")
         self._tasks.spawn(self._look(), "scan")
+        self.beyond.start(self._tasks.spawn, self.restorer.prefetch)
         if self.reporter is not None:
             self._tasks.spawn(self.reporter.run(), "report")
         if self.config.owner_pid is not None:
@@ -146,7 +187,10 @@ class Service:
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end; memory stays for a successor."""
         if not self.ending:
+            started = time.monotonic()
             await self.flush(FlushRequest(timeout_s=self.config.flush_timeout_s))
+            left_s = self.config.flush_timeout_s - (time.monotonic() - started)
+            await self.beyond.drain(timeout_s=max(0.0, left_s))
             await self._last_word()
             self._end()
 
@@ -161,6 +205,7 @@ class Service:
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
+            await self.beyond.drain(timeout_s=request.timeout_s)
         await self._last_word()
         if request.forget:
             await self.progress.drain(timeout_s=request.timeout_s)
@@ -181,8 +226,8 @@ class Service:
     def close(self) -> None:
         """Wait for what is being written, then let go of threads and volumes. Blocks."""
         self.maker.stop()
-        self.restorer.stop()
-        for executor in (self._writers, self._names):
+        self.windows.stop()
+        for executor in (self._loads, self._chunks, *self._writers, self._names):
             executor.shutdown(wait=True, cancel_futures=True)
         self._volumes.close()
 
@@ -199,6 +244,7 @@ class Service:
         """What the operator answered to a report. A plan is fetched ahead of time, meanwhile."""
         before = self.catalog.overview.plan
         await self.catalog.hear(reply)
+        self.beyond.meet(reply.peers, self._tasks.spawn)
         if reply.plan is not None and reply.plan != before and self.catalog.scanned:
             self._tasks.spawn(self.restorer.prefetch(), "prefetch")
 
@@ -209,6 +255,8 @@ class Service:
         lease = self.trainers.leases.require(request.lease)
         if not await self.changes.until(lambda: self.catalog.scanned, timeout_s=request.timeout_s):
             raise refuse("starting", "the volumes are still being scanned; ask again")
+        held = bool(self.restorer.held(lease.rank))
+        await self.beyond.fresh(held=held, timeout_s=request.timeout_s)
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:

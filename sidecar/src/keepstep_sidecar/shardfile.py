@@ -27,6 +27,7 @@ from keepstep.image import (
 from keepstep_sidecar import faults
 from keepstep_sidecar.engine import WRITER_NICENESS, Engine, Pace, aligned_buffer, for_each_chunk
 from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.proofs import Proof
 
 
 class Verify(str, enum.Enum):
@@ -123,12 +124,24 @@ class ShardFile:
         def load_chunk(index: int) -> None:
             begin, end = chunk_bounds(layout, index)
             with view[begin:end] as chunk:
-                faults.point("load.read")
-                self._read(chunk, begin, path)
+                self._load_chunk(index, chunk, layout, path)
                 if self.verify is Verify.FULL:
                     check_chunk(layout, index, chunk, table, path=path)
 
         for_each_chunk(load_chunk, layout.chunk_count, threads=self.threads)
+
+    def load_chunk(self, index: int, into: memoryview, proof: Proof, path: Path) -> None:
+        """Read one chunk into the page-aligned `into`, of exactly its bytes, and verify it.
+
+        Whatever `verify` says: nobody looks at the chunk again. Raises DigestError, TornError,
+        OSError.
+        """
+        self._load_chunk(index, into, proof.layout, path)
+        check_chunk(proof.layout, index, into, proof.table, path=path)
+
+    def _load_chunk(self, index: int, into: memoryview, layout: Layout, path: Path) -> None:
+        faults.point("load.read")
+        self._read(into, chunk_bounds(layout, index)[0], path)
 
     def _read(self, into: memoryview, offset: int, path: Path) -> None:
         if self.filesystem.read(self.fd, into, offset) < len(into):

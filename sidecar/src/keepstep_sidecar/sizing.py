@@ -41,8 +41,11 @@ class Sizing:
 
     def most(self, slots: RankSlots, bank: Bank, lease: Lease | None) -> int:
         """Slots that this bank may grow to for a restore: one beyond the usual, if it fits."""
-        if lease is None:
-            return self._config.slots
+        if lease is None:  # whoever comes, or nobody: room for one image is enough to know
+            others = self._keeper.made_bytes - sum(len(file.view) for _, file in bank.present())
+            return Budget(total_bytes=self._total_bytes(), ranks=1).affordable(
+                bank.layout.size_bytes, wanted=self._config.slots, taken_bytes=others
+            )
         taken = slots.taken_bytes - bank.size_bytes
         return self._budget(lease).affordable(
             bank.layout.size_bytes, wanted=self._config.slots + 1, taken_bytes=taken
@@ -53,9 +56,13 @@ class Sizing:
         return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
 
     def _budget(self, lease: Lease) -> Budget:
-        there = free_bytes(self._config.memory_dir) + self._keeper.made_bytes
-        limit = self._config.memory_limit_bytes
+        gone = self._keeper.gone_bytes(lease.world)
         return Budget(
-            total_bytes=there if limit is None else min(limit, there),
+            total_bytes=max(0, self._total_bytes() - gone),
             ranks=lease.request.local_world or lease.world,
         )
+
+    def _total_bytes(self) -> int:
+        there = free_bytes(self._config.memory_dir) + self._keeper.made_bytes
+        limit = self._config.memory_limit_bytes
+        return there if limit is None else min(limit, there)

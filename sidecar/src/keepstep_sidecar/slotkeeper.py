@@ -75,6 +75,8 @@ class Slotkeeper:
     def __init__(self, memory_dir: Path, *, run: str) -> None:
         self.memory_dir = memory_dir
         self.ranks: dict[int, RankSlots] = {}
+        self.world = 0
+        """Of the newest trainer, 0 before the first."""
         self._run = run
 
     def rank(self, rank: int) -> RankSlots:
@@ -91,6 +93,19 @@ class Slotkeeper:
     def made_bytes(self) -> int:
         """Memory that all slots take now."""
         return sum(len(file.view) for file in self.files())
+
+    def gone_bytes(self, world: int) -> int:
+        """Memory of ranks that a smaller world does not have: not free before its first images."""
+        gone = (slots for rank, slots in self.ranks.items() if rank >= world)
+        return sum(one.taken_bytes for one in gone)
+
+    def _running(self) -> dict[int, RankSlots]:
+        """Ranks with slots, without those that a smaller world does not have."""
+        return {
+            rank: one
+            for rank, one in self.ranks.items()
+            if one.banks and (not self.world or rank < self.world)
+        }
 
     def files(self) -> Iterator[SlotFile]:
         for slots in self.ranks.values():
@@ -174,26 +189,35 @@ class Slotkeeper:
 
     def protect_common(self) -> StepId | None:
         """Tell every table the newest step that all ranks hold. Returns that step."""
-        held = [set(slots.sealed()) for slots in self.ranks.values() if slots.banks]
+        held = [set(slots.sealed()) for slots in self._running().values()]
         common = max(set.intersection(*held), default=None) if held else None
         for slots in self.ranks.values():
             for bank in slots.banks.values():
                 bank.table.protect(() if common is None else (common,))
         return common
 
+    def holds_old_layouts(self, slots: RankSlots) -> bool:
+        """Whether this rank, or one that is gone, has slots that nobody fills any more."""
+        return len(slots.banks) > 1 or any(
+            one.banks and rank >= slots.world for rank, one in self.ranks.items()
+        )
+
     def drop_old_layouts(self, common: StepId) -> None:
-        """A newer common step exists: slots of layouts that hold nothing newer are freed."""
-        for slots in self.ranks.values():
+        """A newer common step exists: slots of layouts that hold nothing newer are freed, and those
+        of ranks that the world does not have any more."""
+        running = self._running()
+        for rank, slots in self.ranks.items():
             for key, bank in list(slots.banks.items()):
                 newest = max(bank.table.sealed(), default=None)
-                busy = any(
-                    slot.pinned or slot.state in (SlotState.ASSIGNED, SlotState.LOADING)
-                    for slot in bank.table.slots
-                )
-                if bank is slots.current or slots.current is None or busy:
+                # a straggler of a rank that is gone may fill its slot: it writes into nothing
+                states = {SlotState.LOADING} | ({SlotState.ASSIGNED} if rank in running else set())
+                busy = any(slot.pinned or slot.state in states for slot in bank.table.slots)
+                used = slots.current is None or bank is slots.current
+                if busy or (used and rank in running):
                     continue
                 if newest is None or newest < common:
                     del slots.banks[key]
+                    slots.current = None if bank is slots.current else slots.current
                     bank.wanted = 0
                     self.unlink([*bank.files, *bank.drop_orphans()])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 from keepstep.image import PAGE_BYTES
 from keepstep.protocol import PROTOCOL_MAX, PROTOCOL_MIN
@@ -11,6 +12,7 @@ from keepstep.status import RankStatus, SlotStatus, Status, StepStatus, VolumeSt
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar import __version__
 from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.origins import RemoteOrigin
 from keepstep_sidecar.service import Service
 from keepstep_sidecar.slotkeeper import RankSlots
 from keepstep_sidecar.volume import Volume
@@ -24,6 +26,7 @@ async def status(service: Service) -> Status:
     marks = {
         Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), catalog.overview.memory),
         Tier.LOCAL: catalog.last_commit(),
+        **{tier: ledger.watermark(tier) for tier in catalog.remotes.tiers},
     }
     newest = max(
         (one.staged.step for one in service.trainers.counters.values() if one.staged), default=0
@@ -48,19 +51,26 @@ async def status(service: Service) -> Status:
         persist_bytes=persister.totals.bytes,
         ranks=tuple(_rank(service, one) for _, one in sorted(service.keeper.ranks.items())),
         volumes=volumes,
+        depots=service.beyond.statuses(),
         steps=tuple(_steps(service)),
-        survives=survives(memory=marks[Tier.MEMORY], local=marks[Tier.LOCAL]),
+        survives=survives(marks),
         warnings=warnings(service),
     )
 
 
-def survives(*, memory: StepId | None, local: StepId | None) -> tuple[str, ...]:
-    """What the run would outlive now, beyond the loss of a step. Pure.
+def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
+    """What the run would outlive now, beyond the loss of a step; `marks`: watermarks. Pure.
 
     One machine without a peer or an archive never survives its own loss.
     """
-    outlived = ("ContainerRestart",) if memory or local else ()
-    return (*outlived, "PodRestart") if local else outlived
+    beyond = marks.get(Tier.PEER) or marks.get(Tier.ARCHIVE)
+    local = marks.get(Tier.LOCAL) or beyond
+    outlived = {
+        "ContainerRestart": marks.get(Tier.MEMORY) or local,
+        "PodRestart": local,
+        "NodeLoss": beyond,
+    }
+    return tuple(name for name, id in outlived.items() if id is not None)
 
 
 def newest_of(*ids: StepId | None) -> StepId | None:
@@ -126,9 +136,7 @@ def _slots(bank: Bank) -> list[SlotStatus]:
 
 def _steps(service: Service) -> list[StepStatus]:
     """Newest first."""
-    catalog, keeper = service.catalog, service.keeper
-    ids = {id for slots in keeper.ranks.values() for id in slots.sealed()} | set(catalog.shards)
-    return [_step(service, id) for id in sorted(ids, reverse=True)]
+    return [_step(service, id) for id in sorted(service.catalog.reach.ids(), reverse=True)]
 
 
 def _step(service: Service, id: StepId) -> StepStatus:
@@ -137,17 +145,28 @@ def _step(service: Service, id: StepId) -> StepStatus:
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
     sizes = {rank: bank.layout.size_bytes for rank, (bank, _) in memory.items()}
     sizes |= {rank: found.bytes for rank, found in local.items()}
+    far = catalog.remotes.of(id)
+    sizes = {rank: places[0].bytes for rank, places in far.items()} | sizes
     worlds = [found.world for found in local.values()]
     worlds += [bank.layout.world for bank, _ in memory.values()]
+    worlds += [places[0].world for places in far.values()]
     return StepStatus(
         id=id,
         world=max(worlds),
         memory_ranks=tuple(sorted(memory)),
         local_ranks=tuple(sorted(local)),
+        peer_ranks=_on(far, Tier.PEER),
+        archive_ranks=_on(far, Tier.ARCHIVE),
         bytes=sum(sizes.values()),
         committed=id in catalog.published,
         path=catalog.published.get(id, ""),
         dead=catalog.ledger.is_dead(id),
+    )
+
+
+def _on(far: Mapping[int, Sequence[RemoteOrigin]], tier: Tier) -> tuple[int, ...]:
+    return tuple(
+        sorted(rank for rank, places in far.items() if any(one.tier is tier for one in places))
     )
 
 
@@ -166,6 +185,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [service.persister.trouble, service.catalog.unreadable, *service.catalog.alarms]
     found += [one.failed for one in service.catalog.volumes.volumes]
     found += service.trainers.refused.values()
+    found += [f"{one.where}: {one.trouble}" for one in service.beyond.statuses() if one.trouble]
     found += [
         bank.failure for slots in service.keeper.ranks.values() for bank in slots.banks.values()
     ]

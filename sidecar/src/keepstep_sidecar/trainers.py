@@ -138,7 +138,7 @@ class Trainers:
                 self._maker.fill(bank)
         if before is not None:
             self.leases.unwatch(before)
-        slots.world = lease.world
+        slots.world = self._keeper.world = lease.world
         held = self._keeper.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
@@ -291,7 +291,7 @@ class Trainers:
         self._catalog.see_epoch(request.epoch)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         common = self._keeper.protect_common()
-        if common is not None and len(slots.banks) > 1:
+        if common is not None and self._keeper.holds_old_layouts(slots):
             self._keeper.drop_old_layouts(common)
         self._persister.sealed(slots.rank, id)
         self._changes.ring()

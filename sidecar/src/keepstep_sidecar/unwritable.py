@@ -21,6 +21,7 @@ from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Scan, survey
 from keepstep_sidecar.shardfile import Verify
+from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree
 from keepstep_sidecar.volume import Volume, Written
 
@@ -39,6 +40,7 @@ class UnwritableVolume(Volume):
         self._verify = verify
         self._filesystem = Filesystem()
         self._tree = Tree(self.root)
+        self._shelves = Shelves(self._tree, self._filesystem)
         self._lock = threading.RLock()
         with contextlib.suppress(OSError, ImageError):
             self.record = runrecord.load(self._tree.record, run=run)

@@ -31,6 +31,7 @@ from keepstep_sidecar import runrecord
 from keepstep_sidecar.engine import Engine, Pace, probe
 from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.ownership import Ownership
+from keepstep_sidecar.proofs import Proof, prove
 from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Refused, Scan, read_sealed, survey
 from keepstep_sidecar.shardfile import ShardFile, Verify, open_shard
@@ -80,7 +81,9 @@ class Volume:
             self._ownership = Ownership(self._tree.lock)
             try:
                 self.record = runrecord.load(self._tree.record, run=run)
-                self.engine, self.engine_reason = self._choose(engine)
+                self.engine, self.engine_reason = (
+                    (engine, "as configured") if engine else probe(self._filesystem, self.root)
+                )
             except BaseException:
                 self._ownership.release()
                 raise
@@ -95,11 +98,6 @@ class Volume:
             capacity_bytes=capacity_bytes,
         )
 
-    def _choose(self, engine: Engine | None) -> tuple[Engine, str]:
-        if engine is not None:
-            return engine, "as configured"
-        return probe(self._filesystem, self.root)
-
     # --- writing -----------------------------------------------------------------------------
 
     def write(
@@ -113,11 +111,10 @@ class Volume:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
 
         `view` is page aligned and stays unchanged meanwhile (the slot is pinned). `pace` bounds
-        the speed of all writes that share it. Digests are
-        computed on the way and go into the file only. A shard that is durable already is left
-        as it is. Raises UsageError when `view`, `layout` and `control` do not belong together,
-        NoSpaceError (the file is removed) or StorageError (the file is quarantined); neither is
-        ever retried here.
+        the speed of all writes that share it. Digests are computed on the way and go into the file
+        only. A shard that is durable already is left as it is. Raises UsageError when `view`,
+        `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
+        StorageError (the file is quarantined); neither is ever retried here.
         """
         try:
             written = self._writer.write(view, layout, control, pace or Pace(None))
@@ -135,17 +132,35 @@ class Volume:
         """Read a shard into the slot `view` and verify it; the seal comes last.
 
         `path` as in `Found`, `view` page aligned and of exactly the shard's size. Raises
-        DigestError, TornError, FormatError, ForeignError (the file is quarantined),
-        VersionError (left alone), StorageError. After an error the slot holds no seal.
+        DigestError, TornError, FormatError, ForeignError (the file is quarantined), VersionError
+        (left alone), StorageError. After an error the slot holds no seal.
         """
         view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
-        try:
+        with self._suspected(path := self._shelves.locate(path)):
             with path.open("rb") as file:
                 layout, control = read_sealed(file.fileno(), path, run=self.run)
             if len(view) != layout.size_bytes:
                 raise UsageError(f"{path}: a slot of {layout.size_bytes} bytes, not {len(view)}")
             with self._opened(path) as shard:
                 shard.load(view, layout, control, path)
+        return control
+
+    def prove(self, path: Path) -> Proof:
+        """What single chunks of a shard are verified with. Raises as `load` does."""
+        with self._suspected(path := self._shelves.locate(path)):
+            return prove(path, run=self.run)
+
+    def load_chunk(self, path: Path, index: int, into: memoryview, proof: Proof) -> None:
+        """Read one chunk into the page-aligned `into`, verified. Raises as `load` does."""
+        path = self._shelves.locate(path)
+        with self._suspected(path), self._opened(path) as shard:
+            shard.load_chunk(index, into, proof, path)
+
+    @contextlib.contextmanager
+    def _suspected(self, path: Path) -> Iterator[None]:
+        """Whatever fails inside condemns the file: see `load`."""
+        try:
+            yield
         except VersionError:
             raise
         except ImageError as error:
@@ -158,7 +173,6 @@ class Volume:
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
-        return control
 
     def _opened(self, path: Path) -> AbstractContextManager[ShardFile]:
         return open_shard(

@@ -7,14 +7,18 @@ the others' as links, so that a stock reader can be pointed at any of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.errors import ImageError, StorageError, UsageError, VersionError
+from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, VersionError
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.engine import Pace
+from keepstep_sidecar.journal import warn
+from keepstep_sidecar.proofs import Proof
 from keepstep_sidecar.runrecord import RunRecord
 from keepstep_sidecar.scan import Scan
 from keepstep_sidecar.tree import is_step
@@ -30,6 +34,8 @@ class VolumeSet:
         if not volumes:
             raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
+        self._homes: dict[int, int] = {}
+        self._lock = threading.Lock()
         self.pace = Pace(bytes_per_second)
 
     def volume_for(self, rank: int) -> Volume:
@@ -37,20 +43,57 @@ class VolumeSet:
 
         With no healthy volume left it is its own again: every step is a new file, and a new try.
         """
-        home = self.volumes[rank % len(self.volumes)]
+        home = self.volumes[self.lane(rank)]
         healthy = [volume for volume in self.volumes if not volume.failed]
         if home in healthy or not healthy:
             return home
         return healthy[rank % len(healthy)]
 
+    def lane(self, rank: int) -> int:
+        """The number of the rank's own volume: ranks are spread evenly, whichever they are."""
+        with self._lock:
+            if rank not in self._homes:
+                taken = Counter(self._homes.values())
+                turn = [(rank + n) % len(self.volumes) for n in range(len(self.volumes))]
+                self._homes[rank] = min(turn, key=lambda number: taken[number])
+            return self._homes[rank]
+
     def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
-        """`Volume.write` on the volume of `control.rank`."""
-        return self.volume_for(control.rank).write(view, layout, control, pace=self.pace)
+        """`Volume.write` on the volume of `control.rank`; when that is full, on one that is not.
+
+        Raises NoSpaceError when all are full; that of its own volume.
+        """
+        home = self.volume_for(control.rank)
+        try:
+            return home.write(view, layout, control, pace=self.pace)
+        except NoSpaceError as error:
+            for other in self.volumes:
+                if other is not home and not other.failed:
+                    with contextlib.suppress(NoSpaceError):
+                        written = other.write(view, layout, control, pace=self.pace)
+                        warn("volume full", reason=str(error), instead=str(other.root))
+                        return written
+            raise
 
     def load(self, path: Path, view: memoryview) -> ControlPage:
         """`Volume.load` from the volume that holds `path`; on failure the step is hidden."""
+        with self._suspected(path) as volume:
+            return volume.load(path, view)
+
+    def prove(self, path: Path) -> Proof:
+        """`Volume.prove`, as `load`."""
+        with self._suspected(path) as volume:
+            return volume.prove(path)
+
+    def load_chunk(self, path: Path, index: int, into: memoryview, proof: Proof) -> None:
+        """`Volume.load_chunk`, as `load`."""
+        with self._suspected(path) as volume:
+            volume.load_chunk(path, index, into, proof)
+
+    @contextlib.contextmanager
+    def _suspected(self, path: Path) -> Iterator[Volume]:
         try:
-            return self._holder(path).load(path, view)
+            yield self._holder(path)
         except VersionError:
             raise
         except (ImageError, StorageError):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.server import Admission
@@ -71,6 +72,7 @@ def started(tls_dir: Path, authority: Pair) -> Start:
             cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
             admission = Admission(
                 policies=cache,
+                holders=Holders(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep_operator.admission import server as admission_server
 from keepstep_operator.injection import inject
-from keepstep_operator.kube import POLICIES
+from keepstep_operator.kube import POLICIES, RUNS
 from keepstep_operator.pods import injected_of, parse_pod
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of
@@ -22,6 +22,7 @@ from tests.operator.injection.pods import (
     NAMESPACE,
     bare_pod,
     indexed_job,
+    job_set,
     policy,
     policy_body,
     pytorch_job,
@@ -93,6 +94,40 @@ async def test_a_cached_policy_is_used_without_asking_the_api_server(started: St
         created, warnings = await running.webhook.create(pytorch_job())
         assert parse_pod(created).has_sidecar
         assert warnings == []
+
+
+@in_loop
+async def test_a_pod_prefers_the_nodes_that_hold_its_shards(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body(HOST_PATH))
+        await _synced(running)
+        held = [
+            {"node": "node-7", "copies": "0-3"},
+            {"node": "node-5", "nodeRanks": "0-1", "copies": "2", "step": "later"},
+            {"node": "node-6", "nodeRanks": "2"},
+        ]
+        metadata = {"name": "gpt-3f6a1f0e", "namespace": NAMESPACE}
+        running.server.put(RUNS, {"metadata": metadata, "status": {"holders": held}})
+        created, _ = await running.webhook.create(pytorch_job(rank=1))
+        assert _preferred(created) == [("node-5", 100), ("node-7", 50)]
+        running.server.down = True
+        again, _ = await running.webhook.create(pytorch_job(rank=2))
+        assert _preferred(again) == [("node-6", 100), ("node-7", 50), ("node-5", 50)], "remembered"
+
+
+@in_loop
+async def test_a_run_that_is_not_there_or_makes_no_sense_means_no_preference(
+    started: Start,
+) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body(HOST_PATH))
+        await _synced(running)
+        created, warnings = await running.webhook.create(job_set())
+        assert (_preferred(created), warnings) == ([], [])
+        metadata = {"name": "gpt-3f6a1f0e", "namespace": NAMESPACE}
+        running.server.put(RUNS, {"metadata": metadata, "status": {"holders": [{"node": 7}]}})
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert (_preferred(created), warnings) == ([], [])
 
 
 @in_loop
@@ -221,7 +256,7 @@ async def test_an_unknown_reports_ca_lets_the_pod_pass(started: Start) -> None:
 async def test_a_bug_of_ours_lets_the_pod_pass(
     started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: object) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(admission_server, "admit", broken)
@@ -276,3 +311,11 @@ async def test_health_and_readiness_are_told_apart(started: Start) -> None:
     async with started(follow=False) as running:
         assert await running.webhook.get("/healthz") == (200, "ok\n")
         assert await running.webhook.get("/readyz") == (503, "not synced\n")
+
+
+def _preferred(pod: dict[str, Any]) -> list[tuple[str, int]]:
+    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+    return [
+        (one["preference"]["matchFields"][0]["values"][0], one["weight"])
+        for one in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    ]

@@ -20,15 +20,21 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         HOST_PATH,
         stage={"every": 5},
         persist={"mode": "Fixed", "every": 100},
-        retention={"local": {"last": 3}},
+        retention={"local": {"last": 3}, "archive": {"last": 5, "every": "6h"}},
         restore={"verify": "Seal"},
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
+        peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"},
+        archive={
+            "s3": {"bucket": "ckpt", "endpoint": "http://10.0.0.1:7070", "region": "eu-1"},
+            "every": 500,
+        },
     )
     made = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"]
     by_name = {one["name"]: one for one in made}
     for one in by_name["keepstep-sidecar"]["env"]:
-        if one["name"].startswith("KEEPSTEP_"):
-            monkeypatch.setenv(one["name"], one["value"])
+        if one["name"].startswith("KEEPSTEP_") and "value" in one:
+            value = one["value"].replace("$(KEEPSTEP_POD_IP)", "10.0.0.7")
+            monkeypatch.setenv(one["name"], value)
     return by_name
 
 
@@ -49,6 +55,18 @@ def test_the_sidecar_understands_every_setting() -> None:
     found = {name: given.get(name) for name in ("stage_every", "persist_every", "keep")}
     assert found == {"stage_every": 5, "persist_every": 100, "keep": 3}
     assert given["io_threads"] == 2
+    assert given["peer_listen"] == ":9465"
+    assert given["peer_advertise"] == "10.0.0.7:9465"
+    assert (given["peer_replicas"], given["peer_bytes_per_second"]) == (2, 500 << 20)
+    assert given["archive"] == "s3://ckpt/team-a"
+    found = {name: given[f"archive_{name}"] for name in ("every", "keep", "endpoint", "region")}
+    assert found == {
+        "every": 500,
+        "keep": 5,
+        "endpoint": "http://10.0.0.1:7070",
+        "region": "eu-1",
+    }
+    assert given["archive_keep_every"] == (None, 21600)
     sizes = {value for value in given.values() if isinstance(value, int)}
     assert {2 << 30, 95 << 30, 1 << 30} <= sizes, "memory limit, capacity, bytes per second"
     assert 60 in (given["flush_timeout"], given.get("flush_timeout_s"))
@@ -63,7 +81,7 @@ def test_every_variable_is_one_that_the_sidecar_reads(
     written = [
         one["name"]
         for one in containers["keepstep-sidecar"]["env"]
-        if one["name"].startswith("KEEPSTEP_")
+        if one["name"].startswith("KEEPSTEP_") and "value" in one
     ]
     assert len(read - {False}) == len(written), (read, written)
 
@@ -73,7 +91,7 @@ def test_probe_flush_and_prepare_are_actions_of_the_sidecar(
 ) -> None:
     sidecar = containers["keepstep-sidecar"]
     commands = [
-        sidecar["startupProbe"]["exec"]["command"],
+        sidecar["lifecycle"]["postStart"]["exec"]["command"],
         sidecar["lifecycle"]["preStop"]["exec"]["command"],
         containers["keepstep-volumes"]["command"],
     ]

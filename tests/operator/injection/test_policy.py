@@ -12,13 +12,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepstep_operator.beyond import Archive, Bucket, Kept, Peers
+from keepstep_operator.fields import PolicyError
 from keepstep_operator.policy import (
     Accounting,
     EmptyDir,
     Ephemeral,
     HostPath,
     PersistMode,
-    PolicyError,
     Verify,
     Volume,
     parse_policy,
@@ -86,6 +87,35 @@ def test_each_source_is_read() -> None:
         ({"flushTimeout": "soon"}, r"spec.flushTimeout: 'soon' is not a duration"),
         ({"restore": {"timeout": 5}}, r"spec.restore.timeout: 5 is not a duration"),
         ({"sidecar": {"resources": {"cpu": "0"}}}, r"resources.cpu: 0 is not a positive"),
+        ({"peers": {"replicas": 0}}, r"spec.peers.replicas: 0 .* from 1 to 8"),
+        ({"peers": {"topologyKey": "a/b/c"}}, r"spec.peers.topologyKey: 'a/b/c' is not a label"),
+        ({"peers": {"bytesPerSecondLimit": 5}}, r"peers.bytesPerSecondLimit: 5 is less than 1Mi"),
+        ({"archive": {}}, r"spec.archive: exactly one of s3, gcs, azure, directory .* not 0"),
+        ({"archive": {"s3": {}, "gcs": {}}}, r"spec.archive: exactly one of .* not 2"),
+        ({"archive": {"s3": {}}}, r"spec.archive.s3.bucket: None is not the name of a bucket"),
+        ({"archive": {"s3": {"bucket": "a\n"}}}, r"spec.archive.s3.bucket: 'a\\n' is not"),
+        ({"archive": {"s3": {"bucket": "a", "prefix": "../b"}}}, r"archive.s3.prefix: '../b'"),
+        ({"archive": {"s3": {"bucket": "a", "endpoint": "s3:9"}}}, r"s3.endpoint: 's3:9' is not"),
+        ({"archive": {"s3": {"bucket": "a"}, "every": 0}}, r"spec.archive.every: 0 is not"),
+        (
+            {"archive": {"gcs": {"bucket": "a", "credentialsSecretRef": {}}}},
+            r"archive.gcs.credentialsSecretRef.name: None is not the name of a Secret",
+        ),
+        ({"archive": {"azure": {"container": "a"}}}, r"archive.azure.account: None is not"),
+        ({"archive": {"directory": {}}}, r"archive.directory: exactly one of claimName and path"),
+        ({"archive": {"directory": {"path": "nfs"}}}, r"directory.path: an absolute directory"),
+        (
+            {
+                "archive": {"s3": {"bucket": "a"}},
+                "retention": {"archive": {"every": "6h", "everySteps": 9}},
+            },
+            r"spec.retention.archive: takes everySteps or every, not both",
+        ),
+        ({"retention": {"archive": {"last": 3}}}, r"spec.retention.archive: has no effect"),
+        (
+            {"archive": {"s3": {"bucket": "a"}}, "retention": {"archive": {"every": "1s"}}},
+            r"spec.retention.archive.every: 1s is not from 60s",
+        ),
     ],
 )
 def test_a_wrong_policy_names_the_field_and_what_to_write(
@@ -110,7 +140,10 @@ _PATHS = [
     ("memory",), ("memory", "limit"), ("memory", "slots"), ("stage",), ("persist",),
     ("persist", "mode"), ("persist", "every"), ("volumes",), ("accounting",), ("retention",),
     ("restore", "verify"), ("restore", "timeout"), ("sidecar", "resources"),
-    ("sidecar", "resources", "cpu"), ("flushTimeout",), ("runTTL",),
+    ("sidecar", "resources", "cpu"), ("flushTimeout",), ("runTTL",), ("peers",),
+    ("peers", "replicas"), ("peers", "topologyKey"), ("archive",), ("archive", "every"),
+    ("archive", "s3"), ("archive", "s3", "bucket"), ("archive", "directory", "claimName"),
+    ("archive", "azure", "credentialsSecretRef"), ("retention", "archive"),
 ]  # fmt: skip
 
 
@@ -138,6 +171,42 @@ def test_nothing_in_a_volume_is_worse_than_a_policy_error(value: Any, name: str)
             parse_policy(policy_body(wrong))
     with suppress(PolicyError):
         parse_policy(_with({"volumes": [value]}))
+
+
+def test_what_lies_beyond_the_pod_is_read() -> None:
+    parsed = policy(
+        peers={"replicas": 2, "topologyKey": "topology.kubernetes.io/zone"},
+        archive={"s3": {"bucket": "ckpt", "credentialsSecretRef": {"name": "s3"}}, "every": 500},
+        retention={"archive": {"last": 5, "every": "6h"}},
+    )
+    assert parsed.peers == Peers(replicas=2, topology_key="topology.kubernetes.io/zone")
+    assert parsed.archive == Archive(
+        store=Bucket(kind="s3", name="ckpt", secret="s3"),
+        every=500,
+        kept=Kept(last=5, every_s=6 * 3600),
+    )
+    assert parsed.keep == 2, "of the volumes, as before"
+
+
+def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one() -> None:
+    assert (policy().peers, policy().archive) == (None, None)
+    assert policy(peers={}).peers == Peers(replicas=1, topology_key="kubernetes.io/hostname")
+    kept = policy(archive={"gcs": {"bucket": "b"}}).archive
+    assert kept is not None
+    assert (kept.every, kept.kept) == (1000, Kept(last=3))
+
+
+def test_two_namespaces_never_meet_in_one_bucket() -> None:
+    bucket = Bucket(kind="azure", name="ckpt", prefix="team/x", account="us")
+    assert bucket.url("a") == "az://ckpt/team/x/a"
+    assert bucket.url("b") != bucket.url("a")
+
+
+def test_a_directory_of_the_nodes_for_the_archive_must_be_allowed_like_a_volume() -> None:
+    parsed = policy(archive={"directory": {"path": "/mnt/nfs//keepstep/"}})
+    assert parsed.host_paths == ("/mnt/nfs/keepstep",)
+    with pytest.raises(PolicyError, match=r"/mnt/nfs/keepstep is not allowed"):
+        require_allowed(parsed, ["/mnt/nvme0"])
 
 
 def test_too_little_memory_has_a_reason_of_its_own() -> None:

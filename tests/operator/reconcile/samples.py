@@ -71,7 +71,10 @@ def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:
 
 @dataclass(kw_only=True)
 class Sidecar:
-    """One sidecar with one rank. Change its fields, then `report()`."""
+    """One sidecar with one rank. Change its fields, then `report()`.
+
+    `kept`: steps of other ranks of which it keeps copies. `archive`: what it saw there of its own.
+    """
 
     rank: int
     world: int = 2
@@ -84,6 +87,9 @@ class Sidecar:
     alive: bool = True
     ready: bool = True
     more: dict[str, Any] = field(default_factory=dict)
+    kept: dict[int, list[StepId]] = field(default_factory=dict)
+    archive: list[StepId] | None = None
+    address: str = ""
     sequence: int = 0
 
     def staged(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
@@ -114,7 +120,8 @@ class Sidecar:
             library=self.library,
             pinned="locked",
             epochs=tuple(self.epochs),
-            ranks=(self._rank(),),
+            ranks=(self._rank(), *(self._copies(rank) for rank in self.kept)),
+            peer_address=self.address,
             restores=tuple(self.restores),
             **self.more,
         )
@@ -129,7 +136,26 @@ class Sidecar:
             memory_answer=Answer.STEPS if self.memory else Answer.NONE,
             local_answer=self._local_answer(),
             staged=max(self.memory, default=None),
+            archive=self._held(self.archive or [], root=True),
+            archive_answer=self._archive_answer(),
         )
+
+    def _copies(self, rank: int) -> ReportedRank:
+        held = tuple(Held(id=id, world=self.world, root=f"{id}/{rank}") for id in self.kept[rank])
+        return ReportedRank(
+            rank=rank,
+            world=self.world,
+            alive=False,
+            memory_answer=Answer.NONE,
+            local_answer=Answer.NONE,
+            peer=held,
+            peer_answer=Answer.STEPS,
+        )
+
+    def _archive_answer(self) -> Answer | None:
+        if self.archive is None:
+            return None
+        return Answer.STEPS if self.archive else Answer.NONE
 
     def _local_answer(self) -> Answer:
         if not self.ready:

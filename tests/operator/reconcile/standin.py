@@ -51,6 +51,10 @@ class StandIn:
     def asked(self, method: str, part: str) -> list[Request]:
         return [one for one in self.requests if one.method == method and part in one.path]
 
+    def watches(self, labels: str) -> bool:
+        """Whether somebody follows what has these labels: an event before that reaches nobody."""
+        return any(wanted == labels for _, wanted, _ in self._watchers)
+
     def add(self, path: str, body: Body) -> None:
         """Put an object there, and tell the watches."""
         kind = "MODIFIED" if path in self.objects else "ADDED"
@@ -98,7 +102,7 @@ class StandIn:
         if path in self.objects:
             return web.json_response(self.objects[path])
         name = path.rsplit("/", 1)[1]
-        if name not in ("pods", "checkpointpolicies", "checkpointruns"):
+        if name not in ("pods", "nodes", "checkpointpolicies", "checkpointruns", "checkpoints"):
             return _failure(404, f"{path} not found")
         items = [
             body
@@ -157,6 +161,8 @@ def _failure(status: int, message: str) -> web.Response:
 def _collection(path: str) -> str:
     """The path of a list over all namespaces."""
     root, _, rest = path.partition("/namespaces/")
+    if not rest:
+        return path.rpartition("/")[0]
     return f"{root}/{rest.split('/')[1]}"
 
 

@@ -8,8 +8,11 @@ import pytest
 
 from keepstep_operator.reconcile.parsing import (
     job_state,
+    lean_node,
     lean_pod,
+    parse_node,
     parse_pod_record,
+    parse_policy_record,
     parse_run_object,
 )
 from keepstep_operator.reconcile.records import JobState, RunKey, VolumeKind
@@ -109,3 +112,34 @@ def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
     object = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
     assert object.key == RunKey("team", "gpt")
     assert (object.pins, object.paused, object.fresh_start, object.policy) == ((), False, "", None)
+
+
+def test_a_lean_node_is_what_is_read_of_it() -> None:
+    body = {
+        "metadata": {"name": "a", "labels": {"zone": "z"}, "managedFields": [{}], "uid": "1"},
+        "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
+        "status": {"images": [{}]},
+    }
+    lean = lean_node(body)
+    assert set(lean) == {"metadata", "spec"}
+    assert set(lean["metadata"]) == {"name", "labels"}
+    assert parse_node(lean) == parse_node(body)
+    assert parse_node(lean).cordoned
+
+
+def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -> None:
+    body = {
+        "metadata": {"name": "p", "namespace": "n"},
+        "spec": {
+            "memory": {"limit": "1Gi"},
+            "volumes": [{"name": "a", "emptyDir": {}}],
+            "peers": {"replicas": 2},
+            "archive": {"directory": {"claimName": "shared"}, "every": 50},
+        },
+    }
+    record = parse_policy_record(body, allowed_paths=())
+    assert record.peers is not None
+    assert record.archive is not None
+    assert (record.peers.replicas, record.archive.every) == (2, 50)
+    assert "peers outlive the loss of a node" in record.advice
+    assert "every 50 steps one goes to claim shared" in record.advice

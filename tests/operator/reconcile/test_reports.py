@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,14 @@ def test_a_pod_that_the_watch_has_not_shown_is_looked_up(tmp_path: Path) -> None
     play(tmp_path, scene, late)
 
 
+def twinned(twin: int) -> bytes:
+    """A report of an image of a world of two with such a twin."""
+    report = Sidecar(rank=0).durable(1).report()
+    (rank,) = report.ranks
+    held = tuple(replace(one, twins=(twin,)) for one in rank.local)
+    return msgspec.json.encode(replace(report, ranks=(replace(rank, local=held),)))
+
+
 FORGED = {
     "none": ("", 401, "no-token"),
     "wrong": ("wrong", 401, "bad-token"),
@@ -193,6 +202,10 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
         (msgspec.json.encode(Sidecar(rank=0, world=1 << 30).staged(1).report()), 400),
         (msgspec.json.encode(Sidecar(rank=0).staged(10**16).report()), 400),
         (msgspec.json.encode(Sidecar(rank=0, epochs=[later(2, 1, nonce="x" * 99)]).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0, kept={1: [step(10**16)]}).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0, archive=[step(10**16)]).report()), 400),
+        (msgspec.json.encode(Sidecar(rank=0, address="a" * 281).report()), 400),
+        (twinned(2), 400),
     ],
 )
 def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
@@ -308,7 +321,8 @@ def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
 
 def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
-        await until(lambda: all(one.loaded.is_set() for one in served.parts.pods))
+        selector = "!keepstep.dev/injected,training.kubeflow.org/job-name"
+        await until(lambda: served.cluster.watches(selector))
         served.cluster.add(pod_path("gpt-worker-1"), pod_body(1, injected=False))
         (event,) = await until(lambda: served.cluster.asked("POST", "/events"))
         assert event.body["reason"] == "NotInjected"
@@ -338,6 +352,7 @@ def test_pods_are_asked_for_by_label(tmp_path: Path) -> None:
 def test_a_pod_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
         await until(lambda: served.parts.book.pod("pod-0"))
+        await until(lambda: served.cluster.watches("keepstep.dev/injected"))
         served.cluster.remove(pod_path("gpt-worker-0"))
         await until(lambda: served.parts.book.pod("pod-0") is None)
         assert (await served.post(whole(), token=GOOD))[0] == 404

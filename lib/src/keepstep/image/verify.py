@@ -18,7 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
-from keepstep.errors import DigestError, ForeignError, FormatError, TornError, VersionError
+from keepstep.errors import (
+    DigestError,
+    ForeignError,
+    FormatError,
+    TornError,
+    UsageError,
+    VersionError,
+)
 from keepstep.image.control import ControlPage
 from keepstep.image.headers import PAGE_BYTES, read_length, reserved_names
 from keepstep.image.layout import Layout
@@ -91,7 +98,10 @@ def chunk_bounds(layout: Layout, chunk: int) -> tuple[int, int]:
 
 
 def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
-    """The digest table: one digest a chunk, zeros up to whole pages."""
+    """The digest table: one digest a chunk, zeros up to whole pages. Raises UsageError for a digest
+    too few: such an image would be sealed and could never be verified."""
+    if [len(one) for one in digests] != [DIGEST_BYTES] * layout.chunk_count:
+        raise UsageError(f"{len(digests)} digests, not one for each of {layout.chunk_count} chunks")
     return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
 
 

@@ -41,10 +41,9 @@ def two_writers(copies: Copies) -> Iterator[Alarm]:
         if contested := copies.contested(id):
             text = f"two different images of step {id}, rank {few(contested)}"
             yield Alarm(AlarmKind.TWO_WRITERS, text)
-    for rank, nodes in sorted(copies.memory_holders().items()):
-        if len(nodes) > 1:
-            text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
-            yield Alarm(AlarmKind.TWO_WRITERS, text)
+    for rank, nodes in sorted(copies.twice_in_memory().items()):
+        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
 def world_changed(copies: Copies, newest: StepId | None, *, world: int | None) -> Iterator[Alarm]:

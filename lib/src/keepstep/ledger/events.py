@@ -162,10 +162,16 @@ Action = Committed | Retire | Alarm
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Restore this step, each rank from the nearest tier that holds it."""
+    """Restore this step, each rank of those that saved it from the nearest tier that holds it.
+
+    `world`: how many saved it; when others run now, they share out its boxes. `by_twins`: ranks
+    whose own image is gone; their boxes are restored from a twin's, which is on the tier named.
+    """
 
     id: StepId
     tiers: Mapping[int, Tier]
+    world: int = 0
+    by_twins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from keepstep.ledger import restorable
 from keepstep.ledger.alarms import (
     Signatures,
     epoch_conflicts,
@@ -18,6 +19,7 @@ from keepstep.ledger.alarms import (
     world_changed,
 )
 from keepstep.ledger.copies import Copies
+from keepstep.ledger.coverage import Coverage
 from keepstep.ledger.events import (
     NEAREST_FIRST,
     Action,
@@ -107,6 +109,16 @@ class Ledger:
         """The newest committed step of this tier."""
         return max(self.committed(tier), default=None)
 
+    def whole(self) -> tuple[StepId, ...]:
+        """Restorable steps of which every box can be reached somewhere, oldest first; see
+        `restorable.whole` for when a twin's image stands in for a rank's own."""
+        return restorable.whole(self._copies, self._lineage)
+
+    def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
+        """The newest step that could be restored from this tier and stronger ones if all that these
+        nodes told of were gone; what is in the archive is not."""
+        return restorable.without(self._copies, self._lineage, node_ranks, tier)
+
     def holders(self, id: StepId, tier: Tier) -> tuple[int, ...]:
         """The ranks of which this very tier holds the step."""
         return tuple(sorted(self._copies.ranks(id, (tier,))))
@@ -120,7 +132,8 @@ class Ledger:
         alive = [id for id in self.committed(tier) if self._lineage.standing(id) is Standing.LIVE]
         if not alive:
             return []
-        expendable = set(retired(alive, policy, written_at=self._written_at(alive)))
+        times = None if policy.every_s is None else self._written_at(alive)
+        expendable = set(retired(alive, policy, written_at=times))
         # An incomplete step may still be on its way while it is among the last few.
         settled = alive[-policy.last :][0]
         for id in self._copies.steps:
@@ -132,28 +145,28 @@ class Ledger:
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What should these ranks (all of the run) restore? A hint: their vote is what counts."""
-        newest = self.watermark(Tier.MEMORY)
-        if newest is None:
+        newest = max(self.whole(), default=None)
+        coverage = None if newest is None else self._copies.coverage(newest)
+        if newest is None or coverage is None:
             return self._nothing(ranks)
-        world = next(iter(self._copies.worlds(newest)))
-        if set(ranks) != set(range(world)):
-            return Unknown(
-                f"step {newest} was saved by {world} ranks, but {len(ranks)} are running"
-            )
-        nearest = self._copies.nearest(newest)
-        tiers = {rank: nearest[rank] for rank in range(world)}
-        if waits_for := self._silent_before(tiers):
+        if waits_for := self._silent_before(coverage, frozenset(ranks)):
             return Unknown(f"no answer yet from {_places(waits_for)}", waits_for)
-        return RestorePlan(newest, tiers)
+        by_twins = tuple(sorted(coverage.by_twins))
+        return RestorePlan(newest, coverage.tiers, coverage.world, by_twins)
 
-    def _silent_before(self, chosen: dict[int, Tier]) -> tuple[tuple[int, Tier], ...]:
-        """Tiers nearer than the chosen ones that did not answer: they may hold a newer step."""
+    def _silent_before(
+        self, chosen: Coverage, ranks: Collection[int]
+    ) -> tuple[tuple[int, Tier], ...]:
+        """Tiers that did not answer and may hold a newer step: those nearer than the chosen one,
+        and where a twin stands in, all."""
         return tuple(
             (rank, tier)
-            for rank, used in chosen.items()
+            for rank, used in chosen.tiers.items()
             for tier in self.config.tiers
-            if NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used)
+            if rank in ranks
+            and (rank in chosen.by_twins or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
             and self._copies.answer(rank, tier) is Answer.UNKNOWN
+            and not self._copies.out_of_reach(rank, tier)
         )
 
     def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
@@ -165,12 +178,20 @@ class Ledger:
         }
         silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
         if silent:
-            return Unknown(f"no answer yet from {_places(silent)}", silent)
+            return Unknown(self._why_silent(silent), silent)
         if self._copies.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
+
+    def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
+        if self._copies.steps and all(self._copies.out_of_reach(*place) for place in silent):
+            return (
+                f"what {_places(silent)} had is out of reach, and without it no step is whole: "
+                f"{self._incomplete()}"
+            )
+        return f"no answer yet from {_places(silent)}"
 
     def _incomplete(self) -> str:
         named = reversed(self._copies.steps[-_STEPS_NAMED:])
@@ -186,7 +207,8 @@ class Ledger:
             return f"two different images of rank {few(contested)}"
         if len(worlds := self._copies.worlds(id)) != 1:
             return f"saved by worlds of {few(worlds)}"
-        return f"no copy of rank {few(set(range(*worlds)) - self._copies.ranks(id, Tier))}"
+        coverage = self._copies.coverage(id)
+        return f"no copy of rank {few(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
 
@@ -239,11 +261,17 @@ class Ledger:
         }
         return {id: max(each) for id, each in times.items() if each}
 
+    def _newest_of_this_life(self) -> StepId | None:
+        """A complete step of the newest epoch: an older one, of whatever world, was gone on from by
+        the ranks that run now."""
+        newest = self.watermark(Tier.MEMORY)
+        return newest if newest is not None and newest.epoch == self._lineage.current else None
+
     def _alarms(self) -> Iterator[Alarm]:
         now = {
             *epoch_conflicts(self._parents, {*self._recorded, *self._copies.epochs}),
             *two_writers(self._copies),
-            *world_changed(self._copies, self.watermark(Tier.MEMORY), world=self.config.world),
+            *world_changed(self._copies, self._newest_of_this_life(), world=self.config.world),
             *self._signatures.stale(),
             *fresh_start(self._lineage),
         }

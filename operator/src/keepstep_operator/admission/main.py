@@ -12,6 +12,7 @@ import click
 
 from keepstep_operator import __version__, journal
 from keepstep_operator.admission.authority import ReportsAuthority
+from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.server import Admission
@@ -104,7 +105,8 @@ class Settings:
 def admission(**options: Any) -> None:
     """Serve the webhook that puts the sidecar into annotated pods.
 
-    It reads CheckpointPolicies and one ConfigMap, writes nothing, and lets every pod pass.
+    It reads CheckpointPolicies, CheckpointRuns and one ConfigMap, writes nothing, and lets every
+    pod pass.
 
     \b
     Examples:
@@ -129,6 +131,7 @@ async def serve(settings: Settings) -> None:
         )
         server = Admission(
             policies=policies,
+            holders=Holders(client),
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
         )

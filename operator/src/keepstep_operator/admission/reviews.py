@@ -11,9 +11,10 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Defaults, inject, json_patch, refuse
+from keepstep_operator.fields import PolicyError
+from keepstep_operator.injection import Defaults, Near, inject, json_patch, refuse
 from keepstep_operator.pods import Pod, PodError, injected_of, parse_pod
-from keepstep_operator.policy import Policy, PolicyError
+from keepstep_operator.policy import Policy
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_WARNING: Final = 256
@@ -78,10 +79,12 @@ def parse_review(raw: bytes) -> Review:
         raise ReviewError(f"not an AdmissionReview: {type(error).__name__}: {error}") from error
 
 
-def admit(review: Review, policy: Policy, defaults: Defaults) -> Verdict:
-    """Inject, or say why not."""
+def admit(
+    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()
+) -> Verdict:
+    """Inject, or say why not. `near`: nodes that hold shards for the pod."""
     try:
-        pod = inject(review.body, policy, defaults)
+        pod = inject(review.body, policy, defaults, near=near)
     except (PodError, PolicyError) as error:
         return decline(review, reason=error.reason, message=str(error))
     said = injected_of(parse_pod(pod))

@@ -10,6 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
+from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
 from keepstep_operator.admission.reviews import (
@@ -23,10 +24,12 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
-from keepstep_operator.injection import Defaults, is_injected
+from keepstep_operator.fields import PolicyError
+from keepstep_operator.injection import Defaults, Near, is_injected
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
-from keepstep_operator.policy import PolicyError
+from keepstep_operator.pods import PodError, placement
+from keepstep_operator.policy import Policy
 from keepstep_operator.serving import Ready, health_routes
 
 DEADLINE_S: Final = 3.5
@@ -41,10 +44,12 @@ class Admission:
         self,
         *,
         policies: PolicyCache,
+        holders: Holders,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float = DEADLINE_S,
     ) -> None:
+        self._holders = holders
         self._policies = policies
         self._defaults = defaults
         self._metrics = metrics
@@ -92,7 +97,13 @@ class Admission:
             return decline(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
             return decline(review, reason=error.reason, message=f"policy {name}: {error}")
-        return admit(review, policy, defaults)
+        return admit(review, policy, defaults, near=await self._near(review, policy))
+
+    async def _near(self, review: Review, policy: Policy) -> tuple[Near, ...]:
+        try:
+            return await self._holders.near(policy, placement(review.pod))
+        except PodError:  # `admit` says which
+            return ()
 
     async def _inject(self, request: web.Request) -> web.Response:
         raw = await request.read()

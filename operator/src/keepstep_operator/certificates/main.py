@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from keepstep_operator import journal
 from keepstep_operator.certificates.keeper import Keeper, Published, Server
+from keepstep_operator.certificates.peers import AuthorityKeeper, published_with_certificates
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import Client, KubeError, find_access
@@ -24,6 +25,8 @@ _WEBHOOK_OVERLAP: Final = timedelta(days=1)
 """The API server hears of a new caBundle within a second."""
 _REPORTS_OVERLAP: Final = timedelta(days=365)
 """A sidecar knows the bundle of the day on which its pod was created."""
+_PEERS_OVERLAP: Final = timedelta(days=2)
+"""A sidecar gets the bundle with its certificate, which lives for a day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Settings:
     admission_service: str
     reports_service: str
     reports_ca_configmap: str
+    peers_name: str
     webhook_configuration: str
     authority_life: timedelta
     leaf_life: timedelta
@@ -92,6 +96,12 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     metavar="NAME",
     default="keepstep-reports-ca",
     help="ConfigMap that tells sidecars the CA of the reports API.",
+)
+@option(
+    "--peers-name",
+    metavar="NAME",
+    default="keepstep-peers",
+    help="The authority of sidecars' certificates; its Secret is NAME-ca.",
 )
 @option(
     "--webhook-configuration",
@@ -189,10 +199,15 @@ def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper]]:
             lifetimes=settings.lifetimes(_REPORTS_OVERLAP),
         ),
     )
-    return [
-        (one.service, Keeper(client, one, namespace=settings.namespace, clock=_now))
-        for one in servers
-    ]
+    peers = Server(
+        service=settings.peers_name,
+        publish=published_with_certificates,
+        lifetimes=settings.lifetimes(_PEERS_OVERLAP),
+    )
+    namespace = settings.namespace
+    kept = [Keeper(client, one, namespace=namespace, clock=_now) for one in servers]
+    kept.append(AuthorityKeeper(client, peers, namespace=namespace, clock=_now))
+    return list(zip((*(one.service for one in servers), peers.service), kept, strict=True))
 
 
 async def _rounds(

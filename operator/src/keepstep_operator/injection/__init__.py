@@ -4,14 +4,17 @@ inject       the whole, in order; the place to begin
 settings     what the chart fixes for all pods (`Defaults`)
 containers   the sidecar, the init container, and what the training container gets
 volumes      memory, token, and the policy's volumes
+tiers        what peers and an archive need: variables, credentials, mounts
+affinity     a preference for nodes that hold shards of the run
 resources    requests and limits; `accounting: CarveOut`
 refusal      what a pod that is not injected carries instead
 patch        the JSON patch between two pods
 """
 
+from keepstep_operator.injection.affinity import Near
 from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.patch import json_patch
 from keepstep_operator.injection.refusal import refuse
 from keepstep_operator.injection.settings import Defaults
 
-__all__ = ["Defaults", "inject", "is_injected", "json_patch", "refuse"]
+__all__ = ["Defaults", "Near", "inject", "is_injected", "json_patch", "refuse"]

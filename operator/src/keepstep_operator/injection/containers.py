@@ -13,6 +13,7 @@ from keepstep import reports
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.resources import Cost, resources_of
 from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.tiers import environment_of, ports_of
 from keepstep_operator.injection.volumes import (
     host_mounts,
     memory_mount,
@@ -23,6 +24,7 @@ from keepstep_operator.injection.volumes import (
 from keepstep_operator.names import (
     GROUP_ID,
     MEMORY_PATH,
+    RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
     SIDECAR_METRICS_PORT,
     SOCKET_ENV,
@@ -35,8 +37,7 @@ from keepstep_operator.pods import Placement
 from keepstep_operator.policy import PersistMode, Policy, Verify
 
 _PROGRAM: Final = "keepstep-sidecar"
-_PROBE_S: Final = 1
-_PROBES: Final = 120
+_START: Final = "120s"
 _COPIED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|JOB_COMPLETION_INDEX|PET_[A-Z0-9_]+)$"
 )
@@ -56,7 +57,9 @@ def sidecar(
 ) -> Body:
     """The native sidecar: starts first, ends last, and never keeps a finished job alive.
 
-    No readiness probe: it would keep the pod out of the Service that ranks meet at.
+    No readiness probe: it would keep the pod out of the Service that ranks meet at. And no startup
+    probe: the kubelet looks once a second, while the end of a postStart hook lets the trainer start
+    at once; either way it starts when the sidecar answers, not before.
     `training`: the container whose ranks it serves. `storage`: the ephemeral storage it asks for,
     None for no limit. `host_network`: then no port is declared, as it would become the node's, and
     two pods would not fit on one.
@@ -71,16 +74,13 @@ def sidecar(
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
         "env": _environment(policy, placement, defaults, training),
-        **({} if host_network else {"ports": [_metrics_port()]}),
+        **({} if host_network else {"ports": [_metrics_port(), *ports_of(policy)]}),
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
-        "startupProbe": {
-            "exec": {"command": [_PROGRAM, "--probe"]},
-            "periodSeconds": _PROBE_S,
-            "timeoutSeconds": 5,
-            "failureThreshold": _PROBES,
+        "lifecycle": {
+            "postStart": {"exec": {"command": [_PROGRAM, "--probe", "--probe-timeout", _START]}},
+            "preStop": {"exec": {"command": [_PROGRAM, "--flush"]}},
         },
-        "lifecycle": {"preStop": {"exec": {"command": [_PROGRAM, "--flush"]}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _confined(user=USER_ID, group=GROUP_ID),
     }
@@ -110,14 +110,15 @@ def directories(
     }
 
 
-def trained(container: Body) -> Body:
-    """The training container with the shared memory and the way to the sidecar's socket."""
+def trained(container: Body, policy: Policy) -> Body:
+    """The training container with the shared memory and the way to the sidecar's socket. What its
+    owner set by the same name stays."""
     mounts = [*(container.get("volumeMounts") or []), memory_mount()]
-    result = {**container, "volumeMounts": mounts}
     environment = container.get("env") or []
-    if not any(one.get("name") == SOCKET_ENV for one in environment):
-        result["env"] = [*environment, {"name": SOCKET_ENV, "value": SOCKET_PATH}]
-    return result
+    ours = {SOCKET_ENV: SOCKET_PATH, RESTORE_TIMEOUT_ENV: str(policy.restore_timeout_s)}
+    theirs = {one.get("name") for one in environment}
+    added = [{"name": name, "value": one} for name, one in ours.items() if name not in theirs]
+    return {**container, "volumeMounts": mounts, "env": [*environment, *added]}
 
 
 def _metrics_port() -> Body:
@@ -131,6 +132,7 @@ def _environment(
     ours = _settings(policy, placement, defaults)
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
+        *environment_of(policy),
         *_copied(training.get("env") or []),
     ]
 

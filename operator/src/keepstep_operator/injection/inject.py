@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
 from keepstep_operator.injection.resources import Cost, carve, cost_of, storage_limit
 from keepstep_operator.injection.settings import Defaults
@@ -43,18 +44,18 @@ _LONGEST_GRACE_S: Final = 120
 _AFTER_FLUSH_S: Final = 10
 
 
-def inject(pod: Body, policy: Policy, defaults: Defaults) -> Body:
+def inject(pod: Body, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()) -> Body:
     """The pod with the sidecar, and whatever it needs; unchanged when it is there already.
 
-    `pod` is not modified. Raises PodError, or PolicyError when the policy asks for a hostPath that
-    `defaults` do not allow.
+    `pod` is not modified. `near`: nodes that hold shards for it. Raises PodError, or PolicyError
+    when the policy asks for a hostPath that `defaults` do not allow.
     """
     parsed = parse_pod(pod, namespace=policy.namespace)
     if is_injected(parsed):
         return pod
     require_allowed(policy, defaults.host_paths)
     _require_free(pod, parsed, policy)
-    return _Injection.of(pod, parsed, policy, defaults).apply(pod)
+    return _Injection.of(pod, parsed, policy, defaults, near).apply(pod)
 
 
 def is_injected(pod: Pod) -> bool:
@@ -81,10 +82,13 @@ class _Injection:
     place: Placement
     container: str
     cost: Cost
+    near: tuple[Near, ...]
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, body: Body, pod: Pod, policy: Policy, defaults: Defaults) -> _Injection:
+    def of(
+        cls, body: Body, pod: Pod, policy: Policy, defaults: Defaults, near: tuple[Near, ...]
+    ) -> _Injection:
         spec = body["spec"]
         all_of = [*spec["containers"], *(spec.get("initContainers") or [])]
         return cls(
@@ -94,6 +98,7 @@ class _Injection:
             place=placement(pod),
             container=training_container(pod).name,
             cost=cost_of(policy, all_of),
+            near=near,
         )
 
     def apply(self, body: Body) -> Body:
@@ -107,6 +112,8 @@ class _Injection:
         spec["securityContext"] = self._security(spec)
         spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
         spec["terminationGracePeriodSeconds"] = self._grace_s(spec)
+        if (affinity := preferring(spec, self.near)) is not None:
+            spec["affinity"] = affinity
         result["metadata"] = self._metadata(result.get("metadata") or {})
         return result
 
@@ -130,7 +137,7 @@ class _Injection:
         for one in container.get("env") or []:
             if one.get("name") == SOCKET_ENV and one.get("value") != SOCKET_PATH:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
-        result = trained(container)
+        result = trained(container, self.policy)
         if self.policy.accounting is Accounting.CARVE_OUT:
             left, reason = carve(container.get("resources") or {}, self.cost)
             if not reason:

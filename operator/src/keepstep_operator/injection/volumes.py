@@ -7,7 +7,15 @@ from typing import Final
 
 from keepstep.reports import AUDIENCE
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.tiers import (
+    HOST_ARCHIVE,
+    HOST_ROOT,
+    archive_mounts,
+    archive_volumes,
+    shared_path,
+)
 from keepstep_operator.names import (
+    ARCHIVE_VOLUME,
     GROUP_ID,
     MEMORY_PATH,
     MEMORY_VOLUME,
@@ -20,9 +28,6 @@ from keepstep_operator.pods import Placement, PodError
 from keepstep_operator.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
 from keepstep_operator.quantities import format_bytes
 
-HOST_ROOT: Final = "/host"
-"""Where the init container sees the whole of each hostPath."""
-
 _BESIDE_SLOTS_BYTES: Final = 16 << 20
 """Socket, records and the slots' own pages of metadata."""
 _TOKEN_S: Final = 3600
@@ -33,7 +38,8 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 
 def volumes_of(policy: Policy) -> list[Body]:
     """What goes into `spec.volumes`."""
-    return [_memory(policy), _token(), *(_volume(one) for one in policy.volumes)]
+    local = (_volume(one) for one in policy.volumes)
+    return [_memory(policy), _token(), *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
@@ -42,6 +48,7 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
         memory_mount(),
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         *(_mount(one, policy, placement) for one in policy.volumes),
+        *archive_mounts(policy),
     ]
 
 
@@ -57,16 +64,22 @@ def paths_of(policy: Policy) -> list[str]:
 
 def host_mounts(policy: Policy) -> list[Body]:
     """The init container's: the hostPaths, whole."""
-    return [
+    local = [
         {"name": VOLUME_PREFIX + one.name, "mountPath": f"{HOST_ROOT}/{one.name}"}
         for one in _on_host(policy)
     ]
+    if shared_path(policy) is None:
+        return local
+    return [*local, {"name": ARCHIVE_VOLUME, "mountPath": HOST_ARCHIVE}]
 
 
 def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
-    """What the init container makes: this pod's directory below each hostPath."""
+    """What the init container makes: this pod's directory below each hostPath, and the namespace's
+    in an archive that is a directory of the nodes."""
     below = _below(policy, placement)
-    return [f"{HOST_ROOT}/{one.name}/{below}" for one in _on_host(policy)]
+    local = [f"{HOST_ROOT}/{one.name}/{below}" for one in _on_host(policy)]
+    shared = shared_path(policy)
+    return local if shared is None else [*local, shared]
 
 
 def file_system_group(policy: Policy, spec: Body) -> int | None:

@@ -42,7 +42,11 @@ class Adviser:
         return known
 
     def _work_out(self, at: float) -> Advice:
-        marks = {Tier.MEMORY: self._host.common(), Tier.LOCAL: self._host.committed()}
+        marks = {
+            Tier.MEMORY: self._host.common(),
+            Tier.LOCAL: self._host.committed(),
+            Tier.ARCHIVE: max(self._host.archived(), default=None),
+        }
         return Advice(
             at=at,
             committed={str(tier): id for tier, id in marks.items() if id is not None},

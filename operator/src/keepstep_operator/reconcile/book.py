@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepstep.reports import Report, ReportReply
+from keepstep.steps import StepId
 from keepstep_operator.reconcile.actions import Action
 from keepstep_operator.reconcile.objects import RunStatus
 from keepstep_operator.reconcile.records import (
     JobState,
+    NodeRecord,
     PodRecord,
     PolicyRecord,
     RunKey,
@@ -36,6 +38,7 @@ class Book:
         self.runs: dict[RunKey, Run] = {}
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
+        self._nodes: dict[str, NodeRecord] = {}
 
     # --- pods ----------------------------------------------------------------------------
 
@@ -115,6 +118,16 @@ class Book:
         self._drop_if_empty(key)
         return actions
 
+    # --- nodes ---------------------------------------------------------------------------
+
+    def node_seen(self, node: NodeRecord) -> None:
+        """A node is there, or has changed; the next tick tells whom that concerns."""
+        self._nodes[node.name] = node
+
+    def node_gone(self, name: str) -> None:
+        """A node's object is deleted."""
+        self._nodes.pop(name, None)
+
     # --- reports -------------------------------------------------------------------------
 
     def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
@@ -157,7 +170,12 @@ class Book:
         return run.written
 
     def _run(self, key: RunKey) -> Run:
-        return self.runs.setdefault(key, Run(key))
+        if key not in self.runs:
+            self.runs[key] = Run(key, nodes=self._nodes, archive_of=self._archived)
+        return self.runs[key]
+
+    def _archived(self, key: RunKey) -> tuple[StepId, ...]:
+        return self.runs[key].host.archived() if key in self.runs else ()
 
     def _drop_if_empty(self, key: RunKey) -> None:
         if key in self.runs and self.runs[key].is_empty:

@@ -1,4 +1,4 @@
-"""The three conditions of a run, in words for the person who is on call. Pure.
+"""The conditions of a run, in words for the person who is on call. Pure.
 
 `Protected` sums up: True means that a crash now would cost little. What stands first in its list of
 reasons is what to act on first.
@@ -6,48 +6,53 @@ reasons is what to act on first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.reconcile import texts
+from keepstep_operator.reconcile.farther import (
+    ARCHIVED,
+    REPLICATED,
+    RESTORE_FROM,
+    archived,
+    replicated,
+    restore_from,
+)
 from keepstep_operator.reconcile.objects import utc
 from keepstep_operator.reconcile.outlook import LIBRARY_S, SILENT_S
 from keepstep_operator.reconcile.past import FINISHED
 from keepstep_operator.reconcile.records import PodRecord
 from keepstep_operator.reconcile.runs import Run
 from keepstep_operator.reconcile.survival import Survives, survives, volumes_outlive_pod
+from keepstep_operator.reconcile.verdict import Verdict, and_more, few
 
 PROTECTED = "Protected"
 FULLY_INJECTED = "FullyInjected"
 COMMITTING = "Committing"
 
-_NAMED = 3
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A condition without its times. `status`: True, False or Unknown."""
-
-    status: str
-    reason: str
-    message: str
-
 
 def verdicts(run: Run) -> dict[str, Verdict]:
-    """By type, in the order in which they are shown."""
-    return {
+    """By type, in the order in which they are shown, without those that nobody asked for."""
+    said = {
         PROTECTED: _protected(run),
         FULLY_INJECTED: _fully_injected(run),
         COMMITTING: _committing(run),
+        REPLICATED: replicated(run),
+        ARCHIVED: archived(run),
+        RESTORE_FROM: restore_from(run),
     }
+    return {type: verdict for type, verdict in said.items() if verdict is not None}
 
 
 def outlives(run: Run) -> tuple[Survives, ...]:
     """What the run would outlive now."""
+    safety = run.host.safety()
     return survives(
         common=run.host.common() is not None,
         committed=run.host.committed() is not None,
+        spread=safety.step is not None,
+        archived=safety.archived is not None,
         kinds=run.volumes,
         labelled=run.labelled,
     )
@@ -102,7 +107,7 @@ def _uninjected(run: Run) -> Verdict | None:
 def _no_library(run: Run) -> Verdict | None:
     if not (pods := sorted(run.outlook.without_library)):
         return None
-    message = texts.without_library(pods[0], after_s=LIBRARY_S) + _and_more(pods)
+    message = texts.without_library(pods[0], after_s=LIBRARY_S) + and_more(pods)
     return Verdict("False", "LibraryMissing", message)
 
 
@@ -112,7 +117,7 @@ def _silent(run: Run) -> Verdict | None:
     return Verdict(
         "Unknown",
         "SidecarsSilent",
-        f"no report for more than {SILENT_S:.0f} s from the sidecars of {_few(pods)}: what is"
+        f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: what is"
         " written here is what was known before. Training and restarts do not depend on it. Look at"
         f" kubectl logs -n {run.key.namespace} {pods[0]} -c keepstep-sidecar",
     )
@@ -127,7 +132,8 @@ def _nothing_kept(run: Run) -> Verdict | None:
             "False",
             "PodsMissing",
             f"{len(missing)} pods of the run are gone, with what they held, and have not come back:"
-            " without them no step is complete. Look at the job why they are not made again",
+            " without them no step is complete, so nothing is restored and nothing begins at step 0"
+            f" by itself. Look at the job why they are not made again{_doubt(run)}",
         )
     return Verdict(
         "False",
@@ -138,9 +144,25 @@ def _nothing_kept(run: Run) -> Verdict | None:
     )
 
 
+def _doubt(run: Run) -> str:
+    """The ledger's own words about why it names no step to restore."""
+    reason = run.host.doubt()
+    return f" ({reason})" if reason else ""
+
+
 def _not_committing(run: Run) -> Verdict | None:
     verdict = _committing(run)
     return verdict if verdict.status == "False" else None
+
+
+def _not_replicated(run: Run) -> Verdict | None:
+    verdict = replicated(run)
+    return verdict if verdict is not None and verdict.status == "False" else None
+
+
+def _not_archived(run: Run) -> Verdict | None:
+    verdict = archived(run)
+    return verdict if verdict is not None and verdict.status == "False" else None
 
 
 _JUDGES: tuple[Callable[[Run], Verdict | None], ...] = (
@@ -151,29 +173,41 @@ _JUDGES: tuple[Callable[[Run], Verdict | None], ...] = (
     _silent,
     _nothing_kept,
     _not_committing,
+    _not_replicated,
+    _not_archived,
 )
 
 
 def _what_is_kept(run: Run) -> str:
     common, committed = run.host.common(), run.host.committed()
     restart = max(one.step for one in (common, committed) if one is not None)
-    said = [f"the restart of a container goes on from step {restart}"]
-    if not volumes_outlive_pod(run.volumes):
-        fleeting = sorted({str(kind) for kind in run.volumes})
-        said.append(
-            "a pod that is deleted or moved takes its part with it, and the run then begins at step"
-            f" 0 (volumes: {', '.join(fleeting) or 'none'}; hostPath outlives pods)"
-        )
-    elif committed is None:
-        said.append("nothing is committed yet: a pod that is deleted takes its part with it")
-    else:
-        said.append(
-            f"a pod that comes back to its node goes on from step {committed.step} or newer; a node"
-            " that is lost takes its part with it"
-        )
-        if Survives.JOB_RECREATE not in outlives(run):
-            said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+    said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, committed)]
+    if Survives.JOB_RECREATE not in outlives(run) and Survives.POD_RESTART in outlives(run):
+        said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+    said += [texts.draining(node, None) for node in sorted(run.outlook.draining)]
     return "; ".join(said)
+
+
+def _of_a_pod(run: Run, committed: StepId | None) -> list[str]:
+    """What the loss of a pod, or of its node, costs."""
+    stays = volumes_outlive_pod(run.volumes)
+    said = []
+    if stays and committed is not None:
+        said.append(
+            f"a pod that comes back to its node goes on from step {committed.step} or newer"
+        )
+    if (safe := run.host.safety()).step is not None:
+        where = " in the archive" if safe.step == safe.archived else ""
+        return [*said, f"the loss of a pod or its node goes back to step {safe.step.step}{where}"]
+    if stays and committed is None:
+        return [*said, "nothing is committed yet: a pod that is deleted takes its part with it"]
+    if stays:
+        return [*said, "a node that is lost takes its part with it"]
+    fleeting = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
+    return [
+        "a pod that is deleted or moved takes its part with it, and the run then begins at step 0"
+        f" (volumes: {fleeting}; hostPath outlives pods)"
+    ]
 
 
 # --- the other two -------------------------------------------------------------------------------
@@ -187,7 +221,7 @@ def _fully_injected(run: Run) -> Verdict:
         return Verdict("Unknown", "NoPods", "no pod of this run exists")
     without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
     if without:
-        message = texts.not_injected(without[0]) + _and_more([pod.name for pod in without])
+        message = texts.not_injected(without[0]) + and_more([pod.name for pod in without])
         return Verdict("False", "NotInjected", message)
     return Verdict("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
 
@@ -217,10 +251,10 @@ def _what_hinders(run: Run) -> str:
     logs = f"kubectl logs -n {run.key.namespace}"
     absent = sorted(pod.name for pod in run.pods.values() if not pod.injected)
     if absent:
-        return f"Pods without a sidecar: {_few(absent)}. Delete them, their job makes them again"
+        return f"Pods without a sidecar: {few(absent)}. Delete them, their job makes them again"
     if run.outlook.silent:
         pods = sorted(run.outlook.silent)
-        return f"Sidecars that do not report: {_few(pods)}; {logs} {pods[0]} -c keepstep-sidecar"
+        return f"Sidecars that do not report: {few(pods)}; {logs} {pods[0]} -c keepstep-sidecar"
     if warning := _warned(run):
         said = f"{warning[0].upper()}{warning[1:]}"
         return f"{said}. Training goes on; a restart goes back to the last commit"
@@ -257,13 +291,3 @@ def _warned(run: Run) -> str:
 
 def _troubled(run: Run) -> list[PodRecord]:
     return sorted((pod for pod in run.pods.values() if pod.trouble), key=lambda pod: pod.name)
-
-
-def _few(names: Collection[str]) -> str:
-    named = sorted(names)[:_NAMED]
-    more = len(names) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
-
-
-def _and_more(names: Collection[str]) -> str:
-    return f" (the same holds for {len(names) - 1} more pods)" if len(names) > 1 else ""

@@ -14,6 +14,7 @@ from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import (
+    NODES,
     PODS,
     POLICIES,
     RUNS,
@@ -36,12 +37,14 @@ from keepstep_operator.reconcile.events import Teller
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import (
     job_state,
+    parse_node,
     parse_pod_record,
     parse_policy_record,
     parse_run_object,
 )
 from keepstep_operator.reconcile.policies import policy_status, problem_event
 from keepstep_operator.reconcile.records import JobState, PolicyRecord, RunKey
+from keepstep_operator.reconcile.shelf import Shelf
 from keepstep_operator.reconcile.watching import Feed
 from keepstep_operator.reconcile.writer import Writer
 
@@ -74,6 +77,7 @@ class Errands:
         client: Client,
         *,
         writer: Writer,
+        shelf: Shelf,
         teller: Teller,
         metrics: Metrics,
         group: asyncio.TaskGroup,
@@ -82,6 +86,7 @@ class Errands:
         self._book = book
         self._client = client
         self._writer = writer
+        self._shelf = shelf
         self._teller = teller
         self._metrics = metrics
         self._group = group
@@ -94,6 +99,7 @@ class Errands:
         for action in actions:
             if isinstance(action, WriteStatus):
                 self._writer.mark(action.run)
+                self._shelf.mark(action.run)
             elif isinstance(action, EmitEvent):
                 self._teller.tell(action)
             elif isinstance(action, AskJob):
@@ -260,6 +266,17 @@ class Handlers:
                 ("pods of Jobs", UNINJECTED[1]),
             )
         ]
+
+    def nodes(self) -> Feed[str]:
+        """Which zone a node is in, and whether it is about to go."""
+        return Feed[str](
+            name="nodes",
+            resource=NODES,
+            key_of=lambda body: str((body.get("metadata") or {}).get("name") or "") or None,
+            seen=lambda body: self._book.node_seen(parse_node(body)),
+            gone=self._book.node_gone,
+            told=self._metrics.following,
+        )
 
     def _pod_seen(self, body: Body) -> None:
         pod = parse_pod_record(body)

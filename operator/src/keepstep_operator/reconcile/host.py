@@ -7,8 +7,8 @@ clock but the reconciler's own (passed in) is ever compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from keepstep.ledger import (
     Action,
@@ -16,51 +16,30 @@ from keepstep.ledger import (
     Ledger,
     LedgerConfig,
     NodeGone,
+    Nothing,
     RankGone,
     RankReport,
     Reported,
     RestorePlan,
+    Unknown,
 )
 from keepstep.reports import Report, ReportedRank
 from keepstep.retention import Retention
 from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep_operator.reconcile.places import Place, Sender, overtaken, renewed
+from keepstep_operator.reconcile.spread import Lying, by_step, sole_nodes
 
-
-@dataclass(kw_only=True)
-class Place:
-    """One node rank: the pod that holds it, and what its sidecar said last.
-
-    `since`: when this process of the sidecar was first heard, `heard_at`: last; by our clock.
-    `past`: starts of sidecars of this pod that were replaced. `gone`: the pod is; `dropped`: what
-    it held is out of the ledger, too.
-    """
-
-    pod: str
-    created_at: str
-    node: str
-    report: Report
-    since: float
-    heard_at: float
-    past: set[float] = field(default_factory=set)
-    gone: bool = False
-    dropped: bool = False
-
-    @property
-    def settled(self) -> bool:
-        """Its silence about a step means that the step is not there."""
-        return not self.gone and self.report.ready
+_TIERS = (Tier.MEMORY, Tier.LOCAL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sender:
-    """The pod that a report came from. `created_at` as the API server wrote it: it sorts.
-    `local_stays`: its volumes outlive it, on its node."""
+class Safety:
+    """`step`: the newest one that is left whichever single node is lost (or that is archived, which
+    `archived` names). `sole`: nodes that hold the only copy of something of the newest commit."""
 
-    pod: str
-    node_rank: int
-    node: str
-    created_at: str
-    local_stays: bool
+    step: StepId | None = None
+    archived: StepId | None = None
+    sole: frozenset[str] = frozenset()
 
 
 class Host:
@@ -74,22 +53,31 @@ class Host:
         self._acknowledged: set[EpochId] = set()
         self._told: dict[int, set[int]] = {}
         self._ordered = 0
+        self._changes = 0
+        self._safety: tuple[int, Safety] | None = None
 
     # --- changing ------------------------------------------------------------------------
 
-    def configure(self, *, keep: int, pins: Iterable[StepId]) -> None:
-        """What the policy and the CheckpointRun ask to keep on local."""
+    def configure(self, *, keep: int, pins: Iterable[StepId], archived: bool = False) -> None:
+        """What the policy and the CheckpointRun ask to keep on local. `archived`: the run has an
+        archive, so that it must answer, too, before a start at step 0 is right.
+
+        A peer need not: copies there are told of by who keeps them, and nobody can say that there
+        are none.
+        """
         self._configure(
             replace(
                 self._config,
+                tiers=_TIERS + ((Tier.ARCHIVE,) if archived else ()),
                 retention={Tier.LOCAL: Retention(last=keep, pinned=frozenset(pins))},
             )
         )
 
     def take(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...] | None:
         """One report; None when something newer was heard of this node rank already."""
+        self._changes += 1
         place = self.places.get(sender.node_rank)
-        if place is not None and _overtaken(place, sender, report):
+        if place is not None and overtaken(place, sender, report):
             return None
         said: list[Action] = []
         if place is not None and place.pod != sender.pod:
@@ -97,7 +85,7 @@ class Host:
             said += self.pod_gone(place.pod, local_stays=stays)
             place = None
         said += self._forget_unnamed(sender.node_rank, report)
-        self.places[sender.node_rank] = _renewed(place, sender, report, at)
+        self.places[sender.node_rank] = renewed(place, sender, report, at)
         self._ordered += 1
         said += self.ledger.apply(report.as_reported(sender.node_rank, ordered=self._ordered))
         self._know_world()
@@ -106,6 +94,7 @@ class Host:
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, its memory with it; `local_stays`: its volumes outlive it."""
+        self._changes += 1
         for node_rank, place in self.places.items():
             if place.pod == pod and not place.dropped:
                 known, place.gone = place.gone, True
@@ -127,7 +116,7 @@ class Host:
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
-            ranks=dict.fromkeys(self._told[node_rank], lost),
+            ranks=dict.fromkeys((one.rank for one in self.places[node_rank].own), lost),
             sequence=self._ordered,
         )
         return self.ledger.apply(event)
@@ -144,8 +133,11 @@ class Host:
     def _forget_epochs(self) -> tuple[Action, ...]:
         """An epoch that nobody has a record of any more must not outrank one that begins anew.
 
-        Only then is the ledger made again from the last reports: that costs one event a node.
+        Only then is the ledger made again from the last reports: that costs one event a node. What
+        is in the archive has its epochs on record there.
         """
+        if self.archived():
+            return ()
         there = [one for one in self.places.items() if not one[1].dropped]
         recorded = {epoch.id for _, place in there for epoch in place.report.epochs}
         if all(epoch.id in recorded for epoch in self.ledger.epochs):
@@ -214,8 +206,9 @@ class Host:
     @property
     def settled(self) -> bool:
         """All ranks have told, from pods that are there and have scanned their volumes."""
-        told = {one.rank for one in self.ranks()}
-        all_settled = all(place.settled for place in self.places.values())
+        there = [place for place in self.places.values() if not place.gone]
+        told = {one.rank for place in there for one in place.own}
+        all_settled = all(place.settled for place in there)
         return all_settled and self.world is not None and len(told) >= self.world
 
     def committed(self) -> StepId | None:
@@ -226,12 +219,49 @@ class Host:
         """The newest step that all ranks could restore now, each from whatever tier."""
         return self.ledger.watermark(Tier.MEMORY)
 
+    def archived(self) -> tuple[StepId, ...]:
+        """Steps that the archive holds whole, oldest first."""
+        return self.ledger.committed(Tier.ARCHIVE)
+
     def plan(self) -> StepId | None:
         """The step that a restart would restore, when that is certain."""
-        if self.world is None:
-            return None
-        plan = self.ledger.plan(range(self.world))
+        plan = self._plan()
         return plan.id if isinstance(plan, RestorePlan) else None
+
+    def doubt(self) -> str:
+        """Why nobody can say what a restart would restore, '' when that is certain."""
+        plan = self._plan()
+        return plan.reason if isinstance(plan, Unknown) else ""
+
+    def _plan(self) -> RestorePlan | Nothing | Unknown | None:
+        return None if self.world is None else self.ledger.plan(range(self.world))
+
+    def safety(self) -> Safety:
+        """What the loss of one node would leave."""
+        if self._safety is None or self._safety[0] != self._changes:
+            self._safety = self._changes, self._judge()
+        return self._safety[1]
+
+    def _judge(self) -> Safety:
+        archived = max(self.archived(), default=None)
+        lying, world = by_step(self._lying()), self.world or 0
+        newest_first = sorted(self.ledger.committed(Tier.LOCAL), reverse=True)
+        sole = {
+            id: sole_nodes(lying.get(id, ()), world=_world_of(lying.get(id, ()), world))
+            for id in newest_first
+            if archived is None or id > archived
+        }
+        apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
+        safe = max((id for id in (apart, archived) if id is not None), default=None)
+        alone = sole.get(newest_first[0]) if newest_first else None
+        return Safety(step=safe, archived=archived, sole=alone or frozenset())
+
+    def _lying(self) -> Iterator[Lying]:
+        """Every durable image on a node's drive that is still there, also of pods that left it."""
+        for place in self.places.values():
+            for one in () if place.dropped else place.report.ranks:
+                for held in (*one.local, *one.peer):
+                    yield Lying(place.node, one.rank, held)
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first."""
@@ -246,25 +276,6 @@ class Host:
         return {one.id for rank in place.report.ranks for one in rank.local}
 
 
-def _overtaken(place: Place, sender: Sender, report: Report) -> bool:
-    if place.pod != sender.pod:
-        return sender.created_at < place.created_at
-    if place.report.started_at != report.started_at:
-        return report.started_at in place.past
-    return report.sequence < place.report.sequence
-
-
-def _renewed(place: Place | None, sender: Sender, report: Report, at: float) -> Place:
-    past, since = set(place.past) if place else set(), place.since if place else at
-    if place is not None and place.report.started_at != report.started_at:
-        past.add(place.report.started_at)
-        since = at
-    return Place(
-        pod=sender.pod,
-        created_at=sender.created_at,
-        node=sender.node,
-        report=report,
-        since=since,
-        heard_at=at,
-        past=past,
-    )
+def _world_of(copies: Sequence[Lying], world: int) -> int:
+    """Ranks that saved the step; after a restart with others, not those that run now."""
+    return copies[0].held.world if copies else world

@@ -20,8 +20,10 @@ from keepstep_operator.reconcile.events import Teller
 from keepstep_operator.reconcile.handlers import Errands, Handlers
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.reports import Reports
+from keepstep_operator.reconcile.shelf import Shelf
+from keepstep_operator.reconcile.signing import Signing
 from keepstep_operator.reconcile.tokens import Tokens
-from keepstep_operator.reconcile.watching import PodClient
+from keepstep_operator.reconcile.watching import NodeClient, PodClient
 from keepstep_operator.reconcile.writer import Writer
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
@@ -41,7 +43,9 @@ class Settings:
     """The command's options."""
 
     host_paths: tuple[str, ...]
+    watch_nodes: bool
     tls_dir: Path
+    peer_ca_dir: Path | None
     port: int
     metrics_port: int
     namespace: str
@@ -67,7 +71,19 @@ class Clock:
     help="Prefix of node directories that policies may use; may be repeated (variable: separated"
     " by spaces).",
 )
+@option(
+    "--watch-nodes",
+    is_flag=True,
+    help="Follow the cluster's nodes: warn of one that is drained while it holds the only copy of"
+    " something, and know the zones of peers.",
+)
 @tls_dir_option("/tls")
+@option(
+    "--peer-ca-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory with the authority that signs for sidecars: tls.crt, tls.key and what else is"
+    " trusted.  [default: none is signed]",
+)
 @port_option(REPORTS_PORT)
 @metrics_port_option
 @namespace_option
@@ -87,7 +103,8 @@ def reconcile(**options: Any) -> None:
 
 
 class Reconciler:
-    """All parts of the process, wired. `group` owns every task; an exception in one ends it."""
+    """All parts of the process, wired. `group` owns every task; an exception in one ends it.
+    `node_client`: None where nodes are not followed."""
 
     def __init__(
         self,
@@ -95,21 +112,26 @@ class Reconciler:
         pod_client: Client,
         *,
         group: asyncio.TaskGroup,
+        node_client: Client | None = None,
         host_paths: tuple[str, ...] = (),
+        peer_ca_dir: Path | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.book = Book()
         self.metrics = Metrics(self.book)
         self._clients = client, pod_client
+        self._node_client = node_client
         self._group = group
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self.writer = Writer(self.book, client, metrics=self.metrics, clock=clock)
+        self.shelf = Shelf(self.book, client, metrics=self.metrics, clock=clock)
         self.teller = Teller(client, metrics=self.metrics, clock=clock)
         self.errands = Errands(
             self.book,
             client,
             writer=self.writer,
+            shelf=self.shelf,
             teller=self.teller,
             metrics=self.metrics,
             group=group,
@@ -124,6 +146,7 @@ class Reconciler:
             clock=clock,
         )
         self.objects, self.pods = handlers.objects(), handlers.pods()
+        self.nodes = handlers.nodes()
         self.reports = Reports(
             self.book,
             client,
@@ -132,6 +155,7 @@ class Reconciler:
             metrics=self.metrics,
             ready=self.ready,
             clock=clock,
+            signing=Signing(peer_ca_dir),
         )
 
     def start(self) -> None:
@@ -141,7 +165,11 @@ class Reconciler:
             self._spawn(feed.run(client), f"follow {feed.name}")
         for feed in self.pods:
             self._spawn(feed.run(pod_client), f"follow {feed.name}")
+        if self._node_client is not None:  # nothing waits for them: they may not be allowed to us
+            self._spawn(self.nodes.run(self._node_client), "follow nodes")
         self._spawn(self.writer.run(), "write statuses")
+        self._spawn(self.shelf.feed.run(client), "follow checkpoints")
+        self._spawn(self.shelf.run(), "write checkpoints")
         self._spawn(self.teller.run(), "write events")
         self._spawn(self._tick(), "tick")
 
@@ -174,10 +202,17 @@ async def serve(settings: Settings) -> None:
     async with (
         Client(access) as client,
         PodClient(access) as pod_client,
+        NodeClient(access) as node_client,
         asyncio.TaskGroup() as group,
     ):
         parts = Reconciler(
-            client, pod_client, group=group, host_paths=settings.host_paths, clock=Clock()
+            client,
+            pod_client,
+            group=group,
+            node_client=node_client if settings.watch_nodes else None,
+            host_paths=settings.host_paths,
+            peer_ca_dir=settings.peer_ca_dir,
+            clock=Clock(),
         )
         parts.start()
         reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")

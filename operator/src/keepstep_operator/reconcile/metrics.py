@@ -115,7 +115,7 @@ class Metrics:
         )
         self._writes = Counter(
             "keepstep_api_writes",
-            "Writes to the API server: status, run, event, policy, other",
+            "Writes to the API server: status, run, checkpoint, event, policy, other",
             ("what", "outcome"),
             registry=self.registry,
         )

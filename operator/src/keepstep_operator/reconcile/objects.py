@@ -15,6 +15,7 @@ import msgspec
 
 MOST_RECENT = 10
 MOST_RANKS = 64
+MOST_HOLDERS = 64
 MOST_WARNINGS = 10
 LONGEST_TEXT = 1000
 
@@ -81,6 +82,30 @@ class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     ranks: str = ""
     memory: int | None = None
     local: int | None = None
+    buddies: str = ""
+
+
+class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What lies on the drives of a node and outlives its pods. `node_ranks`, `copies`: sets of node
+    ranks, whose own shards or copies of whose shards these are. `step`: the newest of them."""
+
+    node: str
+    node_ranks: str = ""
+    copies: str = ""
+    step: int | None = None
+
+
+class RestoreFromStatus(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
+):
+    """`asked`: spec.restoreFrom as it was last looked at. `epoch`: the one that began from `step`,
+    '' while none did. `since`: number of the newest epoch when it was asked."""
+
+    asked: str
+    run: str = ""
+    step: str = ""
+    epoch: str = ""
+    since: int = 0
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -124,6 +149,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     lost_steps: int = 0
     recent: list[RecentStatus] = []
     ranks: list[PlaceStatus] = []
+    holders: list[HolderStatus] = []
+    restore_from: RestoreFromStatus | None = None
     warnings: list[str] = []
     conditions: list[Condition] = []
 

@@ -22,11 +22,13 @@ INTERVALS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Names of pods, and why no step becomes committed ('' while all is well)."""
+    """Names of pods, and why no step becomes committed ('' while all is well). `draining`: nodes
+    that take no new pods and hold the only copy of something of the newest commit."""
 
     silent: frozenset[str] = frozenset()
     without_library: frozenset[str] = frozenset()
     stalled: str = ""
+    draining: frozenset[str] = frozenset()
 
 
 def look(run: Run, *, at: float) -> Outlook:
@@ -35,7 +37,19 @@ def look(run: Run, *, at: float) -> Outlook:
         silent=frozenset(_silent(run, at)),
         without_library=frozenset(_without_library(run, at)),
         stalled=_failed_volume(run) or _stalled(run, at),
+        draining=frozenset(_draining(run)),
     )
+
+
+def _draining(run: Run) -> set[str]:
+    if run.finished_at is not None:
+        return set()
+    cordoned = {
+        place.node
+        for place in run.host.places.values()
+        if (node := run.nodes.get(place.node)) is not None and node.cordoned
+    }
+    return cordoned & run.host.safety().sole if cordoned else set()
 
 
 def _silent(run: Run, at: float) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
+from keepstep_operator.fields import PolicyError
 from keepstep_operator.pods import (
     Injected,
     Pod,
@@ -23,7 +24,6 @@ from keepstep_operator.policy import (
     EmptyDir,
     HostPath,
     Policy,
-    PolicyError,
     parse_policy,
     require_allowed,
 )
@@ -31,6 +31,7 @@ from keepstep_operator.reconcile.objects import cut
 from keepstep_operator.reconcile.records import (
     Job,
     JobState,
+    NodeRecord,
     PodRecord,
     PolicyRecord,
     RunKey,
@@ -181,20 +182,38 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
         persist_every=policy.persist_every,
         slots=policy.slots,
         run_ttl_s=float(policy.run_ttl_s),
+        peers=policy.peers,
+        archive=policy.archive,
         advice=advice_on(policy),
     )
 
 
 def advice_on(policy: Policy) -> str:
-    """What an accepted policy does not give, said before somebody misses it."""
+    """What an accepted policy does and does not give, said before somebody misses it."""
+    return "; ".join((_of_volumes(policy), _of_tiers(policy)))
+
+
+def _of_volumes(policy: Policy) -> str:
     kinds = [_kind(one.source) for one in policy.volumes]
     fleeting = sorted({str(kind) for kind in kinds if kind is not VolumeKind.HOST_PATH})
     if not fleeting:
-        return "a step outlives its pod on the same node; no tier outlives the loss of a node"
+        return "a step outlives its pod on the same node"
     return (
         f"volumes of kind {' and '.join(fleeting)} go with their pod: a step outlives the restart"
         " of a container, not that of a pod; use hostPath for that"
     )
+
+
+def _of_tiers(policy: Policy) -> str:
+    said = []
+    if policy.peers is not None:
+        said.append("copies with peers outlive the loss of a node")
+    if policy.archive is not None:
+        said.append(
+            f"every {policy.archive.every} steps one goes to {policy.archive.where}, which outlives"
+            " nodes and jobs"
+        )
+    return "; ".join(said) or "no tier outlives the loss of a node (see peers and archive)"
 
 
 def _kind(source: object) -> VolumeKind:
@@ -221,6 +240,7 @@ def parse_run_object(body: Body) -> RunObject:
         uid=str(metadata.get("uid") or ""),
         generation=int(metadata.get("generation") or 1),
         pins=tuple(str(one) for one in pins) if isinstance(pins, list) else (),
+        restore_from=str(spec.get("restoreFrom") or ""),
         paused=bool(spec.get("paused")),
         fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
         policy=_snapshot(body.get("status") or {}, str(metadata.get("namespace") or "")),
@@ -246,3 +266,27 @@ def job_state(body: Body) -> JobState:
         if one.get("status") == "True" and one.get("type") == "Failed":
             return JobState.FAILED
     return JobState.ACTIVE
+
+
+_TAINT = "node.kubernetes.io/unschedulable"
+
+
+def lean_node(body: Body) -> Body:
+    """The node without what nobody here reads, most of all its list of images."""
+    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
+    kept = ("name", "labels", "resourceVersion")
+    return {
+        "metadata": {name: metadata[name] for name in kept if name in metadata},
+        "spec": {name: spec[name] for name in ("unschedulable", "taints") if name in spec},
+    }
+
+
+def parse_node(body: Body) -> NodeRecord:
+    """A Node."""
+    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
+    taints = {one.get("key") for one in spec.get("taints") or []}
+    return NodeRecord(
+        name=str(metadata.get("name") or ""),
+        labels=metadata.get("labels") or {},
+        cordoned=bool(spec.get("unschedulable")) or _TAINT in taints,
+    )

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep_operator.beyond import Archive, Peers
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class RunKey:
@@ -92,8 +94,19 @@ class PolicyRecord:
     persist_every: int | None = None
     slots: int = 4
     run_ttl_s: float = 7 * 24 * 3600.0
+    peers: Peers | None = None
+    archive: Archive | None = None
     problem: tuple[str, str] | None = None
     advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """A node. `cordoned`: no new pod comes to it; it is probably being drained."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cordoned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +118,7 @@ class RunObject:
     uid: str
     generation: int = 1
     pins: tuple[str, ...] = ()
+    restore_from: str = ""
     paused: bool = False
     fresh_start: str = ""
     policy: PolicyRecord | None = None

@@ -1,4 +1,4 @@
-"""The reports API: `POST /v1/reports` over HTTPS, for sidecars only.
+"""The reports API: `POST /v1/reports`, and `/v1/certificates`, over HTTPS, for sidecars only.
 
 Order matters: first who it is (the token), then which pod that is by our own record, then what it
 says. Everything that is refused leaves as {code, message}, is counted, and is logged once per
@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from keepstep import certificates
 from keepstep.protocol import Problem
 from keepstep.reports import PATH, Report, ReportedRank, ReportReply
 from keepstep.steps import EpochId, StepId
@@ -24,6 +25,7 @@ from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.pacing import Throttle
 from keepstep_operator.reconcile.parsing import parse_pod_record
 from keepstep_operator.reconcile.records import PodRecord
+from keepstep_operator.reconcile.signing import Signing
 from keepstep_operator.reconcile.tokens import Identity, Refused, Tokens
 from keepstep_operator.serving import Ready, health_routes
 
@@ -35,6 +37,8 @@ MOST_IMAGES: Final = 4096
 MOST_EPOCHS: Final = 4096
 MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_VOLUMES: Final = 64
+MOST_DEPOTS: Final = 64
+LONGEST_ADDRESS: Final = 280
 LARGEST_STEP: Final = 10**15
 LARGEST_EPOCH: Final = 10**9
 _HEX: Final = frozenset("0123456789abcdef")
@@ -44,6 +48,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Obey = Callable[[Iterable[Action]], None]
 
 _decode: Final = msgspec.json.Decoder(Report).decode
+_decode_request: Final = msgspec.json.Decoder(certificates.CertificateRequest).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -60,8 +65,10 @@ class Reports:
         metrics: Metrics,
         ready: Ready,
         clock: Callable[[], float],
+        signing: Signing,
     ) -> None:
         self._book = book
+        self._signing = signing
         self._client = client
         self._tokens = tokens
         self._obey = obey
@@ -73,16 +80,26 @@ class Reports:
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
         app = web.Application(client_max_size=LARGEST_REPORT_BYTES, middlewares=[self._problems])
-        app.add_routes([web.post(PATH, self._take), *health_routes(self._ready)])
+        mine = [web.post(PATH, self._take), web.post(certificates.PATH, self._sign)]
+        app.add_routes([*mine, *health_routes(self._ready)])
         return app
 
-    async def _take(self, request: web.Request) -> web.Response:
+    async def _sender(self, request: web.Request) -> PodRecord:
+        """The pod that asks, by its token and our own record. Raises Refused."""
         if reason := self._ready():
             raise Refused(503, "starting", reason)
         identity = await self._tokens.identify(_bearer(request))
         pod = self._book.pod(identity.pod_uid) or await self._look_up(identity)
         if pod.namespace != identity.namespace or not pod.injected:
             raise Refused(403, "not-injected", f"pod {pod.name} was not given this sidecar")
+        return pod
+
+    async def _sign(self, request: web.Request) -> web.Response:
+        pod = await self._sender(request)
+        return _json(self._signing.issue(pod, _decode_request(await request.read())))
+
+    async def _take(self, request: web.Request) -> web.Response:
+        pod = await self._sender(request)
         report = _checked(_decode(await request.read()))
         reply = self._answer(pod, report)
         self._metrics.reports.inc()
@@ -148,6 +165,8 @@ def _checked(report: Report) -> Report:
         raise Refused(400, "bad-report", "more ranks or epochs than one pod can have")
     if len(report.restores) > MOST_RESTORES or len(report.volumes) > MOST_VOLUMES:
         raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
+    if len(report.depots) > MOST_DEPOTS or len(report.peer_address) > LONGEST_ADDRESS:
+        raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
     epochs = [*report.epochs, *(one.epoch for one in report.restores)]
     parents = [one.parent for one in epochs if one.parent is not None]
     if not all(map(_is_epoch, (one.id for one in epochs))) or not all(map(_is_step, parents)):
@@ -158,8 +177,10 @@ def _checked(report: Report) -> Report:
 
 
 def _check_rank(one: ReportedRank) -> None:
-    held = (*one.memory, *one.local)
+    held = (*one.memory, *one.local, *one.peer, *one.archive)
     worlds = {one.world, *(image.world for image in held)}
+    if any(not all(0 <= twin < image.world for twin in image.twins) for image in held):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
     if len(held) > MOST_IMAGES:

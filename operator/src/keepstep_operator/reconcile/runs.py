@@ -8,13 +8,14 @@ CheckpointRun's status.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from keepstep import ledger
 from keepstep.ledger import AlarmKind
 from keepstep.reports import Report, ReportReply
-from keepstep.steps import StepId
+from keepstep.steps import StepId, Tier
 from keepstep_operator.reconcile import texts
 from keepstep_operator.reconcile.actions import (
     Action,
@@ -25,7 +26,8 @@ from keepstep_operator.reconcile.actions import (
     WriteStatus,
 )
 from keepstep_operator.reconcile.advice import Adviser
-from keepstep_operator.reconcile.host import Host, Sender
+from keepstep_operator.reconcile.host import Host
+from keepstep_operator.reconcile.neighbours import Neighbours
 from keepstep_operator.reconcile.objects import MOST_RECENT, RecentStatus, RunStatus, cut, utc
 from keepstep_operator.reconcile.outlook import LIBRARY_S, Outlook, look
 from keepstep_operator.reconcile.past import (
@@ -36,9 +38,11 @@ from keepstep_operator.reconcile.past import (
     parse_steps,
     read_past,
 )
+from keepstep_operator.reconcile.places import Sender
 from keepstep_operator.reconcile.records import (
     Job,
     JobState,
+    NodeRecord,
     PodRecord,
     PolicyRecord,
     RunKey,
@@ -46,6 +50,7 @@ from keepstep_operator.reconcile.records import (
     VolumeKind,
 )
 from keepstep_operator.reconcile.restores import Restores
+from keepstep_operator.reconcile.rollback import Rollback
 from keepstep_operator.reconcile.survival import volumes_outlive_pod
 
 FRESH_START_S = 120.0
@@ -58,11 +63,25 @@ RESUME_S = 45.0
 
 
 class Run:
-    """The state of one run. Methods named after events return what the shell has to do."""
+    """The state of one run. Methods named after events return what the shell has to do.
 
-    def __init__(self, key: RunKey) -> None:
+    `nodes`: the cluster's, by name; empty where they are not watched. `archive_of`: steps that the
+    archive of another run is known to hold.
+    """
+
+    def __init__(
+        self,
+        key: RunKey,
+        *,
+        nodes: Mapping[str, NodeRecord] = MappingProxyType({}),
+        archive_of: Callable[[RunKey], Iterable[StepId]] = lambda key: (),
+    ) -> None:
         self.key = key
+        self.nodes = nodes
+        self._archive_of = archive_of
         self.host = Host()
+        self.neighbours = Neighbours(self, nodes)
+        self.rollback = Rollback()
         self._adviser = Adviser(self.host)
         self.pods: dict[str, PodRecord] = {}
         self.job: Job | None = None
@@ -161,6 +180,7 @@ class Run:
         if before is None and not self.recent and not self.host.places:
             self.policy = self.policy or object.policy
             self._resume(read_past(object.status), at)
+        self._roll_back()
         self._configure()
         if object.fresh_start and (before is None or before.fresh_start != object.fresh_start):
             self._fresh_start_until = at + FRESH_START_S
@@ -175,6 +195,7 @@ class Run:
 
     def _resume(self, past: Past, at: float) -> None:
         self.past, self.written = past, past.status
+        self.rollback.resume(past.status.restore_from)
         self._resumed_at = at if past.status.phase != "Waiting" else None
         self.restores.resume(restarts=past.restarts, lost_steps=past.lost_steps, counted=past.epoch)
         self.recent = past.recent
@@ -184,10 +205,33 @@ class Run:
         self.finished_at = None if self.pods else past.finished_at
 
     def _configure(self) -> None:
-        pins = self.object.pins if self.object else ()
         keep = self.policy.keep if self.policy else 2
+        archived = self.policy is not None and self.policy.archive is not None
         self._adviser.forget()
-        self.host.configure(keep=keep, pins=parse_steps(pins))
+        self.host.configure(keep=keep, pins=self.pins, archived=archived)
+
+    @property
+    def pins(self) -> tuple[StepId, ...]:
+        """Steps that stay: what people pinned, and what they want to go back to."""
+        pinned = tuple(parse_steps(self.object.pins)) if self.object else ()
+        wanted = self.rollback.wanted
+        return pinned if wanted is None or wanted in pinned else (*pinned, wanted)
+
+    def _roll_back(self) -> list[Action]:
+        """What the object asks for, with what is known of steps and epochs."""
+        asked, before = self.object.restore_from if self.object else "", self.rollback.status()
+        self.rollback.ask(asked, own=self.key.name, newest=self.host.ledger.lineage.current)
+        done = self.rollback.look(self._steps_of, self.host.ledger.epochs)
+        if self.rollback.status() == before:
+            return []
+        self._configure()
+        said = [self._event("RolledBack", texts.rolled_back(self.rollback))] if done else []
+        return [WriteStatus(self.key), *said]
+
+    def _steps_of(self, run: str) -> Iterable[StepId]:
+        if run:
+            return self._archive_of(RunKey(self.key.namespace, run))
+        return self.host.ledger.committed(Tier.LOCAL)
 
     @property
     def generation(self) -> int:
@@ -220,6 +264,7 @@ class Run:
         return [
             WriteStatus(self.key),
             *over,
+            *(self._roll_back() if self.rollback.asked else ()),
             *self._committed(at),
             *self._alarmed(said, at=at),
             *self._warned(pod, report),
@@ -248,13 +293,16 @@ class Run:
         return ReportReply(
             least_gap_s=least_gap_s,
             committed=advice.committed,
-            plan=None if paused else advice.plan,
+            plan=None if paused else self.rollback.wanted or advice.plan,
             retire=tuple(
                 id
                 for id in advice.expendable
                 if id in held and not paused and self.policy is not None
             ),
-            pinned=tuple(parse_steps(self.object.pins)) if self.object else (),
+            pinned=self.pins,
+            peers=self.neighbours.of(pod.node_rank),
+            restore_from=self.rollback.wanted,
+            restore_run=self.rollback.run if self.rollback.wanted else "",
         )
 
     def _committed(self, at: float) -> Iterator[Action]:
@@ -391,6 +439,9 @@ class Run:
                 RecentStatus(time=utc(at), type="CommitStalled", step=step, message=message)
             )
             yield self._event("CommitStalled", message, warning=True)
+        for node in sorted(self.outlook.draining - before.draining):
+            message = texts.draining(node, self.commit.id.step if self.commit else None)
+            yield self._event("NodeDraining", message, warning=True, topic=node)
         for name in sorted(self.outlook.without_library - before.without_library):
             message = texts.without_library(name, after_s=LIBRARY_S)
             yield self._event("LibraryMissing", message, warning=True, topic=name)

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from keepstep.ledger import NEAREST_FIRST
 from keepstep.reports import ReportedRank
 from keepstep.steps import StepId, Tier
 from keepstep_operator import names
-from keepstep_operator.reconcile.conditions import PROTECTED, Verdict, outlives, verdicts
-from keepstep_operator.reconcile.host import Place
+from keepstep_operator.reconcile.conditions import PROTECTED, outlives, verdicts
+from keepstep_operator.reconcile.holders import holders
 from keepstep_operator.reconcile.objects import (
     MOST_RANKS,
     MOST_WARNINGS,
@@ -26,8 +27,11 @@ from keepstep_operator.reconcile.objects import (
     utc,
 )
 from keepstep_operator.reconcile.past import FINISHED
+from keepstep_operator.reconcile.places import Place
 from keepstep_operator.reconcile.runs import Run
-from keepstep_operator.reconcile.texts import acknowledge
+from keepstep_operator.reconcile.texts import acknowledge, draining
+from keepstep_operator.reconcile.verdict import Verdict
+from keepstep_operator.spans import spans
 
 _NODES_NAMED = 5
 _TEXT = 300
@@ -68,6 +72,8 @@ def render(run: Run, *, at: float) -> RunStatus:
         lost_steps=run.restores.lost_steps,
         recent=run.recent,
         ranks=_ranks(run),
+        holders=holders(run),
+        restore_from=run.rollback.status(),
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
     )
@@ -133,7 +139,13 @@ def _committed(run: Run) -> CommittedStatus | None:
 
 
 def _watermarks(run: Run) -> dict[str, str]:
-    marks = {Tier.MEMORY: run.host.common(), Tier.LOCAL: run.host.committed()}
+    safety = run.host.safety()
+    marks = {
+        Tier.MEMORY: run.host.common(),
+        Tier.LOCAL: run.host.committed(),
+        Tier.PEER: safety.step if run.policy and run.policy.peers else None,
+        Tier.ARCHIVE: safety.archived,
+    }
     return {str(tier): str(id) for tier, id in marks.items() if id is not None}
 
 
@@ -143,7 +155,7 @@ def _tiers(run: Run) -> str:
         return ""
     held = [
         str(tier)
-        for tier in (Tier.MEMORY, Tier.LOCAL)
+        for tier in NEAREST_FIRST
         if len(run.host.ledger.holders(run.commit.id, tier)) >= run.host.world
     ]
     return ",".join(held)
@@ -171,15 +183,16 @@ def _stall(run: Run) -> StallStatus:
 
 
 def _ranks(run: Run) -> list[PlaceStatus]:
-    places = sorted(run.host.places.items())[:MOST_RANKS]
+    places, ring = sorted(run.host.places.items())[:MOST_RANKS], run.neighbours.ring()
     return [
         PlaceStatus(
             node=place.node,
             pod=run.pods[place.pod].name if place.pod in run.pods else "",
             node_rank=node_rank,
-            ranks=_spans(one.rank for one in place.report.ranks),
+            ranks=spans(one.rank for one in place.own),
             memory=None if place.gone else _newest_common(run, place, Tier.MEMORY),
             local=None if place.dropped else _newest_common(run, place, Tier.LOCAL),
+            buddies=spans(ring.get(node_rank, ())),
         )
         for node_rank, place in places
     ]
@@ -187,7 +200,7 @@ def _ranks(run: Run) -> list[PlaceStatus]:
 
 def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
     """Of all ranks on this pod; not a step that a later life of the run left behind."""
-    each = [_ids(one, tier) for one in place.report.ranks]
+    each = [_ids(one, tier) for one in place.own]
     common = set.intersection(*each) if each else set()
     alive = (id for id in common if not run.host.ledger.is_dead(id))
     return max((id.step for id in alive), default=None)
@@ -195,17 +208,6 @@ def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
 
 def _ids(rank: ReportedRank, tier: Tier) -> set[StepId]:
     return {one.id for one in (rank.memory if tier is Tier.MEMORY else rank.local)}
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """`0-3,8` of 0, 1, 2, 3, 8."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _newest(texts: Iterable[str]) -> str:
@@ -223,6 +225,10 @@ def _warnings(run: Run) -> list[str]:
     found = [*_policy_warnings(run), *_fresh_start(run), *_earlier_run(run), *run.alarms]
     there = sorted(run.pods.values(), key=lambda pod: pod.name)
     found += [f"pod {pod.name}: {pod.trouble}" for pod in there if pod.trouble and pod.injected]
+    found += [
+        draining(node, run.commit.id.step if run.commit else None)
+        for node in sorted(run.outlook.draining)
+    ]
     found += [f"{text} ({_first(pods)})" for text, pods in sorted(_said(run).items())]
     return [cut(text) for text in dict.fromkeys(found)][:MOST_WARNINGS]
 

@@ -1,8 +1,9 @@
 """What a run would outlive now, from what it holds and where.
 
 emptyDir and ephemeral volumes go with their pod, so they outlive containers only. A hostPath stays
-on its node: a pod that comes back to that node finds it. Another job finds it only under the same
-run key, which needs the user's label (see docs/operations.md, "What survives").
+on its node: a pod that comes back to that node finds it. Copies with peers lie on another node, the
+archive on none. Another job finds any of it only under the same run key, which needs the user's
+label (see docs/support-matrix.md, "What a run survives").
 """
 
 from __future__ import annotations
@@ -31,15 +32,25 @@ def volumes_outlive_pod(kinds: Collection[VolumeKind]) -> bool:
 
 
 def survives(
-    *, common: bool, committed: bool, kinds: Collection[VolumeKind], labelled: bool
+    *,
+    common: bool,
+    committed: bool,
+    spread: bool,
+    archived: bool,
+    kinds: Collection[VolumeKind],
+    labelled: bool,
 ) -> tuple[Survives, ...]:
-    """`common`: all ranks hold one step somewhere; `committed`: one is durable on all ranks.
+    """`common`: all ranks hold one step somewhere; `committed`: one is durable on all ranks;
+    `spread`: one is left whichever node is lost; `archived`: one is in the archive.
 
-    No tier beyond the node exists yet, so nothing outlives the loss of a node.
+    Whatever outlives a node outlives a pod of it. All pods of a job at once go with a new job, so
+    copies with peers do not outlive that on volumes that go with their pod.
     """
-    outlived = [Survives.CONTAINER_RESTART] if common or committed else []
-    if committed and volumes_outlive_pod(kinds):
-        outlived.append(Survives.POD_RESTART)
-        if labelled:
-            outlived.append(Survives.JOB_RECREATE)
-    return tuple(outlived)
+    on_nodes = committed and volumes_outlive_pod(kinds)
+    held = {
+        Survives.CONTAINER_RESTART: common or committed,
+        Survives.POD_RESTART: on_nodes or spread,
+        Survives.NODE_LOSS: spread,
+        Survives.JOB_RECREATE: labelled and (on_nodes or archived),
+    }
+    return tuple(one for one, outlived in held.items() if outlived)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from keepstep_operator import names
 from keepstep_operator.reconcile.records import PodRecord, RunKey
 from keepstep_operator.reconcile.restores import Restart
+from keepstep_operator.reconcile.rollback import Rollback
 
 
 def not_injected(pod: PodRecord) -> str:
@@ -57,6 +58,23 @@ def acknowledge(run: RunKey) -> str:
         f" annotate checkpointrun -n {run.namespace} {run.name}"
         f" {names.FRESH_START_ANNOTATION}=newest; if not, stop the job and look for the volume that"
         " was not mounted"
+    )
+
+
+def rolled_back(rollback: Rollback) -> str:
+    """A life of the run began where somebody wanted it to."""
+    step = rollback.id.step if rollback.id else 0
+    of = f" of run {rollback.run}" if rollback.run else ""
+    return f"epoch {rollback.epoch} went on from step {step}{of}, as spec.restoreFrom asked"
+
+
+def draining(node: str, step: int | None) -> str:
+    """A node that takes no new pods holds what nobody else has."""
+    which = f"step {step}, the newest commit," if step is not None else "the newest commit"
+    return (
+        f"node {node} is cordoned, and some shards of {which} lie on it alone: when it goes, the"
+        " run goes back to an older step, or cannot go on. Let the job end or save elsewhere first"
+        " (see peers and archive of its policy), or uncordon the node"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import Change, ChangeKind, Client, KubeError, Listing, Resource
-from keepstep_operator.reconcile.parsing import lean_pod
+from keepstep_operator.reconcile.parsing import lean_node, lean_pod
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -23,11 +23,19 @@ class PodClient(Client):
     """A client for lists of pods: each page is made lean as it comes, since thousands of whole
     pods at once are more memory than everything else here together."""
 
+    _lean = staticmethod(lean_pod)
+
     async def _call(self, *args: Any, **options: Any) -> Body:
         answer = await super()._call(*args, **options)
         if isinstance(items := answer.get("items"), list):
-            answer["items"] = [lean_pod(one) for one in items]
+            answer["items"] = [self._lean(one) for one in items]
         return answer
+
+
+class NodeClient(PodClient):
+    """The same for nodes, of which each lists all its images."""
+
+    _lean = staticmethod(lean_node)
 
 
 @dataclass(kw_only=True)

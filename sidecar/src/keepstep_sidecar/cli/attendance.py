@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.errors import SidecarError, UsageError
+from keepstep_sidecar.archive.settings import of_plain
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.places import Places, Service, load_service, make_memory
+from keepstep_sidecar.cli.places import Options, Places, Service, load_service, make_memory
 from keepstep_sidecar.cli.processes import Process, spawn_service, wait_gone
 
 UP_S: Final = 30.0
@@ -67,11 +68,26 @@ def sidecar_arguments(service: Service) -> tuple[str, ...]:
         "--capacity": options.capacity_bytes,
         "--linger": options.linger_s,
         "--owner-pid": os.getpid(),
+        **_archive_values(options),
     }
     for name, value in values.items():
         if value is not None:
             words += [name, str(value)]
     return tuple(words)
+
+
+def _archive_values(options: Options) -> dict[str, object]:
+    if (archive := of_plain(options.archive)) is None:
+        return {}
+    keep = archive.retention
+    return {
+        "--archive": archive.url,
+        "--archive-every": archive.every,
+        "--archive-keep": keep.last,
+        "--archive-keep-every": f"{keep.every_s}s" if keep.every_s else keep.every_steps,
+        "--archive-endpoint": archive.endpoint,
+        "--archive-region": archive.region,
+    }
 
 
 def launch(service: Service) -> int:

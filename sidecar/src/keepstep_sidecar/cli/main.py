@@ -8,6 +8,7 @@ import click
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import __version__
+from keepstep_sidecar.cli.archive import archive
 from keepstep_sidecar.cli.inspect import inspect_file
 from keepstep_sidecar.cli.removal import rm
 from keepstep_sidecar.cli.run import run
@@ -52,5 +53,5 @@ def cli() -> None:
     """
 
 
-for _command in (run, status, steps, verify, inspect_file, rm, stop):
+for _command in (run, status, steps, verify, inspect_file, archive, rm, stop):
     cli.add_command(_command)

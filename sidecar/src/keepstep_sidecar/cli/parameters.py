@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import click
 
 from keepstep.errors import UsageError
+from keepstep.retention import Retention
+from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.cli.places import checked_name
 from keepstep_sidecar.cli.quantities import parse_duration, parse_size
 
@@ -101,6 +104,96 @@ _KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
         help="Committed steps that stay on the volumes.",
     ),
     size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]"),
+)
+
+
+def archive_options(command: Command) -> Command:
+    """Where the archive is and what goes there, as one argument `archive`: ArchiveConfig | None."""
+
+    @functools.wraps(command)
+    def with_archive(*args: Any, **options: Any) -> Any:
+        told = {name: options.pop(f"archive_{name}") for name in _ARCHIVE_WORDS}
+        try:
+            options["archive"] = _archive(options.pop("archive"), **told)
+        except UsageError as error:
+            raise click.UsageError(str(error)) from error
+        return command(*args, **options)
+
+    outer = functools.reduce(lambda inner, one: one(inner), reversed(_ARCHIVE), with_archive)
+    return cast("Command", outer)
+
+
+_ARCHIVE_WORDS: Final = ("every", "keep", "keep_every", "endpoint", "region")
+
+
+def _archive(
+    url: str | None,
+    *,
+    every: int,
+    keep: int,
+    keep_every: tuple[int | None, float | None] | None,
+    endpoint: str | None,
+    region: str | None,
+) -> ArchiveConfig | None:
+    if not url:
+        return None
+    url = url if "://" in url else os.path.abspath(url)
+    steps, seconds = keep_every or (None, None)
+    retention = Retention(last=keep, every_steps=steps, every_s=seconds)
+    return ArchiveConfig(
+        url=url, every=every, endpoint=endpoint, region=region, retention=retention
+    )
+
+
+def _steps_or_seconds(text: str) -> tuple[int | None, float | None]:
+    return (int(text), None) if text.isdecimal() and int(text) else (None, parse_duration(text))
+
+
+_ARCHIVE: Final[tuple[Callable[[Any], Any], ...]] = (
+    click.option(
+        "--archive",
+        envvar="KEEPSTEP_ARCHIVE",
+        metavar="URL",
+        help="Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a"
+        " directory that others see, too. Credentials come from the environment.",
+    ),
+    click.option(
+        "--archive-every",
+        envvar="KEEPSTEP_ARCHIVE_EVERY",
+        type=click.IntRange(min=1),
+        default=1000,
+        show_default=True,
+        metavar="K",
+        help="Archive every Kth step.",
+    ),
+    click.option(
+        "--archive-keep",
+        envvar="KEEPSTEP_ARCHIVE_KEEP",
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        metavar="N",
+        help="Newest steps that stay in the archive.",
+    ),
+    click.option(
+        "--archive-keep-every",
+        envvar="KEEPSTEP_ARCHIVE_KEEP_EVERY",
+        metavar="K|DURATION",
+        callback=_parsed(_steps_or_seconds),
+        help="Keep every Kth step, too, or the first of every DURATION, like 6h.",
+    ),
+    click.option(
+        "--archive-endpoint",
+        envvar="KEEPSTEP_ARCHIVE_ENDPOINT",
+        metavar="URL",
+        help="Address of an S3 store that is not Amazon's, like https://s3.example.com.",
+    ),
+    click.option(
+        "--archive-region",
+        envvar="KEEPSTEP_ARCHIVE_REGION",
+        metavar="NAME",
+        help="Region of the S3 store.",
+    ),
 )
 
 

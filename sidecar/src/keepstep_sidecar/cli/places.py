@@ -32,7 +32,10 @@ _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the service of a run was asked for. A service with other options is replaced."""
+    """What the service of a run was asked for. A service with other options is replaced.
+
+    `archive`: as `ArchiveConfig.to_plain` tells it.
+    """
 
     slots: int = 4
     memory_limit_bytes: int | None = None
@@ -41,6 +44,7 @@ class Options:
     keep: int = 2
     capacity_bytes: int | None = None
     linger_s: float = 900.0
+    archive: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

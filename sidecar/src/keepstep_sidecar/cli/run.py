@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 
 from keepstep.errors import UsageError
+from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.cli.parameters import (
+    archive_options,
     directory_option,
     duration_option,
     keeping_options,
@@ -32,6 +34,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 )
 @run_option(default="stem of the first *.py in COMMAND")
 @keeping_options
+@archive_options
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -58,6 +61,7 @@ def run(
     capacity: int | None,
     restarts: int,
     linger: float,
+    archive: ArchiveConfig | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND beside a sidecar that keeps its steps, and return its exit code.
@@ -84,6 +88,7 @@ def run(
         keep=keep,
         capacity_bytes=capacity,
         linger_s=linger,
+        archive=archive.to_plain() if archive else None,
     )
     service = Service(places=places, options=options)
     ctx.exit(_supervise(service, program=program, command=command, restarts=restarts))

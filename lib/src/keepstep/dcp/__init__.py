@@ -1,0 +1,30 @@
+"""`torch.distributed.checkpoint` over keepstep: a storage writer and a storage reader for the stock
+`dcp.save`, `dcp.async_save` and `dcp.load`.
+
+    import torch.distributed.checkpoint as dcp
+    import keepstep.dcp
+
+    state = {"app": AppState(model, optimizer)}        # as for any other storage
+    if keepstep.dcp.newest_step() is not None:
+        dcp.load(state, storage_reader=keepstep.dcp.StorageReader())
+    dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=100))
+    future = dcp.async_save(state, checkpoint_id="step-200",
+                            storage_writer=keepstep.dcp.StorageWriter())
+
+Each rank's plan items become one image in a slot, and the sidecar does the rest, as for a
+`Checkpointer`; `dcp.save` returns when the step is committed. DCP's pickled `.metadata` is not
+written: what it would say stands in the images' headers, so a committed step's directory is all
+there is, and `StorageReader(directory)` needs no sidecar.
+
+What differs from a `Checkpointer`: the planner decides what is saved and by whom, nothing of it is
+fail-open (`dcp.save` raises), values that are no tensors are pickled and unpickled by DCP's planner
+(not by keepstep), and random states are kept only if they are in the state dict. Steps are retired
+by the run's retention, as all steps are: what must stay is pinned or archived. One process uses
+either these or a `Checkpointer`, as a rank has one lease.
+"""
+
+from keepstep.dcp.reader import StorageReader, newest_step
+from keepstep.dcp.session import close
+from keepstep.dcp.writer import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter", "close", "newest_step"]

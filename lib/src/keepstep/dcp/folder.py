@@ -1,0 +1,197 @@
+"""A committed step's directory: every shard of one step, checked before a byte of it is believed.
+
+Stock DCP leaves rows silently untouched when a shard is missing, and joins whatever it finds. So
+this refuses a directory that is not exactly one step of one run by one world, and names the file.
+The seal and the layout's id vouch for headers; ranges of tensors are verified by the digest table,
+each chunk once, before anything is handed out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keepstep.dcp.tree import Tree
+from keepstep.digests import CHUNK_BYTES
+from keepstep.dtypes import DTYPE_OF
+from keepstep.errors import ForeignError, FormatError, RestoreError, StorageError, TornError
+from keepstep.image import (
+    ControlPage,
+    Entry,
+    Layout,
+    check_chunk,
+    check_table,
+    chunk_bounds,
+    extras,
+    read_control,
+    read_layout,
+)
+from keepstep.steps import StepId, shard_name
+
+_SUFFIX = ".safetensors"
+_THREADS = 4
+
+
+@dataclass(eq=False)
+class Shard:
+    """One rank's image at rest. Mapped when it is first read; the mapping is private."""
+
+    path: Path
+    layout: Layout
+    control: ControlPage
+    tree: Tree
+    _verified: set[int] = field(default_factory=set)
+    _mapping: mmap.mmap | None = None
+    _values: dict[str, bytes] | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """Read header and seal. Raises ImageError, StorageError; each names the file."""
+        try:
+            layout = read_layout(path)
+            control = read_control(path, layout)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read ({error}); use another copy") from error
+        if control.root is None:
+            raise TornError("it has no digests: it was never written to the end", path=path)
+        return cls(path, layout, control, Tree.parse(layout.skeleton))
+
+    def chunks(self, begin: int, end: int) -> Iterator[int]:
+        """Numbers of the chunks that hold `[begin, end)` and were not verified yet."""
+        numbers = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if begin < end else ()
+        return (one for one in numbers if one not in self._verified)
+
+    def verify(self, chunk: int) -> None:
+        """Digest one chunk. Raises DigestError that names its tensors and the file."""
+        if chunk in self._verified:
+            return
+        view, layout = self._view(), self.layout
+        table = view[layout.digests_begin : layout.control_begin]
+        if not self._verified:
+            check_table(self.control, layout, table, path=self.path)
+        begin, end = chunk_bounds(layout, chunk)
+        check_chunk(layout, chunk, view[begin:end], table, path=self.path)
+        self._verified.add(chunk)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """The stored box over the mapped bytes, which `verify` has seen. To be read only."""
+        dtype = DTYPE_OF.get(entry.spec.dtype)
+        if dtype is None:
+            raise FormatError(
+                f"{entry.spec.name}: this torch has no dtype for {entry.spec.dtype}",
+                path=self.path,
+            )
+        if entry.begin == entry.end:
+            return torch.empty(entry.spec.shape, dtype=dtype)
+        count = entry.end - entry.begin
+        flat = torch.frombuffer(self._map(), dtype=torch.uint8, count=count, offset=entry.begin)
+        return flat.view(dtype).view(entry.spec.shape)
+
+    def value(self, name: str) -> bytes:
+        """What the planner saved under this name that is no tensor. Raises ImageError."""
+        if self._values is None:
+            begin = self.layout.extras_begin
+            end = begin + self.control.extras_bytes
+            for chunk in list(self.chunks(begin, end)):
+                self.verify(chunk)
+            tree = extras.decode(self._view()[begin:end])
+            values = tree.get("dcp") if isinstance(tree, dict) else None
+            self._values = values if isinstance(values, dict) else {}
+        value = self._values.get(name)
+        if not isinstance(value, bytes):
+            raise FormatError(f"{name}: the header names it, the extras lack it", path=self.path)
+        return value
+
+    def _map(self) -> mmap.mmap:
+        if self._mapping is None:
+            try:
+                fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise StorageError(f"{self.path}: it is gone ({error}); load again") from error
+            try:
+                # copy on write, as torch wants memory that it could write to
+                self._mapping = mmap.mmap(fd, self.layout.size_bytes, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(fd)
+        return self._mapping
+
+    def _view(self) -> memoryview:
+        return memoryview(self._map())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folder:
+    """One committed step; `shards` in rank order."""
+
+    path: Path
+    id: StepId
+    run: str
+    shards: tuple[Shard, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Read all headers and seals.
+
+        Raises RestoreError for a directory without a step or with an incomplete one, ImageError
+        for a file that is no shard, ForeignError for one of another step, epoch, run or world.
+        """
+        try:
+            files = sorted(one for one in path.iterdir() if one.name.endswith(_SUFFIX))
+        except OSError as error:
+            raise RestoreError(f"{path}: no directory of a step ({error})") from error
+        if not files:
+            raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
+        shards = sorted(map(Shard.open, files), key=lambda one: one.layout.rank)
+        first = shards[0]
+        for shard in shards:
+            _check_alike(shard, first)
+        _check_complete(path, shards)
+        return cls(path=path, id=first.control.id, run=first.control.run, shards=tuple(shards))
+
+
+def verify(ranges: Iterable[tuple[Shard, int, int]]) -> None:
+    """Digest all chunks of these ranges `[begin, end)` that were not yet. Raises DigestError."""
+    wanted = {(shard, chunk) for shard, begin, end in ranges for chunk in shard.chunks(begin, end)}
+    ordered = sorted(wanted, key=lambda one: (one[0].layout.rank, one[1]))
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), max(1, len(ordered)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-verify") as pool:
+        for _ in pool.map(lambda one: one[0].verify(one[1]), ordered):
+            pass
+
+
+def _check_alike(shard: Shard, first: Shard) -> None:
+    one, other = shard.control, first.control
+    for what, found, wanted in (
+        ("run", one.run, other.run),
+        ("step", one.id, other.id),
+        ("world", one.world, other.world),
+    ):
+        if found != wanted:
+            raise ForeignError(
+                f"the shard of {what} {found} among those of {wanted} ({first.path.name}):"
+                " take it out of this directory",
+                path=shard.path,
+            )
+    if shard is not first and one.rank == other.rank:
+        raise ForeignError(f"rank {one.rank} is there twice, see {first.path}", path=shard.path)
+    name = shard_name(one.rank, one.world)
+    if shard.path.name != name:
+        raise ForeignError(f"it is the shard {name}: give it that name", path=shard.path)
+
+
+def _check_complete(path: Path, shards: list[Shard]) -> None:
+    world, ranks = shards[0].layout.world, {one.layout.rank for one in shards}
+    missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
+    if missing:
+        named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if missing[4:] else "")
+        raise RestoreError(
+            f"{path}: step {shards[0].control.id} is incomplete, {named} missing: bring it back,"
+            " or load another step"
+        )

@@ -1,0 +1,305 @@
+"""This process's tie to its sidecar, shared by all writers and readers of `keepstep.dcp`.
+
+A rank has one lease, and its images have one epoch between two loads, so there is one session a
+process. It ends at the process's exit, or with `close`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from keepstep.client import Client
+from keepstep.dcp.agreement import Agreed, Ballot
+from keepstep.errors import KeepstepError, NotDurableError, RestoreError, UsageError
+from keepstep.image import ControlPage, Layout, TensorSpec
+from keepstep.mapping import SlotMapping
+from keepstep.pending import Pending, Verdict
+from keepstep.protocol import (
+    SOCKET_ENV,
+    Candidates,
+    CandidatesRequest,
+    Flushed,
+    FlushRequest,
+    RestoredRequest,
+    SlotGranted,
+)
+from keepstep.stager import Stager
+from keepstep.status import Status, StepStatus
+from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
+
+_CONNECT_S = 30.0
+_SCAN_S = 600.0
+_SLOT_S = 600.0
+_DURABLE_S = 1800.0
+_FLUSH_S = 60.0
+_EXTRAS_BYTES = 64 << 10
+
+Taken = tuple[SlotGranted, SlotMapping]
+
+
+class Session:
+    """The lease of one rank, its epoch and its layout."""
+
+    def __init__(self, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self._stager: Stager | None = None
+        self._place: tuple[int, int] | None = None
+        self._epoch: Epoch | None = None
+        self._over: set[EpochId] = set()
+        self._loaded: tuple[StepId, Tier] | None = None
+        self._last_step = -1
+        self.last: object = None
+        """What the writer remembers of the last save, as long as the lease lasts."""
+        self.staged: object = None
+        """What an `async_save` filled and nobody writes yet; taken away by `claim`."""
+        self._lock = threading.Lock()
+        self.staged_at: set[tuple[int, int]] = set()
+        """Addresses and sizes of all slots that an `async_save` ever filled."""
+        self._saved: StepId | None = None
+        self._layout: Layout | None = None
+        self._shape: tuple[Sequence[TensorSpec], str] | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is a lease, and an epoch to save in."""
+        return self._stager is not None and self._epoch is not None
+
+    def claim(self) -> object:
+        """Take `staged` away: the save's own thread and the next save never both have it."""
+        with self._lock:
+            staged, self.staged = self.staged, None
+        return staged
+
+    def holds(self, taken: Taken) -> bool:
+        """Whether this slot is still the one that was taken and neither staged nor put back."""
+        return self._stager is not None and self._stager.taken is taken
+
+    @property
+    def stager(self) -> Stager:
+        """The agent of the lease. Raises UsageError before `join`."""
+        if self._stager is None:
+            raise UsageError("the session with the sidecar was closed in the middle of a save")
+        return self._stager
+
+    def meet(self, rank: int, world: int) -> None:
+        """`join`, unless there is a lease already: an agreement knows better than a guess."""
+        if self._stager is None:
+            self.join(rank, world)
+
+    def join(self, rank: int, world: int) -> None:
+        """Hold the lease of this rank of this world. Raises SidecarError."""
+        if self._stager is not None and self._place == (rank, world):
+            return
+        self.leave()
+        stager = Stager(self.socket_path, rank=rank, world=world)
+        stager.connect(timeout_s=_CONNECT_S)
+        self._stager, self._place = stager, (rank, world)
+
+    def leave(self) -> None:
+        """Give the lease back; what was loaded or saved last stays known."""
+        if self._stager is not None:
+            self._stager.close()
+        if self._saved is not None:
+            self._loaded = (self._saved, Tier.LOCAL)
+        self._stager = self._place = self._layout = self._shape = self.last = None
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        if self._epoch is not None:
+            self._over.add(self._epoch.id)
+        self._epoch = self._saved = None
+
+    # --- what there is -----------------------------------------------------------------------
+
+    def candidates(self) -> Candidates:
+        """What this rank's sidecar holds; waits until it has looked at its volumes."""
+        link = self.stager.link
+        request = CandidatesRequest(lease=link.lease, timeout_s=_SCAN_S)
+        return link.call("/v1/candidates", request, Candidates, timeout_s=_SCAN_S + 10)
+
+    def committed(self, step: int | None) -> tuple[StepId, Path] | None:
+        """The newest committed step, or the newest with the number `step`, and its directory.
+
+        A newer step that all ranks only staged is made durable first. None: nothing was ever
+        committed here, or no step has that number. Raises RestoreError when the sidecar cannot
+        tell what there is.
+        """
+        candidates = self.candidates()
+        best = self._listed(step)
+        if any(best is None or one.id > best[0] for one in candidates.candidates):
+            request = FlushRequest(timeout_s=_FLUSH_S)
+            self.stager.link.call("/v1/flush", request, Flushed, timeout_s=_FLUSH_S + 10)
+            best = self._listed(step)
+        if best is None and candidates.answer is Answer.UNKNOWN:
+            raise RestoreError(
+                f"nobody can tell what there is to load: {candidates.reason}; bring that storage"
+                " back, or load a copy by its path"
+            )
+        return best
+
+    def _listed(self, step: int | None) -> tuple[StepId, Path] | None:
+        client = Client(self.socket_path)
+        try:
+            steps = client.get("/v1/status", Status).steps
+        finally:
+            client.close()
+        fit = [one for one in steps if _readable(one) and step in (None, one.id.step)]
+        newest = max(fit, key=lambda one: one.id, default=None)
+        return (newest.id, Path(newest.path)) if newest else None
+
+    def resume(self, id: StepId) -> None:
+        """This step was loaded as the run's own: the next save begins an epoch that follows it."""
+        self._loaded = (id, Tier.LOCAL)
+        self._end_epoch()
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def ballot(self, step: int) -> Ballot:
+        """What this rank says before a save. Raises UsageError for a step that cannot come."""
+        if self._epoch is not None and step <= self._last_step:
+            raise UsageError(
+                f"step {step} comes after step {self._last_step}: steps only grow; to go back,"
+                " load the older step first"
+            )
+        highest = self._epoch.id.number if self._epoch else self.candidates().highest_epoch
+        loaded = self._loaded[0] if self._loaded else None
+        return Ballot(step=step, epoch=self._epoch, loaded=loaded, highest_epoch=highest)
+
+    def again(self, step: int, *, world: int) -> list[Agreed]:
+        """What `agree` would say to ranks that are all in this epoch. Raises UsageError if none is.
+
+        For plans that a planner took from its cache: the ballots are not in them.
+        """
+        if self._epoch is None:
+            raise UsageError("a cached plan is older than the last load: make the planner anew")
+        epoch = self._epoch
+        return [Agreed(step=step, epoch=epoch, rank=one, world=world) for one in range(world)]
+
+    def begin(self, agreed: Agreed) -> None:
+        """Be the rank that was agreed on, and in that epoch. Raises SidecarError, UsageError."""
+        if agreed.epoch.id in self._over:
+            raise UsageError(
+                f"epoch {agreed.epoch.id} ended with a load: this plan is an old one that the"
+                " planner cached; make the planner anew after a load"
+            )
+        before = self._place
+        self.join(agreed.rank, agreed.world)
+        if self._epoch == agreed.epoch and self._place == before:
+            return
+        link, tier = self.stager.link, self._loaded[1] if self._loaded else None
+        request = RestoredRequest(lease=link.lease, epoch=agreed.epoch, tier=tier)
+        link.call("/v1/restored", request, dict, timeout_s=60.0)
+        self._epoch = agreed.epoch
+        self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
+
+    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Taken:
+        """A slot for an image of these tensors. Waits for it; raises KeepstepError if none comes.
+
+        Hand it back with `stage`, or with `stager.put_back`.
+        """
+        self._use_layout(specs, skeleton, extras_bytes)
+        taken = self.stager.await_slot(timeout_s=_SLOT_S)
+        if isinstance(taken, str):
+            raise KeepstepError(f"rank {self.stager.link.rank}: no slot to save into: {taken}")
+        return taken
+
+    def _use_layout(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> None:
+        layout = self._layout
+        if (
+            layout is None
+            or self._shape != (specs, skeleton)
+            or layout.extras_capacity_bytes < extras_bytes
+        ):
+            assert self._place is not None
+            rank, world = self._place
+            layout = self._layout = Layout.build(
+                specs,
+                rank=rank,
+                world=world,
+                skeleton=skeleton,
+                extras_capacity_bytes=max(_EXTRAS_BYTES, 4 * extras_bytes),
+            )
+            self._shape = (specs, skeleton)
+        self.stager.use_layout(layout)
+
+    def stage(self, taken: Taken, agreed: Agreed, extras: bytes) -> None:
+        """Seal the image whose tensors are in the slot; returns when it is durable.
+
+        Raises NotDurableError.
+        """
+        (grant, mapping), stager = taken, self.stager
+        id = StepId(agreed.epoch.id, agreed.step)
+        mapping.write_extras(extras)
+        control = self._control(mapping.layout, agreed, len(extras))
+        pending = Pending(
+            id=id, epoch=agreed.epoch, grant=grant, slot=mapping, control=control, guard=None
+        )
+        pending.copy()
+        pending.judge()
+        mapping.seal(control)
+        stager.submit(pending)
+        self._last_step = agreed.step
+        if not stager.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
+            raise NotDurableError(f"step {id} was not staged: {stager.stats.why_not()}")
+        stager.link.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
+        self._saved = id
+
+    def _control(self, layout: Layout, agreed: Agreed, extras_bytes: int) -> ControlPage:
+        return ControlPage(
+            run=self.stager.link.run,
+            layout=layout.id,
+            epoch=agreed.epoch,
+            rank=layout.rank,
+            world=layout.world,
+            step=agreed.step,
+            extras_bytes=extras_bytes,
+            staged_at=time.time(),
+        )
+
+    def await_commit(self, id: StepId) -> None:
+        """Return when the step is committed, and visible to readers. Raises NotDurableError."""
+        self.stager.link.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
+
+
+def _readable(one: StepStatus) -> bool:
+    return one.committed and not one.dead and bool(one.path)
+
+
+_SESSION: Session | None = None
+
+
+def session() -> Session:
+    """The session of this process. Raises UsageError when no sidecar is named."""
+    global _SESSION
+    socket_path = os.environ.get(SOCKET_ENV, "")
+    if not socket_path:
+        raise UsageError(
+            f"{SOCKET_ENV} is not set: start the training with `keepstep run -- ...`, or read a"
+            " step's directory: StorageReader(path)"
+        )
+    if _SESSION is None or _SESSION.socket_path != socket_path:
+        close()
+        _SESSION = Session(socket_path)
+        _close_at_exit()
+    return _SESSION
+
+
+def close() -> None:
+    """Give this rank's lease back. The next save or load takes another, and a new epoch begins that
+    follows the last step of this one.
+
+    Called at the process's exit; before that only whoever passes the rank on needs it.
+    """
+    if _SESSION is not None:
+        _SESSION.leave()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(close)

@@ -1,0 +1,191 @@
+"""The storage of `dcp.save` and `dcp.async_save`: a rank's plan becomes its image of the step."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from keepstep.dcp import session as sessions
+from keepstep.dcp.agreement import Agreed, Ballot, agree
+from keepstep.dcp.items import Items
+from keepstep.dcp.names import names_step, step_of
+from keepstep.dcp.place import group_place
+from keepstep.dcp.session import Taken
+from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
+from keepstep.errors import UsageError
+from keepstep.image import extras
+from keepstep.steps import StepId
+
+_LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in it"
+
+
+class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
+    """Saves a step through the sidecar that `KEEPSTEP_SOCKET` names.
+
+    The step is `step`, or the number that `checkpoint_id` is or ends with. Steps only grow, as
+    with a `Checkpointer`; after a `dcp.load` through `StorageReader()` they go on from the loaded
+    step, in a new epoch. A process that never loaded begins an epoch without a parent: what was
+    there before is neither continued nor deleted.
+
+    `dcp.save` returns when the step is committed: durable on every rank. `dcp.async_save` blocks
+    for the copy into the slot (the first time, and when the state dict looks different than the
+    last time, for a copy in the trainer's memory), and its future ends with the commit.
+    `AsyncCheckpointerType.PROCESS` is refused: the lease of a rank, and its epoch, belong to the
+    training process, and the sidecar is the other process already. So is `use_collectives=False`,
+    because without the plans of all ranks nobody can agree on an epoch.
+
+    Values that are no tensors are kept as the bytes that the planner makes of them (pickled by
+    `torch.save`). Planner data other than DefaultSavePlanner's mapping is refused.
+    """
+
+    def __init__(self, *, step: int | None = None) -> None:
+        BlockingAsyncStager.__init__(self)
+        self._step = step
+        self._checkpoint_id: str | os.PathLike[str] | int | None = None
+        self._place: tuple[int, int] = (0, 1)
+        self._names: frozenset[str] = frozenset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
+        """A save begins. Raises UsageError for a checkpoint id without a step."""
+        if checkpoint_id is not None:
+            self._checkpoint_id, self._step = checkpoint_id, step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note this process's place. Raises UsageError for `use_collectives=False`."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False cannot be kept: the ranks must agree on the epoch of the"
+                " step; leave it out"
+            )
+        self._place = group_place(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Put this rank's ballot into its plan. Raises UsageError, SidecarError."""
+        if self._step is None:
+            raise UsageError(
+                "which step is this? StorageWriter(step=1200), or checkpoint_id='step-1200'"
+            )
+        session = sessions.session()
+        if isinstance(session.staged, Staged):
+            if session.staged.planning:
+                self._drop_staged()  # another save's, which got no further than this
+            else:
+                session.staged.planning = True
+        session.meet(*self._place)
+        if getattr(plan, "usable", True):
+            self._names = frozenset(one.index.fqn for one in plan.items)
+        return replace(plan, storage_data=session.ballot(self._step))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide on step and epoch for all ranks (coordinator). Raises UsageError."""
+        ballots = [one.storage_data for one in plans]
+        if not all(getattr(one, "usable", True) for one in plans):
+            # the planner cached plans, and with them their answers: the epoch is still that one
+            agreed = sessions.session().again(self._step or 0, world=len(plans))
+        elif all(isinstance(one, Ballot) for one in ballots):
+            agreed = agree(ballots, nonce=secrets.token_hex(4))
+        else:
+            raise UsageError(_LOST)
+        return [replace(plan, storage_data=one) for plan, one in zip(plans, agreed, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Stage this rank's image; returns when it is durable.
+
+        Raises UsageError for what cannot be kept, SidecarError, NotDurableError.
+        """
+        if not isinstance(plan.storage_data, Agreed) or self._step is None:
+            raise UsageError(_LOST)
+        self._agreed = agreed = replace(plan.storage_data, step=self._step)
+        session = sessions.session()
+        session.begin(agreed)
+        items = Items.of(plan)
+        data = extras.encode({"dcp": items.read_values(planner)})
+        taken = self._filled(items, planner, len(data))
+        session.stage(taken, agreed, data)
+        session.last = LastSave(names=self._names, items=items, extras_bytes=len(data))
+        return _done(_results(items, data))
+
+    def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Taken:
+        """A slot with all tensors: the one that `stage` filled, or another."""
+        session = sessions.session()
+        staged, taken = session.claim(), None
+        try:
+            if isinstance(staged, Staged):
+                taken = staged.taken
+                staged.check(items, planner, extras_bytes=extras_bytes)
+                return taken
+            refuse_stale(session, items, planner)
+            taken = session.slot(items.specs, items.tree.render(), extras_bytes)
+            taken[1].erase()
+            items.copy_into(taken[1], planner)
+        except BaseException:
+            session.last = None
+            if taken is not None and session.holds(taken):
+                session.stager.put_back()
+            raise
+        return taken
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Called by `dcp.async_save` in the training thread: copy what may change right after."""
+        session = sessions.session()
+        self._drop_staged()
+        if isinstance(session.last, LastSave) and session.joined:
+            staged = stage(session, session.last, state_dict)
+            if staged is not None:
+                session.staged, state_dict = staged
+                return state_dict
+        return BlockingAsyncStager.stage(self, state_dict)
+
+    def _drop_staged(self) -> None:
+        """Give the slot of a save back that failed before it was written."""
+        session = sessions.session()
+        staged = session.claim()
+        if isinstance(staged, Staged) and session.holds(staged.taken):
+            session.stager.put_back()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Return when the step is committed (coordinator). Raises NotDurableError."""
+        id = StepId(self._agreed.epoch.id, self._agreed.step)
+        sessions.session().await_commit(id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The checkpoint's id, for planners that want it."""
+        checkpoint_id = self._checkpoint_id if self._checkpoint_id is not None else self._step
+        return StorageMeta(checkpoint_id=None if checkpoint_id is None else str(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        return names_step(checkpoint_id)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a keepstep.dcp.StorageWriter stays in its process, which holds the rank's lease: use"
+            " AsyncCheckpointerType.THREAD (the default) with dcp.async_save"
+        )
+
+
+def _results(items: Items, extras_bytes: bytes) -> list[WriteResult]:
+    """What DCP wants to see of each item; nothing of ours reads it."""
+    indices: list[tuple[MetadataIndex, int]] = [
+        (item.index, spec.size_bytes) for item, spec in zip(items.tensors, items.specs, strict=True)
+    ]
+    indices += [(item.index, len(extras_bytes)) for item in items.values]
+    return [
+        WriteResult(index=index, size_in_bytes=size, storage_data=None) for index, size in indices
+    ]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,110 @@
+"""What a state consists of once it is taken apart, see `keepstep.state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from keepstep.dtypes import code_of
+from keepstep.image.layout import Section, TensorSpec
+from keepstep.sharding import Sharing
+from keepstep.topology import Claim
+
+Node = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A live tensor. `lazy`: only an optimizer step changes it, so the copy may come later.
+
+    `tensor` is what this rank stages: the box at `offsets` of `global_shape` (None: all of it).
+    `whole` is what a restore must fill: all that lies here, the box at `whole_offsets`. `live` is
+    what the user has, a DTensor perhaps. `sharing` None: the tensor belongs to this rank alone;
+    `lenient`: but another rank's value does as well (buffers under DistributedDataParallel).
+    """
+
+    name: str
+    tensor: Tensor
+    section: Section
+    lazy: bool
+    whole: Tensor
+    live: Tensor
+    offsets: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] | None = None
+    whole_offsets: tuple[int, ...] = ()
+    sharing: Sharing | None = None
+    lenient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """All of a state at one moment; `tensors` alias the live ones. `claims`: what to agree on with
+    other ranks. `twins`: ranks whose images of this state hold the very same boxes."""
+
+    tensors: tuple[TensorLeaf, ...]
+    aliases: dict[str, str]
+    values: list[Any]
+    skeleton: Node
+    claims: frozenset[Claim] = frozenset()
+    twins: tuple[int, ...] = ()
+
+    def specs(self) -> list[TensorSpec]:
+        """What the layout needs to know of each tensor. Raises UsageError for odd dtypes."""
+        return [
+            TensorSpec(
+                name=leaf.name,
+                dtype=code_of(leaf.tensor.dtype, name=leaf.name),
+                shape=tuple(leaf.tensor.shape),
+                section=leaf.section,
+                offsets=leaf.offsets,
+                global_shape=leaf.global_shape,
+            )
+            for leaf in self.tensors
+        ]
+
+    def signature(self) -> Any:
+        """Equal for two states exactly when one layout fits both."""
+        return (
+            self.skeleton,
+            [
+                (
+                    leaf.name,
+                    leaf.tensor.dtype,
+                    leaf.tensor.shape,
+                    leaf.section,
+                    leaf.offsets,
+                    leaf.global_shape,
+                )
+                for leaf in self.tensors
+            ],
+            self.aliases,
+        )
+
+
+def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
+    """Every tensor and value node with the keys that lead to it."""
+    kind = node[0]
+    if kind in ("t", "v"):
+        yield path, node
+    elif kind == "d":
+        for key, child in node[1]:
+            yield from leaves_of(child, (*path, key))
+    else:
+        for index, child in enumerate(node[1]):
+            yield from leaves_of(child, (*path, index))
+
+
+def build(node: Any, tensor: Any, value: Any) -> Any:
+    """Put a tree together again: `tensor(name)` and `value(index)` make the leaves."""
+    kind = node[0]
+    if kind == "t":
+        return tensor(node[1])
+    if kind == "v":
+        return value(node[1])
+    if kind == "d":
+        return {key: build(child, tensor, value) for key, child in node[1]}
+    children = [build(child, tensor, value) for child in node[1]]
+    return children if kind == "l" else tuple(children)

@@ -1,0 +1,235 @@
+"""Geometry of boxes, and the index of all that a step's images hold.
+
+A box is `offsets` and `sizes` in a global tensor. The saved boxes of one name are the rows of one
+int64 matrix: rank, first byte in the rank's image, offsets, sizes. Millions of them stay a few
+hundred megabytes, and an intersection is a handful of vector operations. Pure; torch is used for
+its arithmetic only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keepstep.image import Layout
+from keepstep.steps import shard_name
+
+MAX_CELLS = 1 << 24
+"""Coverage is counted on the grid of all cuts; a step whose boxes need a finer one is refused."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """One saved tensor. `rows`: see the module. `dtype` in safetensors' spelling."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: Tensor
+
+    @property
+    def ranks(self) -> Tensor:
+        """Whose image holds each box."""
+        return self.rows[:, 0]
+
+    @property
+    def begins(self) -> Tensor:
+        """Where in that image."""
+        return self.rows[:, 1]
+
+    @property
+    def offsets(self) -> Tensor:
+        """Of each box, a column a dimension."""
+        return self.rows[:, 2 : 2 + len(self.shape)]
+
+    @property
+    def sizes(self) -> Tensor:
+        """Of each box, a column a dimension."""
+        return self.rows[:, 2 + len(self.shape) :]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Index:
+    """What the images of a step hold. `absent`: saved ranks of which there is no image.
+
+    `aliases`: other names of tied tensors. `conflicts`: names that do not mean the same tensor in
+    all shards, with what they mean where.
+    """
+
+    world: int
+    tensors: Mapping[str, Saved]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, name: str) -> Saved | None:
+        """The tensor of that name, or the one it is tied to."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+class IndexBuilder:
+    """Takes one layout after the other, so that their objects need not live together."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self._rows: dict[str, array[int]] = {}
+        self._aliases: dict[str, str] = {}
+        self._conflicts: dict[str, str] = {}
+        self._present: set[int] = set()
+
+    def add(self, layout: Layout) -> None:
+        """The image of one saved rank."""
+        self._present.add(layout.rank)
+        self._aliases.update(layout.aliases)
+        for name, entry in layout.entries.items():
+            spec = entry.spec
+            shape = spec.shape if spec.global_shape is None else spec.global_shape
+            kind = self._kinds.setdefault(name, (spec.dtype, shape, layout.rank))
+            if kind[:2] != (spec.dtype, shape):
+                self._conflict(name, kind, (spec.dtype, shape, layout.rank))
+                continue
+            row = self._rows.get(name)
+            if row is None:
+                row = self._rows[name] = array("q")
+            row.extend((layout.rank, entry.begin))
+            row.extend(spec.offsets or (0,) * len(shape))
+            row.extend(spec.shape)
+
+    def build(self) -> Index:
+        """The index; the builder is empty afterwards."""
+        tensors = {}
+        for name, (dtype, shape, _) in self._kinds.items():
+            rows = torch.frombuffer(self._rows.pop(name), dtype=torch.int64)
+            tensors[name] = Saved(name, dtype, shape, rows.view(-1, 2 + 2 * len(shape)))
+        return Index(
+            world=self._world,
+            tensors=tensors,
+            aliases=self._aliases,
+            absent=tuple(sorted(set(range(self._world)) - self._present)),
+            conflicts=self._conflicts,
+        )
+
+    def _conflict(
+        self,
+        name: str,
+        one: tuple[str, tuple[int, ...], int],
+        other: tuple[str, tuple[int, ...], int],
+    ) -> None:
+        meanings = [
+            f"{dtype}{list(shape)} in {shard_name(rank, self._world)}"
+            for dtype, shape, rank in (one, other)
+        ]
+        self._conflicts.setdefault(name, " but ".join(meanings))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no element."""
+        return 0 in self.sizes
+
+
+def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of the rows that have elements in `box`, and the corners of what they share with it:
+    `[low, high)` in the global tensor."""
+    low = torch.tensor(box.offsets, dtype=torch.int64)
+    high = low + torch.tensor(box.sizes, dtype=torch.int64)
+    lows = torch.maximum(saved.offsets, low)
+    highs = torch.minimum(saved.offsets + saved.sizes, high)
+    hit = (highs > lows).all(1).nonzero().squeeze(1)
+    return hit, lows[hit], highs[hit]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coverage:
+    """How often each cell of the grid of all cuts is held. `cuts`: ascending, per dimension."""
+
+    cuts: tuple[Tensor, ...]
+    counts: Tensor
+
+    @property
+    def complete(self) -> bool:
+        """Whether every element is held."""
+        return bool((self.counts > 0).all())
+
+    @property
+    def single(self) -> bool:
+        """Whether no element is held twice."""
+        return bool((self.counts <= 1).all())
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every element is held equally often, as by whole replicas."""
+        return bool((self.counts == self.counts.flatten()[0]).all())
+
+    def gaps(self) -> Iterator[Box]:
+        """Boxes of cells that nobody holds, as large as a greedy walk makes them."""
+        return self._boxes(self.counts == 0)
+
+    def overlaps(self) -> Iterator[Box]:
+        """Boxes of cells that are held more than once."""
+        return self._boxes(self.counts > 1)
+
+    def _boxes(self, wanted: Tensor) -> Iterator[Box]:
+        wanted = wanted.clone()
+        while (cells := wanted.nonzero()).numel() or (wanted.dim() == 0 and bool(wanted)):
+            corner = cells[0].tolist() if wanted.dim() else []
+            extent = _grow(wanted, corner)
+            wanted[tuple(slice(a, a + n) for a, n in zip(corner, extent, strict=True))] = False
+            low = [int(cut[a]) for cut, a in zip(self.cuts, corner, strict=True)]
+            high = [int(cut[a + n]) for cut, a, n in zip(self.cuts, corner, extent, strict=True)]
+            yield Box(tuple(low), tuple(h - a for a, h in zip(low, high, strict=True)))
+
+
+def _grow(wanted: Tensor, corner: list[int]) -> list[int]:
+    """The extent of the largest box of wanted cells that a walk from `corner` finds."""
+    extent = [1] * len(corner)
+    for dim in reversed(range(len(corner))):
+        while corner[dim] + extent[dim] < wanted.shape[dim]:
+            place = [slice(a, a + n) for a, n in zip(corner, extent, strict=True)]
+            place[dim] = slice(corner[dim] + extent[dim], corner[dim] + extent[dim] + 1)
+            if not bool(wanted[tuple(place)].all()):
+                break
+            extent[dim] += 1
+    return extent
+
+
+def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
+    """Count how often each part of `box` is held by the boxes `[lows, highs)` inside of it.
+
+    None when the boxes are cut so irregularly that the grid would have more than `MAX_CELLS`.
+    """
+    cuts = []
+    for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        edges = torch.tensor([at, at + size], dtype=torch.int64)
+        cuts.append(torch.unique(torch.cat([lows[:, dim], highs[:, dim], edges])))
+    shape = [len(cut) for cut in cuts]
+    if torch.Size(shape).numel() > MAX_CELLS:
+        return None
+    counts = torch.zeros(shape, dtype=torch.int32)
+    if not shape:
+        return Coverage((), counts + len(lows))
+    places = [
+        tuple(torch.searchsorted(cut, edge[:, dim].contiguous()) for edge in (lows, highs))
+        for dim, cut in enumerate(cuts)
+    ]
+    # a box is the sum of its corners with alternating signs, summed up along every dimension
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        sign = torch.full((len(lows),), (-1) ** sum(corner), dtype=torch.int32)
+        edges_at = tuple(places[dim][side] for dim, side in enumerate(corner))
+        counts.index_put_(edges_at, sign, accumulate=True)
+    for dim in range(len(shape)):
+        counts = counts.cumsum(dim, dtype=torch.int32)
+    return Coverage(tuple(cuts), counts[tuple(slice(0, -1) for _ in shape)])

@@ -1,0 +1,243 @@
+"""The walk over a training script's state: names, sections, and who else has each tensor.
+
+A parameter is known by its name in the module, and its optimizer state by that name. Module trees
+are asked for first: FSDP puts its sharded parameters back in place when its state is read, and only
+those are the ones that the optimizer knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepstep import sharding
+from keepstep.errors import UsageError
+from keepstep.image.layout import Section, local_name
+from keepstep.leaves import Node, TensorLeaf
+from keepstep.sharding import Sharing
+from keepstep.topology import Claim, Members, Topology
+from keepstep.wrappers import replication_of, tree_of, unwrap
+
+_PLAIN = frozenset({int, float, str, bool, type(None)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A parameter as its optimizer state sees it. `path`: what the names of its state begin with.
+    `members`: the ranks that have the parameter, too; None: this one alone."""
+
+    path: str
+    members: Members
+    sharded: bool
+
+
+_NOBODY = _Owner("", None, False)
+
+
+class Walker:
+    """One walk: collects leaves, and sees tensors that appear under several names."""
+
+    def __init__(self, components: Mapping[str, Any], topology: Topology) -> None:
+        self.tensors: list[TensorLeaf] = []
+        self.aliases: dict[str, str] = {}
+        self.values: list[Any] = []
+        self.claims: set[Claim] = set()
+        self._topology = topology
+        self._names: set[str] = set()
+        self._seen: dict[Any, str] = {}
+        self._trees: dict[str, Any] = {}
+        self._known: dict[int, tuple[str, Members]] = {}
+        self._parameters: dict[str, Members] = {}
+        self._pointers: set[int] = set()
+        self._owners: dict[str, _Owner] = {}
+        self._owner = _NOBODY
+        self._section = Section.REST
+        self._lazy = self._lenient = False
+        for name, component in components.items():
+            if isinstance(unwrap(component), nn.Module):
+                self._know(name, component)
+
+    def component(self, name: str, component: Any) -> Node:
+        """Walk one of them; its branch of the tree."""
+        inner = unwrap(component)
+        self._lazy = isinstance(inner, torch.optim.Optimizer)
+        self._section = Section.OPTIMIZER if self._lazy else Section.REST
+        self._lenient = replication_of(component) is not None
+        self._owners = self._owners_of(name, inner) if self._lazy else {}
+        tree = self._trees[name] if name in self._trees else tree_of(component)
+        node = self._branch(tree, name)
+        return self._value(tree) if node is None else node
+
+    # --- who is who ----------------------------------------------------------------------------
+
+    def _know(self, name: str, component: Any) -> None:
+        self._trees[name] = tree_of(component)
+        replication = replication_of(component)
+        for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
+            members: Members = None
+            if replication is not None and path not in replication.ignored:
+                members = replication.ranks
+            full = f"{name}.{path}"
+            self._parameters[full] = members
+            self._known.setdefault(id(parameter), (full, members))
+            self._pointers.add(_pointer(parameter))
+
+    def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
+        """By the path that the state of each parameter has in the optimizer's tree."""
+        owners = {}
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        for index, parameter in enumerate(parameters):
+            full, members = self._known.get(id(parameter), (str(index), None))
+            sharded = sharding.is_dtensor(parameter)
+            if sharded:
+                members = sharding.sharing_of(parameter, full).members
+            owner = _Owner(f"{name}.state.{full}", members, sharded)
+            owners[f"{name}.state.{index}"] = owner
+            self.claims.add((owner.path, members))
+        return owners
+
+    # --- the tree ------------------------------------------------------------------------------
+
+    def _branch(self, tree: Any, path: str) -> Node | None:
+        """A node if there is a tensor at or below `tree`, else None."""
+        if isinstance(tree, Tensor):
+            return ("t", self._tensor(tree, path))
+        kind = type(tree)
+        if isinstance(tree, Mapping):
+            return self._container("d", tree.items(), path)
+        if kind is list or kind is tuple:
+            return self._container("l" if kind is list else "u", enumerate(tree), path)
+        return None
+
+    def _container(self, kind: str, items: Any, path: str) -> Node | None:
+        children: list[tuple[Any, Any, Node | None]] = []
+        found = False
+        for key, child in items:
+            node = None
+            if type(child) not in _PLAIN:
+                node = self._child(child, f"{path}.{key}")
+                found = found or node is not None
+            children.append((key, child, node))
+        if not found:
+            return None
+        if kind == "d":
+            return ("d", tuple(self._item(key, child, node, path) for key, child, node in children))
+        return (kind, tuple(node or self._value(child) for _, child, node in children))
+
+    def _child(self, child: Any, path: str) -> Node | None:
+        owner = self._owners.get(path)
+        if owner is None:
+            return self._branch(child, path)
+        self._owner = owner
+        try:
+            return self._branch(child, owner.path)
+        finally:
+            self._owner = _NOBODY
+
+    def _item(self, key: Any, child: Any, node: Node | None, path: str) -> tuple[Any, Node]:
+        if type(key) is not str and type(key) is not int:
+            raise UsageError(f"{path}: a dict with tensors needs str or int keys, not {key!r}")
+        return key, node or self._value(child)
+
+    def _value(self, value: Any) -> Node:
+        self.values.append(value)
+        return ("v", len(self.values) - 1)
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _tensor(self, live: Tensor, path: str) -> str:
+        local = sharding.local_of(live) if sharding.is_dtensor(live) else live
+        check_tensor(local, path)
+        while path in self._names:
+            path += "~"
+        self._names.add(path)
+        sharing, claim = self._common(live, local, path)
+        self.claims.add(claim)
+        carried = self._topology.owner(claim)
+        name = path if carried is None else local_name(path, carried)
+        pointer = local.data_ptr()
+        if pointer:
+            identity = (pointer, local.dtype, live.shape, local.shape, local.stride())
+            first = self._seen.setdefault(identity, name)
+            if first != name:
+                self.aliases[name] = first
+                return name
+        self._add(name, path, live, local, sharing)
+        return name
+
+    def _add(
+        self, name: str, path: str, live: Tensor, local: Tensor, sharing: Sharing | None
+    ) -> None:
+        parameter = path in self._parameters or (
+            local.data_ptr() in self._pointers and local.data_ptr() != 0
+        )
+        whole = sharing is None or sharing.global_shape == tuple(local.shape)
+        self.tensors.append(
+            TensorLeaf(
+                name=name,
+                tensor=local,
+                section=Section.PARAMS if parameter else self._section,
+                lazy=self._lazy or parameter,
+                whole=local,
+                live=live,
+                offsets=() if sharing is None or whole else sharing.offsets,
+                global_shape=None if sharing is None or whole else sharing.global_shape,
+                whole_offsets=(0,) * local.dim() if sharing is None else sharing.offsets,
+                sharing=sharing,
+                lenient=self._lenient and not parameter,
+            )
+        )
+
+    def _common(self, live: Tensor, local: Tensor, path: str) -> tuple[Sharing | None, Claim]:
+        """Who else has (a box of) this tensor, and the claim that its name rests on."""
+        owner = self._owner
+        if live is not local:
+            sharing = sharding.sharing_of(live, path)
+            return sharing, (owner.path or path, sharing.members)
+        if owner is _NOBODY:
+            members = self._parameters.get(path)
+            return _same_on(members, local), (path, members)
+        if not owner.sharded:
+            return self._beside(owner, local)
+        if local.dim() == 0:  # a step counter
+            return _same_on(owner.members, local), (owner.path, owner.members)
+        return None, (path, None)
+
+    def _beside(self, owner: _Owner, local: Tensor) -> tuple[Sharing | None, Claim]:
+        """State of a parameter that is the same everywhere: so is its state where several ranks
+        have any; a sharded optimizer has it on one rank only."""
+        holders = self._topology.holders.get((owner.path, owner.members))
+        if owner.members is None or holders is None:
+            return None, (owner.path, None)
+        if len(holders) == 1:
+            return None, (owner.path, owner.members)
+        return _same_on(holders, local), (owner.path, owner.members)
+
+
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raises UsageError for tensors that have no plain bytes."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UsageError(f"{name}: only dense tensors can be kept, this one is {tensor.layout}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
+    if hasattr(tensor, "device_mesh") or hasattr(tensor, "_local_tensor"):
+        raise UsageError(
+            f"{name}: a {type(tensor).__name__} cannot be kept; of sharded tensors DTensor can"
+        )
+
+
+def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
+    """A tensor that all of `ranks` have whole."""
+    if ranks is None or len(ranks) == 1:
+        return None
+    shape = tuple(local.shape)
+    return Sharing((0,) * len(shape), shape, ranks, ranks)
+
+
+def _pointer(parameter: Tensor) -> int:
+    local = sharding.local_of(parameter) if sharding.is_dtensor(parameter) else parameter
+    return local.data_ptr()

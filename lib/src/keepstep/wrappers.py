@@ -1,0 +1,91 @@
+"""What stands around the user's modules and optimizers: seen through, so that names do not change.
+
+`DistributedDataParallel` says something on the way: its parameters are the same on all ranks of its
+group. `ZeroRedundancyOptimizer` keeps each rank's part in an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepstep.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """The ranks on which a module's parameters are the same, but for those that are `ignored`."""
+
+    ranks: tuple[int, ...]
+    ignored: frozenset[str]
+
+
+def unwrap(component: Any) -> Any:
+    """The module inside DistributedDataParallel or torch.compile, a sharded optimizer's own part.
+
+    Raises UsageError for a ZeroRedundancyOptimizer that has no part yet.
+    """
+    while isinstance(component, nn.Module):
+        inner = _inside(component)
+        if inner is None:
+            return component
+        component = inner
+    return _own_part(component) if is_zero(component) else component
+
+
+def replication_of(component: Any) -> Replication | None:
+    """What DistributedDataParallel around a module says; None without."""
+    while isinstance(component, nn.Module):
+        if isinstance(component, nn.parallel.DistributedDataParallel):
+            ranks = torch.distributed.get_process_group_ranks(component.process_group)
+            ignored = frozenset(component.parameters_to_ignore)
+            return Replication(tuple(sorted(ranks)), ignored)
+        component = _inside(component)
+    return None
+
+
+def after_loading(components: Mapping[str, Any]) -> None:
+    """Tell the wrappers what was put into what they wrap."""
+    for component in components.values():
+        if is_zero(component):
+            _copy_groups(component.optim, component)
+
+
+def is_zero(component: Any) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer; nobody has one without importing its module."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(component, module.ZeroRedundancyOptimizer)
+
+
+def _inside(module: nn.Module) -> Any:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return module.module
+    return module._modules.get("_orig_mod")
+
+
+def _own_part(optimizer: Any) -> Any:
+    part = getattr(optimizer, "optim", None)
+    if part is None:
+        raise UsageError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be kept: its state does"
+            " not exist before the third step; make it without"
+        )
+    _copy_groups(optimizer, part)
+    return part
+
+
+def _copy_groups(source: Any, target: Any) -> None:
+    """Learning rates and the like, as `ZeroRedundancyOptimizer.step` itself copies them."""
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+def tree_of(component: Any) -> Any:
+    """What `component` says its state is; live tensors, not copies."""
+    component = unwrap(component)
+    return component if isinstance(component, dict) else component.state_dict()

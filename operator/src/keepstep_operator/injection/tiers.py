@@ -1,0 +1,118 @@
+"""What the sidecar gets for the tiers beyond its pod: peers and an archive.
+
+Credentials come from a Secret into the sidecar alone; a training container never sees them. A
+Secret, or a key of it, that is missing keeps no pod from starting: the sidecar says what it lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from keepstep_operator.beyond import CREDENTIALS, Archive, Bucket, Directory
+from keepstep_operator.bodies import Body
+from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME, SIDECAR_PEER_PORT
+from keepstep_operator.policy import Policy
+
+HOST_ROOT: Final = "/host"
+"""Where the init container sees the whole of each hostPath."""
+HOST_ARCHIVE: Final = "/host-archive"
+"""Where it sees an archive on the nodes; beside the others, whose names are the policy's."""
+
+_POD_IP: Final = "KEEPSTEP_POD_IP"
+
+
+def environment_of(policy: Policy) -> list[Body]:
+    """Variables of the sidecar; none where the policy has neither."""
+    return [*_of_archive(policy), *_of_peers(policy)]
+
+
+def ports_of(policy: Policy) -> list[Body]:
+    """What other pods of the run connect to."""
+    if policy.peers is None:
+        return []
+    return [{"name": "keepstep-peer", "containerPort": SIDECAR_PEER_PORT, "protocol": "TCP"}]
+
+
+def archive_volumes(policy: Policy) -> list[Body]:
+    """Of the pod, for an archive that is a directory."""
+    directory = _directory(policy)
+    if directory is None:
+        return []
+    if directory.claim is not None:
+        source: Body = {"persistentVolumeClaim": {"claimName": directory.claim}}
+    else:
+        source = {"hostPath": {"path": directory.path, "type": "DirectoryOrCreate"}}
+    return [{"name": ARCHIVE_VOLUME, **source}]
+
+
+def archive_mounts(policy: Policy) -> list[Body]:
+    """Of the sidecar. A directory of the nodes is shared by namespaces, so each has its own."""
+    directory = _directory(policy)
+    if directory is None:
+        return []
+    mount: Body = {"name": ARCHIVE_VOLUME, "mountPath": ARCHIVE_PATH}
+    return [mount if directory.claim is not None else {**mount, "subPath": policy.namespace}]
+
+
+def shared_path(policy: Policy) -> str | None:
+    """The namespace's directory of the archive as the init container sees it, which makes it; None
+    unless the archive is a directory of the nodes."""
+    directory = _directory(policy)
+    if directory is None or directory.path is None:
+        return None
+    return f"{HOST_ARCHIVE}/{policy.namespace}"
+
+
+def _directory(policy: Policy) -> Directory | None:
+    return policy.archive.directory if policy.archive is not None else None
+
+
+def _of_archive(policy: Policy) -> list[Body]:
+    if (archive := policy.archive) is None:
+        return []
+    bucket = archive.bucket
+    settings: dict[str, str | int | None] = {
+        "KEEPSTEP_ARCHIVE": ARCHIVE_PATH if bucket is None else bucket.url(policy.namespace),
+        **_schedule(archive),
+        "KEEPSTEP_ARCHIVE_ENDPOINT": bucket.endpoint if bucket else None,
+        "KEEPSTEP_ARCHIVE_REGION": bucket.region if bucket else None,
+        "AZURE_STORAGE_ACCOUNT_NAME": bucket.account if bucket else None,
+    }
+    known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
+    return [*known, *(_credentials(bucket) if bucket is not None else ())]
+
+
+def _schedule(archive: Archive) -> dict[str, str | int | None]:
+    kept = archive.kept
+    return {
+        "KEEPSTEP_ARCHIVE_EVERY": archive.every,
+        "KEEPSTEP_ARCHIVE_KEEP": kept.last,
+        "KEEPSTEP_ARCHIVE_KEEP_EVERY": f"{kept.every_s}s" if kept.every_s else kept.every_steps,
+    }
+
+
+def _credentials(bucket: Bucket) -> list[Body]:
+    if bucket.secret is None:
+        return []
+    return [
+        {
+            "name": key,
+            "valueFrom": {"secretKeyRef": {"name": bucket.secret, "key": key, "optional": True}},
+        }
+        for key in CREDENTIALS[bucket.kind]
+    ]
+
+
+def _of_peers(policy: Policy) -> list[Body]:
+    """The address comes before what names it, or `$(...)` would stay as it is."""
+    if (peers := policy.peers) is None:
+        return []
+    settings: dict[str, str | int | None] = {
+        "KEEPSTEP_PEER_LISTEN": f":{SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_ADVERTISE": f"$({_POD_IP}):{SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_REPLICAS": peers.replicas,
+        "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second,
+    }
+    address = {"name": _POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
+    return [address, *known]

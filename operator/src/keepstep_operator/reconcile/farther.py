@@ -1,0 +1,152 @@
+"""Conditions of what lies beyond a run's own nodes: `Replicated`, `Archived`, `RestoreFrom`. Pure.
+
+Each is None, and so not shown, where the policy (or nobody) asks for such a thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from keepstep.reports import ReportedDepot
+from keepstep.steps import Tier
+from keepstep_operator.reconcile.objects import cut
+from keepstep_operator.reconcile.past import FINISHED
+from keepstep_operator.reconcile.rollback import Stage
+from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.reconcile.verdict import Verdict, few
+
+REPLICATED = "Replicated"
+ARCHIVED = "Archived"
+RESTORE_FROM = "RestoreFrom"
+
+BEHIND_S = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
+"""For so long a shard may wait to be sent before that is worth a word."""
+_TEXT = 300
+
+
+def replicated(run: Run) -> Verdict | None:
+    """Whether the loss of any one node leaves a step of the run, by copies with its peers."""
+    if run.policy is None or run.policy.peers is None:
+        return None
+    if (early := _early(run)) is not None:
+        return early
+    if nodes := _only_node(run):
+        said = (
+            f"all pods are on node {nodes}: a copy needs another node. Spread the pods of the job"
+        )
+        return Verdict("False", "OneNode", said)
+    if (troubled := _troubled(run, Tier.PEER)) is not None:
+        return troubled
+    if mute := sorted(_without_address(run)):
+        said = f"{few(mute)} do not serve their peers yet, so no copy can be sent to them"
+        return Verdict("Unknown", "NotServing", said)
+    safe = run.host.safety().step
+    if safe is None:
+        return Verdict("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
+    return Verdict("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
+
+
+def archived(run: Run) -> Verdict | None:
+    """Whether steps reach the archive."""
+    if run.policy is None or run.policy.archive is None:
+        return None
+    newest = max(run.host.archived(), default=None)
+    if newest is None and (early := _early(run)) is not None:
+        return early
+    if run.finished_at is None and (troubled := _troubled(run, Tier.ARCHIVE)) is not None:
+        return troubled
+    archive = run.policy.archive
+    if newest is None:
+        said = f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
+        return Verdict("Unknown", "NothingArchived", said)
+    count = len(run.host.archived())
+    more = f", and {count - 1} older" if count > 1 else ""
+    return Verdict("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
+
+
+def restore_from(run: Run) -> Verdict | None:
+    """What became of spec.restoreFrom."""
+    rollback = run.rollback
+    if rollback.stage is Stage.NONE:
+        return None
+    if rollback.stage is Stage.UNRESOLVED:
+        return _unresolved(run)
+    step = rollback.id.step if rollback.id else 0
+    of = f" of run {rollback.run}" if rollback.run else ""
+    if rollback.stage is Stage.DONE:
+        said = f"epoch {rollback.epoch} went on from step {step}{of}; later restarts are as usual"
+        return Verdict("True", "Restored", said)
+    return Verdict(
+        "Unknown",
+        "Waiting",
+        f"the next restart goes on from step {step}{of} ({rollback.id}), and the steps beyond it"
+        " are dead then: restart the job now; empty spec.restoreFrom to take it back",
+    )
+
+
+def _unresolved(run: Run) -> Verdict:
+    rollback = run.rollback
+    if rollback.run and (run.policy is None or run.policy.archive is None):
+        said = f"{rollback.asked} is of another run, and only an archive is shared: policy.archive"
+        return Verdict("False", "NoArchive", f"{said} names none. Nothing is changed")
+    if not rollback.run and not run.host.places:
+        return Verdict("Unknown", "NoReports", "no sidecar has told yet which steps there are")
+    there = sorted(run.host.ledger.committed(Tier.LOCAL), reverse=True)
+    known = few([str(one) for one in there[:3]]) if there and not rollback.run else ""
+    return Verdict(
+        "False",
+        "NotFound",
+        f"no step {cut(rollback.asked, longest=128)} that every rank holds is known"
+        + (f"; there is {known}" if known else "; name it with its full id")
+        + ". Restarts are as usual until it is found",
+    )
+
+
+def _early(run: Run) -> Verdict | None:
+    if run.finished_at is not None:
+        return Verdict("Unknown", FINISHED, "the job is over")
+    if not run.host.places:
+        return Verdict("Unknown", "NoReports", "no sidecar has reported yet")
+    return None
+
+
+def _only_node(run: Run) -> str:
+    """The one node that all pods are on; '' while that is not known, or not so."""
+    nodes = {pod.node for pod in run.pods.values() if not pod.over}
+    return next(iter(nodes)) if len(nodes) == 1 else ""
+
+
+def _without_address(run: Run) -> Iterator[str]:
+    for place in run.host.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None and not pod.over and not place.report.peer_address:
+            yield pod.name
+
+
+def _troubled(run: Run, tier: Tier) -> Verdict | None:
+    """What a sidecar says of its way there, when something waits for it."""
+    waiting = [
+        (run.pods[place.pod].name, depot)
+        for _, place in sorted(run.host.places.items())
+        if place.pod in run.pods and not place.gone
+        for depot in place.report.depots
+        if depot.tier is tier and depot.backlog
+    ]
+    for pod, depot in waiting:
+        if depot.trouble:
+            said = f"the sidecar of {pod} says: {cut(depot.trouble, longest=_TEXT)}"
+            return Verdict("False", "Troubled", f"{said}. {_rest(run, depot)}")
+    for pod, depot in waiting:
+        if depot.behind_s >= BEHIND_S[tier]:
+            said = f"shards of {pod} wait to be sent to {cut(depot.where, longest=_TEXT)} for long"
+            return Verdict("False", "Behind", f"{said}. {_rest(run, depot)}")
+    return None
+
+
+def _rest(run: Run, depot: ReportedDepot) -> str:
+    """No number that changes with each report: this is written to the API server."""
+    catches_up = "It is tried again until it works; training goes on"
+    if depot.tier is Tier.ARCHIVE:
+        newest = max(run.host.archived(), default=None)
+        return f"{catches_up}. Newest step there: {newest.step if newest else 'none'}"
+    return catches_up

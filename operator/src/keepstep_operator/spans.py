@@ -1,0 +1,32 @@
+"""`0-3,8`: sets of numbers in few characters, for people and for status fields. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LONGEST = 4096
+"""Characters that the schema allows for such a field."""
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3,8` of 0, 1, 2, 3, 8. What does not fit into `LONGEST` is left out at the end."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    text = ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)
+    return text if len(text) <= LONGEST else text[:LONGEST].rpartition(",")[0]
+
+
+def within(text: str, number: int) -> bool:
+    """Whether the number is in the set; what cannot be read holds nothing."""
+    return any(a <= number <= b for a, b in map(_ends, text.split(",")))
+
+
+def _ends(part: str) -> tuple[int, int]:
+    first, _, last = part.partition("-")
+    if not first.isdigit() or not (last or first).isdigit():
+        return 1, 0
+    return int(first), int(last or first)

@@ -1,0 +1,32 @@
+"""The depot that a sidecar's configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from keepstep.steps import Epoch, StepId
+from keepstep_sidecar.archive.depot import ArchiveDepot
+from keepstep_sidecar.archive.store import open_store
+from keepstep_sidecar.config import Config
+
+
+def depots(
+    config: Config,
+    *,
+    epochs: Callable[[], Iterable[Epoch]],
+    pinned: Callable[[], Collection[StepId]],
+) -> tuple[ArchiveDepot, ...]:
+    """None or one. `epochs`: what the volumes know. `pinned`: steps that stay. Raises UsageError;
+    the store is not asked."""
+    if config.archive is None:
+        return ()
+    return (
+        ArchiveDepot(
+            config.archive,
+            open_store(config.archive),
+            run=config.run,
+            persist_base=config.persist_base,
+            epochs=epochs,
+            pinned=pinned,
+        ),
+    )

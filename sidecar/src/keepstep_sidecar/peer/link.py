@@ -1,0 +1,258 @@
+"""One connection to another pod, in blocking code; bytes go from and to buffers as they are.
+
+It connects at the first request and again after an error. `abort` may be called from any thread:
+the call that is under way then ends with StorageError at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
+from keepstep.protocol import Problem
+from keepstep.steps import StepId, shard_name
+from keepstep_sidecar.peer import wire
+from keepstep_sidecar.peer.credentials import Credentials
+from keepstep_sidecar.peer.identity import Identity, of_peer
+from keepstep_sidecar.peer.settings import split
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+QUIET_S = 30.0
+"""A peer that sends nothing for so long is away."""
+_SLOWEST_BYTES_PER_S = 100 << 20
+"""Of a receiver that reads what its predecessor left."""
+
+
+class Named(Protocol):
+    """Whatever names a shard: a `Found`, a `Remote`."""
+
+    @property
+    def id(self) -> StepId: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+
+
+class Refused(StorageError):
+    """The other pod said no; `code` as in its Problem."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Link:
+    """To `address`; `identity` is who answers there, None until somebody did."""
+
+    def __init__(
+        self, address: str, credentials: Credentials, *, expected: int | None = None
+    ) -> None:
+        """`expected`: the node rank that must answer, None for any of the run."""
+        self.address = address
+        self.identity: Identity | None = None
+        self._credentials = credentials
+        self._expected = expected
+        self._connection: http.client.HTTPConnection | None = None
+        self._aborted = threading.Event()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        rank = self._expected if self.identity is None else self.identity.node_rank
+        return self.address if rank is None else f"node rank {rank} ({self.address})"
+
+    # --- requests; all raise StorageError ----------------------------------------------------
+
+    def listing(self) -> wire.Listing:
+        """All that it holds."""
+        return self._ask("GET", wire.SHARDS, kind=wire.Listing)
+
+    def begin(self, shard: Named, manifest: bytes, *, size: int) -> wire.Begun:
+        """Begin a copy of `size` bytes, or go on with one."""
+        path = _path(wire.COPIES, shard)
+        quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
+        return self._ask("POST", path, manifest, kind=wire.Begun, quiet_s=quiet_s)
+
+    def put(self, shard: Named, chunk: int, data: memoryview) -> None:
+        """One chunk of a copy."""
+        self._ask("PUT", f"{_path(wire.COPIES, shard)}/{chunk}", data, kind=None)
+
+    def seal(self, shard: Named, *, size: int) -> wire.SealedCopy:
+        """All chunks are there: make it durable."""
+        path = f"{_path(wire.COPIES, shard)}/seal"
+        quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
+        return self._ask("POST", path, b"", kind=wire.SealedCopy, quiet_s=quiet_s)
+
+    def want(self, wanted: wire.Wanted) -> None:
+        """Say what should be kept."""
+        self._ask("PUT", wire.WANTED, msgspec.json.encode(wanted), kind=None)
+
+    @contextlib.contextmanager
+    def range(self, shard: Named, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+        """Bytes `[begin, end)` of a shard: call what this gives with buffers that make up exactly
+        that, in order, and each is filled."""
+        path = _path(wire.SHARDS, shard)
+        with self._translated():
+            self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
+            response = self._response((206,))
+            yield lambda into: _fill(response, into)
+            if response.read(1):
+                raise http.client.HTTPException("more bytes than were asked for")
+
+    # --- connection --------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End whatever is under way, for good."""
+        self._aborted.set()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent; the next request connects again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview = b"",
+        *,
+        kind: type[T] | None,
+        quiet_s: float = QUIET_S,
+    ) -> T:
+        with self._translated():
+            self._send(method, path, body, {}, quiet_s)
+            response = self._response((200, 204))
+            data = response.read(wire.LARGEST_JSON_BYTES)
+            if response.read(1):
+                raise http.client.HTTPException("its answer is too long")
+            return msgspec.json.decode(data, type=kind) if kind is not None else None  # type: ignore[return-value]
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview,
+        headers: dict[str, str],
+        quiet_s: float,
+    ) -> None:
+        connection = self._connected()
+        connection.sock.settimeout(quiet_s)
+        connection.request(method, path, body=body, headers=headers)
+
+    def _connected(self) -> http.client.HTTPConnection:
+        if self._aborted.is_set():
+            raise ConnectionAbortedError("given up")
+        if self._connection is None:
+            connection = http.client.HTTPConnection(*split(self.address))
+            connection.sock = self._secured()
+            self._connection = connection
+        if self._aborted.is_set():  # set while we connected: nobody else ends what follows
+            raise ConnectionAbortedError("given up")
+        return self._connection
+
+    def _secured(self) -> ssl.SSLSocket:
+        tls = self._credentials.current()
+        plain = socket.create_connection(split(self.address), timeout=CONNECT_S)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secure = tls.client.wrap_socket(plain)
+        except BaseException:
+            plain.close()
+            raise
+        try:
+            self.identity = self._checked(of_peer(secure.getpeercert(), whose=self.address), tls)
+        except BaseException:
+            secure.close()
+            raise
+        return secure
+
+    def _checked(self, who: Identity, tls: Any) -> Identity:
+        if not who.shares_run(tls.identity):
+            raise StorageError(f"{self.address} is {who}, not of this run ({tls.identity})")
+        if self._expected not in (None, who.node_rank):
+            raise StorageError(f"{self.address} is {who}, not node rank {self._expected}")
+        return who
+
+    def _response(self, wanted: tuple[int, ...]) -> http.client.HTTPResponse:
+        assert self._connection is not None
+        response = self._connection.getresponse()
+        if response.status in wanted:
+            return response
+        data = response.read(1 << 16)
+        try:
+            problem = msgspec.json.decode(data, type=Problem)
+        except msgspec.DecodeError:
+            problem = Problem(code="internal", message=f"status {response.status}")
+        message = f"{self.name} refused: {problem.message}"
+        if problem.code == "NoSpaceError":
+            raise NoSpaceError(message)
+        raise Refused(message, code=problem.code)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """What goes wrong ends the connection, and is a StorageError that names the peer."""
+        try:
+            yield
+        except (DigestError, FormatError):
+            self.close()
+            raise
+        except StorageError:
+            self.close()
+            raise
+        except ssl.SSLError as error:
+            self.close()
+            raise StorageError(f"{self.name}: {_tls_text(error)}") from error
+        except TimeoutError as error:
+            self.close()
+            raise StorageError(f"{self.name} does not answer") from error
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            self.close()
+            text = str(error) or type(error).__name__
+            raise StorageError(f"{self.name}: {text}") from error
+        except BaseException:
+            self.close()
+            raise
+
+
+def _path(what: str, shard: Named) -> str:
+    return f"{what}/{shard.id}/{shard_name(shard.rank, shard.world)}"
+
+
+def _fill(response: http.client.HTTPResponse, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        with into[done:] as rest:
+            count = response.readinto(rest)
+        if not count:
+            raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
+        done += count
+
+
+def _tls_text(error: ssl.SSLError) -> str:
+    """What to do about it: OpenSSL's words alone do not say which side is meant."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"

@@ -1,0 +1,161 @@
+"""What depots hold, as last seen, in the order in which a restore prefers it.
+
+A depot that does not answer keeps what it was last seen to hold (a restore will find out), but its
+answer is UNKNOWN: no run starts anew because an archive was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from keepstep.ledger import NEAREST_FIRST, Held, RankReport
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep_sidecar.depots import Depot, Inventory, Remote
+from keepstep_sidecar.journal import warn
+from keepstep_sidecar.origins import RemoteOrigin
+
+_NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
+
+
+class Remotes:
+    """The depots of this sidecar. `looked`: all of them were asked at least once."""
+
+    def __init__(self, depots: Sequence[Depot] = ()) -> None:
+        self.depots = tuple(
+            sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
+        )  # nearest first
+        self.looked = not depots
+        self._inventories = [_NOT_ASKED for _ in self.depots]
+        self._refused: set[tuple[Tier, str, StepId, int]] = set()
+        self._at: dict[StepId, dict[int, list[RemoteOrigin]]] = {}
+        self._of_rank: dict[int, dict[Tier, list[Held]]] = {}
+        self._looking: asyncio.Task[bool] | None = None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that there are, nearest first."""
+        return tuple(dict.fromkeys(one.tier for one in self.depots))
+
+    def has(self, tier: Tier) -> bool:
+        return tier in self.tiers
+
+    # --- looking -----------------------------------------------------------------------------
+
+    async def look(self) -> bool:
+        """Ask every depot what it holds. Returns whether anything is different from before.
+
+        Whoever asks meanwhile waits for the same answers.
+        """
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="look at depots")
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> bool:
+        found = await asyncio.gather(*(one.look() for one in self.depots))
+        before = (self._inventories, self.looked)
+        self._inventories = [
+            _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
+        ]
+        self.looked = True
+        for depot, old, new in zip(self.depots, before[0], self._inventories, strict=True):
+            if new.answer is Answer.UNKNOWN and new.reason != old.reason:
+                warn("depot does not answer", tier=str(depot.tier), reason=new.reason)
+        if changed := before != (self._inventories, True):
+            self._index()
+        return changed
+
+    def distrust(self, origin: RemoteOrigin, error: Exception) -> None:
+        """This copy did not pass its verification: it is not offered any more."""
+        one = origin.remote
+        warn(
+            "copy refused",
+            tier=str(one.tier),
+            where=one.where,
+            rank=one.rank,
+            step=str(one.id),
+            reason=str(error),
+        )
+        self._refused.add((one.tier, one.where, one.id, one.rank))
+        self._index()
+
+    def _index(self) -> None:
+        self._at, self._of_rank = {}, {}
+        for depot, inventory in zip(self.depots, self._inventories, strict=True):
+            for one in inventory.shards:
+                if (one.tier, one.where, one.id, one.rank) not in self._refused:
+                    places = self._at.setdefault(one.id, {}).setdefault(one.rank, [])
+                    places.append(RemoteOrigin(remote=one, depot=depot))
+                    tiers = self._of_rank.setdefault(one.rank, {})
+                    tiers.setdefault(one.tier, []).append(held(one))
+
+    # --- asking ------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> Iterable[StepId]:
+        return self._at.keys()
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        """Every rank of which a depot holds something."""
+        return self._of_rank.keys()
+
+    def of(self, id: StepId) -> dict[int, list[RemoteOrigin]]:
+        """rank -> its copies of this step, nearest first."""
+        return self._at.get(id, {})
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        """Every epoch that a depot knows of, oldest first."""
+        known = {epoch.id: epoch for each in self._inventories for epoch in each.epochs}
+        return tuple(known[id] for id in sorted(known))
+
+    @property
+    def complete(self) -> frozenset[StepId]:
+        """Steps of which a depot itself says that all shards are there."""
+        return frozenset().union(*(one.complete for one in self._inventories))
+
+    @property
+    def unknown(self) -> str:
+        """Why it is not known what is there; '' when it is."""
+        return "; ".join(
+            f"{depot.status().where}: {one.reason or 'it does not answer'}"
+            for depot, one in zip(self.depots, self._inventories, strict=True)
+            if one.answer is Answer.UNKNOWN
+        )
+
+    def report(self, rank: int) -> RankReport:
+        """What depots hold of a rank, for the ledger."""
+        sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
+        return RankReport(
+            sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
+        )
+
+    def _answer(self, tier: Tier, found: Sequence[Held]) -> Answer:
+        said = [
+            one.answer
+            for depot, one in zip(self.depots, self._inventories, strict=True)
+            if depot.tier is tier
+        ]
+        if Answer.UNKNOWN in said:
+            return Answer.UNKNOWN
+        return Answer.STEPS if found else Answer.NONE
+
+
+def held(one: Remote) -> Held:
+    """A copy in a depot as the ledger hears of it."""
+    return Held(
+        id=one.id,
+        world=one.world,
+        root=one.root,
+        params_digest=one.params_digest,
+        twins=one.twins,
+    )
+
+
+def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
+    """A depot that is away tells nothing: what it held before is still to be tried."""
+    if new.answer is not Answer.UNKNOWN or new.shards:
+        return new
+    return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)

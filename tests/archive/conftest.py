@@ -1,0 +1,131 @@
+"""Depots over a real directory or a real S3 gateway, and shards that a real volume wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.steps import Epoch
+from keepstep_sidecar.archive.depot import ArchiveDepot
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.archive.store import open_store
+from keepstep_sidecar.scan import Found
+from keepstep_sidecar.volume import Volume
+from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
+from tests.volume.images import EPOCH, RUN, make_layout, staged
+
+QUICKLY = (0.02, 0.2)
+
+
+@pytest.fixture
+def volumes(tmp_path: Path) -> Any:
+    """Opens volumes by name; closes them after the test."""
+    opened: list[Volume] = []
+
+    def open_one(name: str = "local", run: str = RUN) -> Volume:
+        one = Volume(tmp_path / name / run, run=run)
+        opened.append(one)
+        return one
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def local(volumes: Callable[..., Volume]) -> Volume:
+    return volumes()
+
+
+@pytest.fixture
+def archive_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "archive"
+    path.mkdir()
+    return path
+
+
+def write_step(
+    volume: Volume, step: int, *, world: int = 2, parameters: int = 6000, **image: Any
+) -> dict[int, Found]:
+    """A durable shard for each rank, as the catalog hears of them."""
+    for rank in range(world):
+        layout = make_layout(rank=rank, world=world, parameters=parameters)
+        slot = staged(layout, step, **image)
+        volume.write(slot.view, slot.layout, slot.control)
+    return {one.rank: one for one in volume.scan().shards if one.id.step == step}
+
+
+@asynccontextmanager
+async def running(
+    config: ArchiveConfig, *, run: str = RUN, epochs: tuple[Epoch, ...] = (EPOCH,), **more: Any
+) -> AsyncIterator[ArchiveDepot]:
+    """A depot that works until the block ends."""
+    more = {"retry_s": QUICKLY, **more}
+    depot = ArchiveDepot(config, open_store(config), run=run, epochs=lambda: epochs, **more)
+    work = asyncio.ensure_future(depot.run())
+    try:
+        yield depot
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await depot.close()
+
+
+def commit(depot: ArchiveDepot, shards: dict[int, Found]) -> None:
+    depot.committed(next(iter(shards.values())).id, shards)
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """One gateway for all tests; each has a bucket of its own."""
+    if PROGRAM is None:
+        pytest.skip("needs the program versitygw, an S3 gateway over a directory")
+    base = tmp_path_factory.mktemp("gateway")
+    one = Gateway(base / "buckets", base / "log").start()
+    yield one
+    one.stop()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """An empty bucket: `directory` is what lies in it, `proxy` stands before the gateway."""
+
+    name: str
+    directory: Path
+    gateway: Gateway
+    proxy: Proxy
+
+    def config(self, *, every: int = 1, direct: bool = False, **more: Any) -> ArchiveConfig:
+        return ArchiveConfig(
+            url=f"s3://{self.name}/runs",
+            every=every,
+            endpoint=self.gateway.endpoint if direct else self.proxy.endpoint,
+            region="us-east-1",
+            **more,
+        )
+
+
+@pytest.fixture
+def bucket(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    name = f"ckpt-{secrets.token_hex(4)}"
+    proxy = Proxy(gateway.port).start()
+    yield Bucket(name, gateway.bucket(name), gateway, proxy)
+    proxy.stop()
+
+
+async def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> None:
+    """`harness.eventually` beside an event loop."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        await asyncio.sleep(0.01)

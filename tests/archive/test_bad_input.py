@@ -1,0 +1,182 @@
+"""Two runs in one place, strangers' files, damaged records: named, refused, and left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.volume import Volume
+from tests.archive.conftest import commit, running, until, write_step
+from tests.volume.images import EPOCH, RUN, step_id
+
+OTHER = Epoch(EpochId(1, "99999999"))
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
+    """An archive that holds step 10."""
+    config = ArchiveConfig(url=str(archive_dir), every=1)
+
+    async def fill() -> None:
+        async with running(config) as depot:
+            commit(depot, write_step(local, 10))
+            assert await depot.drain(timeout_s=10)
+
+    asyncio.run(fill())
+    return config
+
+
+def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
+    archived: ArchiveConfig, local: Volume, archive_dir: Path
+) -> None:
+    before = everything(archive_dir)
+
+    async def scenario() -> None:
+        async with running(archived, epochs=(OTHER,)) as stranger:
+            commit(stranger, write_step(local, 20))
+            await until(lambda: stranger.status().trouble)
+            held = await stranger.look()
+            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+            for text in (held.reason, stranger.status().trouble):
+                assert str(EPOCH.id) in text
+                assert f"{OTHER.id} (this run)" in text
+                assert "nothing was deleted" in text
+
+    asyncio.run(scenario())
+    assert everything(archive_dir) == before
+
+
+def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
+    archived: ArchiveConfig, local: Volume
+) -> None:
+    child = Epoch(EpochId(2, "00000002"), step_id(10))
+
+    async def scenario() -> None:
+        async with running(archived, epochs=(child,)) as depot:
+            held = await depot.look()
+            assert (held.answer, held.reason) == (Answer.STEPS, "")
+
+    asyncio.run(scenario())
+
+
+def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
+    archived: ArchiveConfig, volumes: Callable[..., Volume], archive_dir: Path
+) -> None:
+    before = everything(archive_dir)
+
+    async def scenario() -> None:
+        async with running(archived) as depot:
+            depot._complete = frozenset()
+            other = write_step(volumes("elsewhere"), 10, seed=7)
+            with pytest.raises(Exception, match="two writers of one run"):
+                await depot._sender.send(other[0])
+
+    asyncio.run(scenario())
+    assert everything(archive_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda step: (step / "model.safetensors").write_bytes(b"x"), "model.safetensors does not"),
+        (
+            lambda step: next(step.glob("rank-00001*")).unlink(),
+            "rank-00001-of-00002.safetensors is",
+        ),
+        (lambda step: (step / "step.json").write_bytes(b"{}"), "not the record of a step"),
+        (
+            lambda step: (step / "step.json").write_bytes(
+                (step / "step.json").read_bytes().replace(b'"world": 2', b'"world": 3')
+            ),
+            "its seal does not fit",
+        ),
+    ],
+)
+def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_deleted(
+    damage: Callable[[Path], object],
+    said: str,
+    archived: ArchiveConfig,
+    local: Volume,
+    archive_dir: Path,
+) -> None:
+    step = archive_dir / RUN / str(step_id(10))
+    damage(step)
+    before = everything(step)
+
+    async def scenario() -> None:
+        async with running(archived) as depot:
+            held = await depot.look()
+            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+            assert said in held.reason
+            for later in (20, 30, 40, 50):
+                commit(depot, write_step(local, later))
+            assert await depot.drain(timeout_s=20)
+            assert [id.step for id in sorted((await depot.look()).complete)] == [30, 40, 50]
+
+    asyncio.run(scenario())
+    assert everything(step) == before
+
+
+def test_a_record_of_another_step_does_not_pass_for_this_one(
+    archived: ArchiveConfig, archive_dir: Path
+) -> None:
+    moved = archive_dir / RUN / str(step_id(77))
+    shutil.copytree(archive_dir / RUN / str(step_id(10)), moved)
+
+    async def scenario() -> None:
+        async with running(archived) as depot:
+            held = await depot.look()
+            assert held.complete == {step_id(10)}
+            assert f"step {step_id(10)}" in held.reason
+
+    asyncio.run(scenario())
+
+
+def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
+    local: Volume, archive_dir: Path
+) -> None:
+    config = ArchiveConfig(url=str(archive_dir), every=1)
+
+    async def scenario() -> None:
+        shards, older = write_step(local, 10), write_step(local, 9)
+        place = archive_dir / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors"
+        place.parent.mkdir(parents=True)
+        shutil.copy(older[1].path, place)
+        async with running(config) as depot:
+            depot.committed(step_id(10), {0: shards[0]})
+            await until(lambda: "not step" in depot.status().trouble)
+            assert (await depot.look()).complete == frozenset()
+
+    asyncio.run(scenario())
+
+
+def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
+    archived: ArchiveConfig, local: Volume, archive_dir: Path
+) -> None:
+    """Rolled back to step 10 after 20 was archived, and trained on."""
+    child = Epoch(EpochId(2, "00000002"), step_id(10))
+
+    async def scenario() -> None:
+        async with running(archived) as depot:
+            commit(depot, write_step(local, 20))
+            assert await depot.drain(timeout_s=10)
+        async with running(archived, epochs=(EPOCH, child)) as depot:
+            assert await depot.expire() == ()  # none of the new life is there yet
+            later = StepId(child.id, 15)
+            commit(depot, write_step(local, 15, epoch=child))
+            assert await depot.drain(timeout_s=10)
+            await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
+            assert (await depot.look()).complete == {step_id(10), later}
+
+    asyncio.run(scenario())

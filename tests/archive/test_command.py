@@ -1,0 +1,158 @@
+"""`keepstep archive` and `keepstep run --archive`, as a user meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.volume import Volume
+from tests.archive.conftest import Bucket, commit, running, write_step
+from tests.archive.test_directory import flip
+from tests.cli.conftest import TRAIN, Keepstep
+from tests.volume.images import RUN, step_id
+
+
+@pytest.fixture
+def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
+    made = Keepstep(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def archived(local: Volume, archive_dir: Path) -> Path:
+    """Steps 10 and 20 of two ranks in a directory."""
+    fill(ArchiveConfig(url=str(archive_dir), every=1), local)
+    return archive_dir
+
+
+def fill(config: ArchiveConfig, local: Volume, **image: int) -> None:
+    async def scenario() -> None:
+        async with running(config) as depot:
+            for step in (10, 20):
+                commit(depot, write_step(local, step, **image))
+            assert await depot.drain(timeout_s=30)
+
+    asyncio.run(scenario())
+
+
+def test_ls_shows_steps_and_names_what_is_wrong(keepstep: Keepstep, archived: Path) -> None:
+    (archived / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors").unlink()
+    shown = keepstep("archive", "ls", "--archive", str(archived)).stdout
+    assert "all 2" in shown
+    assert "damaged" in shown
+    assert "rank-00001-of-00002.safetensors is missing" in shown
+    steps = keepstep.json("archive", "ls", "--archive", str(archived), "--run", RUN)["steps"]
+    assert [(one["step"], one["complete"]) for one in steps] == [(10, False), (20, True)]
+
+
+def test_verify_reads_every_byte_and_names_the_damaged_chunk(
+    keepstep: Keepstep, archived: Path
+) -> None:
+    where = ("--archive", str(archived))
+    assert "every digest is right" in keepstep("archive", "verify", *where).stdout
+    flip(archived / RUN / str(step_id(20)) / "rank-00000-of-00002.safetensors", at=3 * 4096)
+    said = keepstep("archive", "verify", "20", *where, code=1).stderr
+    assert "rank-00000-of-00002.safetensors" in said
+    assert "chunk 0" in said
+    assert keepstep.json("archive", "verify", *where, code=1)["verified"] is False
+    assert "every digest is right" in keepstep("archive", "verify", "10", *where).stdout
+
+
+def test_pull_goes_on_after_an_interruption_and_keeps_no_wrong_byte(
+    keepstep: Keepstep, local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(bucket.config(), local, parameters=3 << 20)
+    where = ("--archive", f"s3://{bucket.name}/runs", "--archive-endpoint", bucket.proxy.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    target = keepstep.home / "restored"
+    bucket.proxy.faults.flip = 1 << 20  # every chunk comes damaged
+    said = keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
+    assert "is damaged" in said
+    growing = target / f".{step_id(20)}.pulling"
+    assert not (target / str(step_id(20))).exists()
+    shutil.copy(shard(local, 20, 0), growing / "rank-00000-of-00002.safetensors")
+    flip(growing / "rank-00000-of-00002.safetensors", at=20 << 20)
+    bucket.proxy.faults.flip, bucket.proxy.faults.seen = None, []
+    keepstep("archive", "pull", "20", str(target), *where)
+    for rank in range(2):
+        pulled = target / str(step_id(20)) / f"rank-0000{rank}-of-00002.safetensors"
+        assert pulled.read_bytes() == shard(local, 20, rank).read_bytes()
+    reads = [line for line in bucket.proxy.faults.seen if "rank-00000" in line]
+    assert len(reads) == 4, "header, control page, table, and the one damaged chunk"
+    assert "exists already" in keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
+
+
+def shard(local: Volume, step: int, rank: int) -> Path:
+    return local.root / "pending" / str(step_id(step)) / f"rank-0000{rank}-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("ls",), 2, "no run is kept"),
+        (("ls", "--archive", "s3://"), 2, "names no bucket"),
+        (("ls", "--archive", "{dir}/absent"), 1, "mount it"),
+        (("pull", "99", "out", "--archive", "{dir}"), 2, "does not hold step 99"),
+    ],
+)
+def test_wrong_uses_say_what_to_do(
+    words: tuple[str, ...], code: int, said: str, keepstep: Keepstep, archived: Path
+) -> None:
+    words = tuple(word.format(dir=archived) for word in words)
+    assert said in keepstep("archive", *words, code=code).stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
+    keepstep: Keepstep, archive_dir: Path
+) -> None:
+    """And stock readers read what it left there, without us."""
+    script = keepstep.script("train.py", TRAIN)
+    run = ("run", "--archive", str(archive_dir), "--archive-every", "2", "--", sys.executable)
+    assert "from None" in keepstep(*run, script, "7", "-1").stdout
+    steps = keepstep.json("archive", "ls")["steps"]
+    assert [one["step"] for one in steps if one["complete"]][-1] == 6
+    keepstep("stop", code=None)
+    shutil.rmtree(keepstep.directory)
+    assert "from 6" in keepstep(*run, script, "9", "-1").stdout
+
+    newest = Path(archive_dir, "train", keepstep.json("archive", "ls")["steps"][-1]["id"])
+    (file,) = newest.glob("*.safetensors")
+    stored = safetensors.torch.load_file(file)
+    target = {"model.weight": torch.zeros(64, 64)}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(newest)), no_dist=True)
+    assert torch.equal(target["model.weight"], stored["model.weight"])
+
+
+def test_a_relative_archive_is_the_same_for_the_sidecar(
+    keepstep: Keepstep,
+) -> None:
+    (keepstep.home / "shared").mkdir()
+    script = keepstep.script("train.py", TRAIN)
+    run = ("run", "--archive", "shared", "--archive-every", "1", "--", sys.executable)
+    keepstep(*run, script, "3", "-1")
+    assert list((keepstep.home / "shared" / "train").glob("*/step.json"))
+
+
+def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
+    keepstep: Keepstep, archive_dir: Path
+) -> None:
+    script = keepstep.script("train.py", TRAIN.replace(".close()", f".wait(2, 'archived'){CLOSE}"))
+    run = ("run", "--archive", str(archive_dir), "--archive-every", "500", "--", sys.executable)
+    keepstep(*run, script, "3", "-1")
+    steps = keepstep.json("archive", "ls")["steps"]
+    assert [one["step"] for one in steps if one["complete"]] == [0, 2]
+
+
+CLOSE = "\ncheckpointer.close()"

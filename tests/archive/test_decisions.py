@@ -1,0 +1,231 @@
+"""What an archive decides without looking at a network: order, expiry, kinship, records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.errors import FormatError, TornError, UsageError, VersionError
+from keepstep.retention import Retention
+from keepstep.steps import Epoch, EpochId, StepId, shard_name
+from keepstep_sidecar.archive.backlog import Backlog
+from keepstep_sidecar.archive.expiry import ABANDONED_S, expired, names_of
+from keepstep_sidecar.archive.kinship import families
+from keepstep_sidecar.archive.record import Shard, StepRecord
+from keepstep_sidecar.archive.settings import ArchiveConfig, of_plain
+from keepstep_sidecar.archive.store import Stored
+from keepstep_sidecar.archive.survey import ArchivedStep, Survey
+from keepstep_sidecar.scan import Found
+
+HELD = {0: cast("Found", object())}
+FIRST = Epoch(EpochId(1, "aaaaaaaa"))
+NOW = 1e9
+
+
+def at(step: int, epoch: Epoch = FIRST) -> StepId:
+    return StepId(epoch.id, step)
+
+
+# --- the backlog ---------------------------------------------------------------------------------
+
+
+def test_the_oldest_committed_step_is_sent_first() -> None:
+    backlog = Backlog(10)
+    for step in (30, 15, 10, 20):
+        backlog.committed(at(step), HELD, now=float(step))
+    assert [id.step for id in backlog.waiting()] == [10, 20, 30]
+    assert (backlog.backlog(), backlog.behind_s(31.0)) == (3, 21.0)
+
+
+def slow_sidecar(backlog: Backlog, *, phase: int, steps: int) -> set[StepId]:
+    """Each upload takes five commits; local volumes keep two steps. What this one sends."""
+    sent: set[StepId] = set()
+    sending: StepId | None = None
+    kept: list[StepId] = []
+    for step in range(1, steps):
+        backlog.committed(at(step), HELD, now=0.0)
+        kept.append(at(step))
+        if (step + phase) % 5 == 0:
+            if sending is not None:
+                sent.add(sending)
+                backlog.sent(sending)
+            sending = next(iter(backlog.waiting()), None)
+        gone = [id for id in kept[:-2] if id != sending]
+        backlog.forget(gone, blame_pace=True)
+        kept = [id for id in kept if id not in gone]
+    return sent
+
+
+@given(st.integers(0, 4), st.integers(0, 4))
+def test_sidecars_of_an_archive_that_is_too_slow_still_send_the_same_steps(
+    one: int, other: int
+) -> None:
+    """Without coarser grids each would catch other steps, and none would ever be whole."""
+    ours = slow_sidecar(Backlog(1), phase=one, steps=400)
+    theirs = slow_sidecar(Backlog(1), phase=other, steps=400)
+    assert len(ours & theirs) >= 8
+
+
+def test_the_grid_is_fine_again_once_nothing_waits() -> None:
+    backlog = Backlog(1)
+    backlog.committed(at(1), HELD, now=0.0)
+    backlog.forget([at(1)], blame_pace=True)
+    assert backlog.doublings == 1
+    backlog.committed(at(2), HELD, now=0.0)
+    backlog.sent(at(2))
+    assert backlog.doublings == 0
+
+
+def test_an_outage_is_not_taken_for_a_slow_archive() -> None:
+    backlog = Backlog(1)
+    backlog.committed(at(1), HELD, now=0.0)
+    backlog.forget([at(1)], blame_pace=False)
+    assert backlog.doublings == 0
+
+
+# --- expiry --------------------------------------------------------------------------------------
+
+
+def complete(
+    id: StepId, *, epochs: tuple[Epoch, ...] = (FIRST,), at_s: float = NOW
+) -> ArchivedStep:
+    record = StepRecord(
+        run="gpt",
+        id=id,
+        world=1,
+        epochs=epochs,
+        shards=(Shard(rank=0, name=shard_name(0, 1), bytes=9, root="r", params_digest=None),),
+        written_at=at_s,
+    )
+    return ArchivedStep(id=id, files=files(shard_name(0, 1), "step.json"), record=record)
+
+
+def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, Stored]:
+    return {name: Stored(name=name, bytes=9, modified_at=NOW - age_s, etag="") for name in names}
+
+
+def gone(
+    steps: Collection[ArchivedStep], policy: Retention, pinned: Collection[StepId] = ()
+) -> list[StepId]:
+    survey = Survey(steps=tuple(sorted(steps, key=lambda one: one.id)))
+    return [one.id for one in expired(survey, policy, epochs=(), pinned=pinned, now=NOW)]
+
+
+@given(
+    st.sets(st.integers(1, 60), min_size=1),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 20),
+    st.sets(st.integers(1, 60)),
+)
+def test_the_newest_step_and_pinned_ones_stay_whatever_the_policy(
+    steps: set[int], last: int, every: int | None, pins: set[int]
+) -> None:
+    pinned = {at(step) for step in pins}
+    doomed = gone([complete(at(s)) for s in steps], Retention(last=last, every_steps=every), pinned)
+    assert at(max(steps)) not in doomed
+    assert not pinned & set(doomed)
+    kept = {at(step) for step in steps} - set(doomed)
+    assert len(kept) >= min(last, len(steps))
+    assert doomed == sorted(doomed)
+
+
+def test_the_first_of_every_six_hours_stays() -> None:
+    hours = [0, 1, 5, 6, 7, 12]
+    steps = [complete(at(hour), at_s=hour * 3600.0) for hour in hours]
+    assert [id.step for id in gone(steps, Retention(last=1, every_s=6 * 3600.0))] == [1, 5, 7]
+
+
+def test_what_cannot_be_judged_is_never_deleted() -> None:
+    """An epoch that nobody recorded separates the old steps from the new ones."""
+    lost = Epoch(EpochId(5, "eeeeeeee"), StepId(EpochId(4, "dddddddd"), 7))
+    steps = [complete(at(1)), complete(at(2)), complete(at(9, lost), epochs=(lost,))]
+    assert gone(steps, Retention(last=1)) == []
+
+
+def test_a_step_with_a_fault_is_left_for_people_to_judge() -> None:
+    broken = ArchivedStep(id=at(1), files=files("step.json"), fault="damaged")
+    assert gone([broken, complete(at(2)), complete(at(3))], Retention(last=1)) == [at(2)]
+
+
+@pytest.mark.parametrize(("age_s", "goes"), [(ABANDONED_S + 1, True), (ABANDONED_S - 1, False)])
+def test_a_step_that_was_sent_in_part_goes_when_nobody_sends_the_rest(
+    age_s: float, goes: bool
+) -> None:
+    part = ArchivedStep(id=at(1), files=files(shard_name(0, 2), age_s=age_s))
+    assert gone([part, complete(at(2))], Retention()) == ([at(1)] if goes else [])
+    newest = ArchivedStep(id=at(3), files=files(shard_name(0, 2), age_s=age_s))
+    assert gone([complete(at(2)), newest], Retention()) == []
+
+
+def test_the_record_is_deleted_first_and_strangers_files_never() -> None:
+    step = ArchivedStep(id=at(1), files=files(shard_name(0, 1), "step.json", "notes.txt"))
+    names = names_of(step, "gpt")
+    assert [Path(name).name for name in names] == ["step.json", shard_name(0, 1)]
+
+
+# --- kinship -------------------------------------------------------------------------------------
+
+
+def test_epochs_are_kin_through_parents_and_through_a_common_record() -> None:
+    child = Epoch(EpochId(2, "bbbbbbbb"), at(5))
+    anew = Epoch(EpochId(3, "cccccccc"))  # began anew, knowingly, beside the others
+    stranger = Epoch(EpochId(1, "99999999"))
+    assert len(families([[FIRST], [child], [child, anew]])) == 1
+    assert families([[FIRST], [stranger], [child]]) == [
+        {stranger.id},
+        {FIRST.id, child.id},
+    ]
+    assert families([[], [FIRST]]) == [{FIRST.id}]
+
+
+# --- records and settings ------------------------------------------------------------------------
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = complete(at(7), epochs=(FIRST, Epoch(EpochId(2, "bbbbbbbb"), at(5)))).record
+    assert record is not None
+    assert StepRecord.from_json(record.to_json(), path="there") == record
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"world": 2}, TornError),
+        ({"format_version": 99}, VersionError),
+        ({"shards": None}, TornError),
+        ({"seal": 5}, TornError),
+    ],
+)
+def test_a_record_that_was_changed_is_refused(change: dict[str, Any], error: type) -> None:
+    record = complete(at(7)).record
+    assert record is not None
+    body = {**json.loads(record.to_json()), **change}
+    with pytest.raises(error, match="there"):
+        StepRecord.from_json(json.dumps(body).encode(), path="there")
+
+
+@given(st.binary(max_size=64))
+def test_noise_is_no_record(noise: bytes) -> None:
+    with pytest.raises(FormatError):
+        StepRecord.from_json(noise, path="there")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("ftp://host/x", "not one of"), ("s3:///x", "no bucket"), ("file://x/y", "file:///mnt")],
+)
+def test_an_address_that_means_nothing_is_refused(url: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ArchiveConfig(url=url)
+
+
+def test_settings_survive_their_own_words_and_meet_the_grid() -> None:
+    config = ArchiveConfig(url="s3://b/x/y", every=10, retention=Retention(last=2, every_s=60.0))
+    assert of_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert (config.bucket, config.prefix, config.base(4)) == ("b", "x/y", 12)

@@ -1,0 +1,253 @@
+"""An archive in a directory: what is sent, read back, and retired."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import DigestError, StorageError
+from keepstep.image import PAGE_BYTES, chunk_bounds
+from keepstep.retention import Retention
+from keepstep.steps import Answer, StepId
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.volume import Volume
+from tests.archive.conftest import commit, running, write_step
+from tests.volume.images import EPOCH, RUN, empty_slot, step_id
+
+
+def config(directory: Path, *, every: int = 1, **more: object) -> ArchiveConfig:
+    return ArchiveConfig(url=str(directory), every=every, **more)  # type: ignore[arg-type]
+
+
+def test_a_committed_step_is_archived_with_its_record_last(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        news: list[bool] = []
+        async with running(config(archive_dir), changed=lambda: news.append(True)) as depot:
+            shards = write_step(local, 10)
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=10)
+            held = await depot.look()
+            status = depot.status()
+        assert held.answer is Answer.STEPS
+        assert held.complete == {step_id(10)}
+        assert [(one.rank, one.world, one.root) for one in held.shards] == [
+            (rank, 2, shards[rank].root) for rank in range(2)
+        ]
+        assert held.epochs == (EPOCH,)
+        assert news
+        assert (status.sent, status.backlog, status.trouble) == (2, 0, "")
+
+    asyncio.run(scenario())
+    directory = archive_dir / RUN / str(step_id(10))
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
+    newest = max(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert newest.name == "step.json"
+    original = local.root / "pending" / str(step_id(10)) / names[0]
+    assert (directory / names[0]).read_bytes() == original.read_bytes()
+
+
+def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with running(config(archive_dir)) as depot:
+            shards = write_step(local, 10, parameters=3 << 20)  # several chunks
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=20)
+            held = await depot.look()
+            remote = held.shards[1]
+            layout = await depot.layout(remote)
+            slot = empty_slot(layout)
+            control = await depot.load(remote, slot)
+            assert bytes(slot) == shards[1].path.read_bytes()
+            assert control == await depot.control(remote)
+            begin, end = chunk_bounds(layout, 1)
+            piece = memoryview(bytearray(end - begin))
+            await depot.chunks(remote, [(1, piece)])
+            assert piece == slot[begin:end]
+
+    asyncio.run(scenario())
+
+
+def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with running(config(archive_dir)) as depot:
+            commit(depot, write_step(local, 10))
+            assert await depot.drain(timeout_s=10)
+            remote = (await depot.look()).shards[0]
+            flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
+            layout = await depot.layout(remote)
+            slot = empty_slot(layout)
+            with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
+                await depot.load(remote, slot)
+            assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+            with pytest.raises(DigestError, match="chunk 0"):
+                await depot.chunks(remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
+
+    asyncio.run(scenario())
+
+
+def flip(path: Path, *, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with running(config(archive_dir, every=10)) as depot:
+            for step in (10, 15, 20):
+                commit(depot, write_step(local, step))
+            assert await depot.drain(timeout_s=10)
+            assert (await depot.look()).complete == {step_id(10), step_id(20)}
+            depot.want(step_id(15))
+            assert await depot.drain(timeout_s=10)
+            assert step_id(15) in (await depot.look()).complete
+
+    asyncio.run(scenario())
+
+
+def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
+    async def scenario() -> None:
+        shards = write_step(local, 10)
+        async with (
+            running(config(archive_dir)) as one,
+            running(config(archive_dir)) as other,
+        ):
+            one.committed(step_id(10), {0: shards[0]})
+            assert not await one.drain(timeout_s=0.3)
+            held = await other.look()
+            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+            assert "in part only" in held.reason
+            other.committed(step_id(10), {1: shards[1]})
+            assert await one.drain(timeout_s=10)
+            assert await other.drain(timeout_s=10)
+            assert (await one.look()).complete == {step_id(10)}
+
+    asyncio.run(scenario())
+
+
+def test_what_is_there_already_is_not_sent_again(local: Volume, archive_dir: Path) -> None:
+    async def scenario() -> None:
+        shards = write_step(local, 10)
+        for sent in (2, 0):
+            async with running(config(archive_dir)) as depot:
+                commit(depot, shards)
+                assert await depot.drain(timeout_s=10)
+                assert depot.status().sent == sent
+
+    asyncio.run(scenario())
+
+
+def test_a_shard_that_was_published_meanwhile_is_found(local: Volume, archive_dir: Path) -> None:
+    async def scenario() -> None:
+        shards = write_step(local, 10)
+        local.publish(step_id(10))
+        async with running(config(archive_dir)) as depot:
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=10)
+            assert (await depot.look()).complete == {step_id(10)}
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        gone, kept = write_step(local, 10), write_step(local, 20)
+        local.retire(step_id(10))
+        async with running(config(archive_dir)) as depot:
+            commit(depot, gone)
+            commit(depot, kept)
+            assert await depot.drain(timeout_s=10)
+            assert (await depot.look()).complete == {step_id(20)}
+            assert depot.status().trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_a_rotten_local_shard_does_not_become_an_archived_one(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        shards = write_step(local, 10)
+        flip(shards[1].path, at=PAGE_BYTES * 3)
+        async with running(config(archive_dir)) as depot:
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=10)
+            assert (await depot.look()).complete == frozenset()
+            assert depot.status().failures == 1
+
+    asyncio.run(scenario())
+    names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
+    assert names == ["rank-00000-of-00002.safetensors"]
+
+
+def test_old_steps_go_record_first_and_the_newest_stays(local: Volume, archive_dir: Path) -> None:
+    policy = Retention(last=1, every_steps=100)
+
+    async def scenario() -> None:
+        pinned = {step_id(120)}
+        async with running(config(archive_dir, retention=policy), pinned=lambda: pinned) as depot:
+            for step in (100, 110, 120, 130):
+                commit(depot, write_step(local, step))
+                assert await depot.drain(timeout_s=10)
+            left = {id.step for id in (await depot.look()).complete}
+            assert left == {100, 120, 130}
+
+    asyncio.run(scenario())
+    assert not (archive_dir / RUN / str(step_id(110))).exists()
+
+
+def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        archive_dir.rmdir()
+        order: list[StepId] = []
+        async with running(config(archive_dir, retention=Retention(last=9))) as depot:
+            for step in (3, 1, 2):
+                commit(depot, write_step(local, step))
+            assert not await depot.drain(timeout_s=0.3)
+            held = await depot.look()
+            assert held.answer is Answer.UNKNOWN
+            assert "not there; mount it" in held.reason
+            status = depot.status()
+            assert (status.backlog, status.failures > 1) == (6, True)
+            assert "mount it" in status.trouble
+            assert status.behind_s > 0
+            archive_dir.mkdir()
+            assert await depot.drain(timeout_s=10)
+            assert depot.status().trouble == ""
+        times = {path.stat().st_mtime_ns: path.parent.name for path in archive_dir.rglob("*.json")}
+        order = [StepId.parse(times[at]) for at in sorted(times)]
+        assert [id.step for id in order] == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with running(config(archive_dir)) as depot:
+            commit(depot, write_step(local, 10))
+            assert await depot.drain(timeout_s=10)
+            remote = (await depot.look()).shards[0]
+            layout = await depot.layout(remote)
+            shutil.rmtree(archive_dir)
+            with pytest.raises(StorageError, match=str(archive_dir)):
+                await depot.load(remote, empty_slot(layout))
+
+    asyncio.run(scenario())

@@ -1,0 +1,251 @@
+"""An archive in a real S3 gateway, and what happens when the network or the store misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from keepstep.errors import DigestError, StorageError
+from keepstep.image import PAGE_BYTES
+from keepstep.retention import Retention
+from keepstep.steps import Answer
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.volume import Volume
+from tests.archive.conftest import Bucket, commit, running, until, write_step
+from tests.archive.test_directory import flip
+from tests.volume.images import RUN, empty_slot, step_id
+
+SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image
+
+
+def in_bucket(bucket: Bucket, step: int) -> Path:
+    return bucket.directory / "runs" / RUN / str(step_id(step))
+
+
+def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(bucket.config()) as depot:
+            shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=30)
+            held = await depot.look()
+            assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
+            for remote in held.shards:
+                slot = empty_slot(await depot.layout(remote))
+                await depot.load(remote, slot)
+                assert bytes(slot) == shards[remote.rank].path.read_bytes()
+            status = depot.status()
+            assert status.sent_bytes == status.received_bytes == sum(s.bytes for s in held.shards)
+
+    asyncio.run(scenario())
+    names = sorted(path.name for path in in_bucket(bucket, 10).iterdir())
+    assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
+
+
+def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        process = psutil.Process()
+        shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB
+        async with running(bucket.config(direct=True)) as depot:
+            commit(depot, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
+            assert await depot.drain(timeout_s=30)  # threads and buffers are there by now
+            before = process.memory_info().rss
+            commit(depot, shards)
+            peak, drained = before, asyncio.ensure_future(depot.drain(timeout_s=60))
+            while not drained.done():
+                peak = max(peak, process.memory_info().rss)
+                await asyncio.sleep(0.005)
+            assert drained.result()
+        assert peak - before < 64 << 20, f"{(peak - before) >> 20} MiB for an image of 192 MiB"
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        faults = bucket.proxy.faults
+        faults.answer, faults.to = 503, "^(PUT|POST)"
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10))
+            await until(lambda: depot.status().trouble)
+            trouble = depot.status().trouble
+            assert "SlowDown" in trouble or "503" in trouble
+            faults.answer = None
+            assert await depot.drain(timeout_s=20)
+            assert depot.status().trouble == ""
+            assert (await depot.look()).complete == {step_id(10)}
+        assert faults.broken > 3
+
+    asyncio.run(scenario())
+
+
+def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        faults = bucket.proxy.faults
+        faults.drop_after = 1 << 20
+        async with running(bucket.config()) as depot:
+            shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+            commit(depot, shards)
+            await until(lambda: faults.broken >= 3)
+            faults.drop_after = None
+            assert await depot.drain(timeout_s=30)
+            remote = (await depot.look()).shards[0]
+            slot = empty_slot(await depot.layout(remote))
+            await depot.load(remote, slot)
+            assert bytes(slot) == shards[0].path.read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        bucket.proxy.faults.delay_s = 0.1
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10))
+            await until(lambda: depot.in_use(step_id(10)))
+            assert not await depot.drain(timeout_s=0.1)
+            assert await depot.drain(timeout_s=30)
+            assert not depot.in_use(step_id(10))
+            assert depot.status().failures == 0
+
+    asyncio.run(scenario())
+
+
+def test_other_bytes_than_were_sent_are_never_given_out(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10))
+            assert await depot.drain(timeout_s=20)
+            remote = (await depot.look()).shards[0]
+            layout = await depot.layout(remote)
+            bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
+            slot = empty_slot(layout)
+            with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
+                await depot.load(remote, slot)
+            assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+            bucket.proxy.faults.flip = None
+            await depot.load(remote, slot)
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        async with running(bucket.config()) as depot:
+            bucket.proxy.faults.flip = PAGE_BYTES + 10  # in the tail that is read back
+            commit(depot, write_step(local, 10))
+            await until(lambda: "other bytes than it was sent" in depot.status().trouble)
+            assert (await depot.look()).complete == frozenset()
+            bucket.proxy.faults.flip = None
+            assert await depot.drain(timeout_s=20)
+
+    asyncio.run(scenario())
+
+
+def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10, parameters=SEVERAL_PARTS))
+            assert await depot.drain(timeout_s=30)
+            damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
+            os.truncate(damaged, damaged.stat().st_size - (8 << 20))
+            held = await depot.look()
+            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+            assert "rank-00001-of-00002.safetensors has" in held.reason
+
+    asyncio.run(scenario())
+
+
+def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+        place = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
+        place.parent.mkdir(parents=True)
+        place.write_bytes(shards[1].path.read_bytes()[: 8 << 20])
+        async with running(bucket.config()) as depot:
+            commit(depot, shards)
+            assert await depot.drain(timeout_s=30)
+        assert place.read_bytes() == shards[1].path.read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_wrong_credentials_and_absent_buckets_say_what_to_do(
+    local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reason(config: ArchiveConfig) -> str:
+        async with running(config) as depot:
+            commit(depot, write_step(local, 10))
+            held = await depot.look()
+            assert not await depot.drain(timeout_s=0.5)
+            assert depot.status().trouble
+            assert held.answer is Answer.UNKNOWN
+            return held.reason
+
+    absent = ArchiveConfig(
+        url="s3://no-such-bucket/runs", every=1, endpoint=bucket.gateway.endpoint
+    )
+    assert "create the bucket" in asyncio.run(reason(absent))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    said = asyncio.run(reason(bucket.config()))
+    assert "check the credentials" in said
+    assert "wrong" not in said
+
+
+def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        bucket.proxy.faults.answer = 503
+        async with running(bucket.config(retention=Retention(last=9))) as depot:
+            for step in range(1, 6):
+                commit(depot, write_step(local, step))
+            for step in (1, 2):  # retired here while the archive was away: nothing to be done
+                local.retire(step_id(step))
+            depot.forget([step_id(1), step_id(2)])
+            await until(lambda: depot.status().failures)
+            assert depot.status().backlog == 6
+            bucket.proxy.faults.answer = None
+            assert await depot.drain(timeout_s=30)
+            assert [id.step for id in sorted((await depot.look()).complete)] == [3, 4, 5]
+        written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
+        assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
+
+    asyncio.run(scenario())
+
+
+def test_a_flipped_bit_at_rest_in_the_bucket_is_found(local: Volume, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10))
+            assert await depot.drain(timeout_s=20)
+            remote = (await depot.look()).shards[1]
+            flip(bucket.directory / "runs" / remote.key, at=PAGE_BYTES * 4)
+            with pytest.raises(DigestError, match="chunk 0"):
+                await depot.load(remote, empty_slot(await depot.layout(remote)))
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:
+    async def scenario() -> None:
+        bucket.proxy.faults.drop_after = -1
+        async with running(bucket.config()) as depot:
+            held = await depot.look()
+            assert held.answer is Answer.UNKNOWN
+            with pytest.raises(StorageError, match=bucket.name):
+                await depot.store.list_below(RUN)
+
+    asyncio.run(scenario())

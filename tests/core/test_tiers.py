@@ -1,0 +1,427 @@
+"""A run on several nodes with far tiers, replicas and changing worlds, as a state machine.
+
+Memory, volumes, what buddies keep and the archive are sets of names; which step may be restored is
+worked out from these sets alone. Every decision is made by the real code: a ledger on each node (as
+its sidecar has it), one that all report to (as the operator has it), and the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from keepstep.agreement import Decision, choose
+from keepstep.errors import RestoreError, WorldChangedError
+from keepstep.ledger import (
+    EpochStarted,
+    Held,
+    Ledger,
+    LedgerConfig,
+    NodeGone,
+    RankReport,
+    Reported,
+    RestorePlan,
+    Retire,
+)
+from keepstep.protocol import Candidate, Candidates, Offer
+from keepstep.retention import Retention
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+_SOME = st.sets(st.integers(0, 5), max_size=2)
+"""A few ranks or nodes."""
+
+Image = tuple[StepId, int]
+"""A step and the rank whose image it is; how many ranks saved the step is known of the step."""
+
+
+@dataclass
+class Node:
+    """`kept`: for others. `up`: its pod is there; else nobody reaches what is on it. `told`: ranks
+    that it reported; one that lost its last copy must be reported as empty."""
+
+    memory: set[Image] = field(default_factory=set)
+    local: set[Image] = field(default_factory=set)
+    kept: set[Image] = field(default_factory=set)
+    epochs: set[Epoch] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+    up: bool = True
+
+
+class Tiers(RuleBasedStateMachine):
+    """Small, so that rare interleavings are not."""
+
+    @initialize(
+        nodes=st.integers(2, 3),
+        per_node=st.integers(1, 2),
+        replicated=st.booleans(),
+        peers=st.booleans(),
+        archive=st.booleans(),
+    )
+    def begin(
+        self, nodes: int, per_node: int, replicated: bool, peers: bool, archive: bool
+    ) -> None:
+        self.nodes = [Node() for _ in range(nodes)]
+        self.per_node = per_node
+        self.replicated, self.peers, self.has_archive = replicated, peers, archive
+        self.archive: set[Image] = set()
+        self.archive_epochs: set[Epoch] = set()
+        self.worlds: dict[StepId, int] = {}
+        self.epoch: Epoch | None = None  # of the live trainers
+        self.at: dict[int, int] = {}  # rank -> the last step that it staged
+        self.lives = 0
+        self.config = LedgerConfig(
+            tiers=tuple(self._tiers()),
+            retention={Tier.LOCAL: Retention(last=2), Tier.PEER: Retention(last=1)},
+        )
+        self._go_on(choose([Candidates(answer=Answer.NONE)] * self.world))
+
+    def _tiers(self) -> Iterator[Tier]:
+        yield from (Tier.MEMORY, Tier.LOCAL)
+        if self.peers:
+            yield Tier.PEER
+        if self.has_archive:
+            yield Tier.ARCHIVE
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes) * self.per_node
+
+    def _twins(self, rank: int, world: int) -> tuple[int, ...]:
+        """Every node has a whole replica, cut alike."""
+        if not self.replicated:
+            return ()
+        per_node = world // len(self.nodes)
+        return tuple(one for one in range(rank % per_node, world, per_node) if one != rank)
+
+    # --- ledgers -------------------------------------------------------------------------
+
+    def _rebuild(self) -> None:
+        """The operator was restarted: its ledger knows what it is told, and who is away."""
+        self.ledger = Ledger(self.config)
+        for epoch in self._epochs():
+            self.ledger.apply(EpochStarted(epoch))
+        self._report()
+        self.newest_commit = self.ledger.watermark(Tier.LOCAL)
+
+    def _report(self) -> None:
+        before = self.ledger.watermark(Tier.LOCAL)
+        for number, node in enumerate(self.nodes):
+            if node.up:
+                for action in self.ledger.apply(self._reported(number, self._archived())):
+                    if isinstance(action, Retire):
+                        self._retire(action)
+        for number, node in enumerate(self.nodes):
+            if node.up:
+                self.ledger.apply(self._reported(number, self._archived()))
+        after = self.ledger.watermark(Tier.LOCAL)
+        assert before is None or (after is not None and after >= before), "a commit was retired"
+
+    def _retire(self, action: Retire) -> None:
+        for node in self.nodes:
+            shelf = node.local if action.tier is Tier.LOCAL else node.kept
+            if node.up:
+                shelf -= {(action.id, rank) for rank in action.ranks}
+
+    def _archived(self) -> set[Image]:
+        return self.archive if self.has_archive else set()
+
+    def _reported(self, number: int, archive: set[Image]) -> Reported:
+        """What a sidecar tells of its own ranks, of those it keeps copies of, of the archive's."""
+        node = self.nodes[number]
+        shelves = {Tier.MEMORY: node.memory, Tier.LOCAL: node.local}
+        if self.peers:
+            shelves[Tier.PEER] = node.kept
+        if self.has_archive:
+            shelves[Tier.ARCHIVE] = archive
+        own = range(number * self.per_node, (number + 1) * self.per_node)
+        node.told |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
+        ranks = {rank: self._rank_report(shelves, rank) for rank in node.told}
+        return Reported(node_rank=number, ranks=ranks)
+
+    def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:
+        sealed = {
+            tier: tuple(self._held(id, rank) for id, of in sorted(shelf) if of == rank)
+            for tier, shelf in shelves.items()
+        }
+        answers = {tier: Answer.STEPS if held else Answer.NONE for tier, held in sealed.items()}
+        return RankReport(sealed=sealed, answers=answers)
+
+    def _held(self, id: StepId, rank: int) -> Held:
+        world = self.worlds[id]
+        return Held(id=id, world=world, twins=self._twins(rank, world))
+
+    # --- what is there -------------------------------------------------------------------
+
+    def _epochs(self) -> set[Epoch]:
+        each = [node.epochs for node in self.nodes if node.up]
+        return set.union(self.archive_epochs if self.has_archive else set(), *each)
+
+    def _within_reach(self, number: int) -> dict[Tier, set[Image]]:
+        """What the sidecar of a node can bring, by tier."""
+        node, others = self.nodes[number], self.nodes if self.peers else []
+        far = {
+            image
+            for other in others
+            if other.up
+            for image in other.kept | (other.local if other is not node else set())
+        }
+        return {
+            Tier.MEMORY: node.memory,
+            Tier.LOCAL: node.local,
+            Tier.PEER: far,
+            Tier.ARCHIVE: self._archived(),
+        }
+
+    def _alive(self, id: StepId, epochs: set[Epoch]) -> bool:
+        """The chain of parents behind the newest epoch leads by this step."""
+        parents = {epoch.id: epoch.parent for epoch in epochs}
+        at, last = max(parents, default=id.epoch), None
+        while at > id.epoch and at in parents and (parent := parents[at]) is not None:
+            at, last = parent.epoch, parent.step
+        return at == id.epoch and (last is None or id.step <= last)
+
+    def _covered(self, images: set[Image], id: StepId) -> bool:
+        world = self.worlds[id]
+        return all(
+            any((id, one) in images for one in (rank, *self._twins(rank, world)))
+            for rank in range(world)
+        )
+
+    # --- training ------------------------------------------------------------------------
+
+    def _training(self) -> bool:
+        return self.epoch is not None
+
+    @precondition(_training)
+    @rule(
+        rounds=st.lists(st.tuples(st.integers(1, 2), _SOME, _SOME, _SOME), min_size=1, max_size=3)
+    )
+    def the_run_goes_on(self, rounds: list[tuple[int, set[int], set[int], set[int]]]) -> None:
+        """Steps are staged, written, sent and uploaded; now and then somebody is left out."""
+        for steps, not_writing, not_sending, not_uploading in rounds:
+            for _ in range(steps):
+                self._stage(set(range(self.world)))
+            self._write(but=not_writing)
+            self._report()
+            self._send(but=not_sending)
+            self._report()
+            self._upload(but=not_uploading)
+            self._report()
+
+    @precondition(_training)
+    @rule(ahead=_SOME)
+    def some_ranks_are_a_step_ahead(self, ahead: set[int]) -> None:
+        self._stage({rank % self.world for rank in ahead})
+        self._report()
+
+    def _stage(self, ranks: set[int]) -> None:
+        """In lock step: none is more than one step ahead. The newest two stay in memory."""
+        assert self.epoch is not None
+        slowest = min(self.at.values())
+        for rank in (one for one in ranks if self.at[one] == slowest):
+            self.at[rank] += 1
+            id = StepId(self.epoch.id, self.at[rank])
+            self.worlds[id] = self.world
+            memory = self.nodes[rank // self.per_node].memory
+            memory.add((id, rank))
+            held = sorted(image for image in memory if image[1] == rank)
+            memory -= set(held[:-2])
+
+    def _write(self, *, but: set[int]) -> None:
+        """All that are not left out write the newest step that all ranks staged."""
+        assert self.epoch is not None
+        id = StepId(self.epoch.id, min(self.at.values()))
+        for rank in set(range(self.world)) - but:
+            node = self.nodes[rank // self.per_node]
+            node.local |= node.memory & {(id, rank)}
+
+    def _send(self, *, but: set[int]) -> None:
+        for number, node in enumerate(self.nodes):
+            buddy = self.nodes[(number + 1) % len(self.nodes)]
+            if self.peers and node.up and buddy.up and number not in but:
+                buddy.kept |= node.local
+
+    def _upload(self, *, but: set[int]) -> None:
+        committed = self.ledger.committed(Tier.LOCAL)
+        for number, node in enumerate(self.nodes):
+            if self.has_archive and node.up and number not in but:
+                self.archive |= {image for image in node.local if image[0] in committed}
+                self.archive_epochs |= node.epochs
+
+    # --- faults --------------------------------------------------------------------------
+
+    @precondition(_training)
+    @rule()
+    def the_trainers_are_killed(self) -> None:
+        self.epoch = None
+
+    @precondition(lambda self: all(node.up for node in self.nodes) or self._training())
+    @rule(number=st.integers(0, 2))
+    def a_node_is_lost(self, number: int) -> None:
+        number %= len(self.nodes)
+        expected = self.ledger.without(number)
+        self.nodes[number] = Node(up=False)
+        self.epoch = None
+        self.ledger.apply(NodeGone(number))
+        left = set.union(self._archived(), *(one.local | one.kept for one in self.nodes))
+        alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
+        assert expected == max((id for id in alive if self._covered(left, id)), default=None)
+
+    @precondition(lambda self: any(node.up for node in self.nodes))  # else nobody tells it anything
+    @rule()
+    def the_operator_is_restarted(self) -> None:
+        self._rebuild()
+
+    # --- restoring -----------------------------------------------------------------------
+
+    @precondition(lambda self: not self._training())
+    @rule(per_node=st.integers(1, 2))
+    def the_trainers_start(self, per_node: int) -> None:
+        self.per_node = per_node
+        for node in self.nodes:
+            node.up = True
+        self._rebuild()
+        votes = [self._vote(rank) for rank in range(self.world)]
+        exact, covered = self._expected()
+        try:
+            decision = choose(votes)
+        except WorldChangedError:
+            assert not covered or not any(vote.offers for vote in votes)
+            self._remove_the_run()
+            return
+        except RestoreError:
+            assert not covered, "there was a step that all could restore"
+            self._remove_the_run()
+            return
+        self._check(decision, exact, covered)
+        self._go_on(decision)
+
+    def _vote(self, rank: int) -> Candidates:
+        ledger, reach = self._of_node(rank // self.per_node)
+        own = {
+            id: tier
+            for tier in reversed(reach)
+            for id, of in reach[tier]
+            if of == rank and not ledger.is_dead(id)
+        }
+        return Candidates(
+            answer=Answer.STEPS if own else self._without_own(reach, ledger),
+            candidates=tuple(
+                Candidate(id=id, tier=own[id], world=self.worlds[id], bytes=1) for id in sorted(own)
+            ),
+            highest_epoch=ledger.highest_epoch(),
+            offers=tuple(
+                Offer(id=id, tier=Tier.LOCAL, world=self.worlds[id]) for id in ledger.whole()
+            ),
+        )
+
+    def _without_own(self, reach: dict[Tier, set[Image]], ledger: Ledger) -> Answer:
+        """Images that another world left are something, although no rank of this one votes so."""
+        alive = {id for shelf in reach.values() for id, _ in shelf if not ledger.is_dead(id)}
+        foreign = any(self.worlds[id] != self.world for id in alive)
+        return Answer.UNKNOWN if foreign else Answer.NONE
+
+    def _of_node(self, number: int) -> tuple[Ledger, dict[Tier, set[Image]]]:
+        """The ledger that its sidecar has, and what it can bring."""
+        reach, ledger = self._within_reach(number), Ledger(self.config)
+        for epoch in self._epochs() if self.peers else self.nodes[number].epochs:
+            ledger.apply(EpochStarted(epoch))
+        for epoch in self.archive_epochs if self.has_archive else ():
+            ledger.apply(EpochStarted(epoch))
+        ranks = {rank for shelf in reach.values() for _, rank in shelf}
+        shelves = {tier: reach[tier] for tier in self.config.tiers}
+        ledger.apply(Reported(ranks={rank: self._rank_report(shelves, rank) for rank in ranks}))
+        return ledger, reach
+
+    def _expected(self) -> tuple[set[StepId], set[StepId]]:
+        """Steps that every rank could restore by an image of its own, and those by any images."""
+        exact, covered = set(self.worlds), set(self.worlds)
+        for number in range(len(self.nodes)):
+            images = set.union(*self._within_reach(number).values())
+            for rank in range(number * self.per_node, (number + 1) * self.per_node):
+                own = {id for id, of in images if of == rank and self.worlds[id] == self.world}
+                exact &= own
+                covered &= own | {id for id in self.worlds if self._covered(images, id)}
+        alive = {id for id in covered if self._alive(id, self._epochs())}
+        return exact & alive, alive
+
+    def _check(self, decision: Decision, exact: set[StepId], covered: set[StepId]) -> None:
+        if decision.id is None:
+            images = set.union(
+                *(one for n in range(len(self.nodes)) for one in self._within_reach(n).values())
+            )
+            alive = {id for id, _ in images if self._alive(id, self._epochs())}
+            assert alive == set(decision.incomplete), "something was there"
+            assert not covered
+            return
+        assert decision.id in covered
+        assert decision.id >= max(exact, default=decision.id), "a newer one was whole"
+        assert decision.world == self.worlds[decision.id]
+        if not self.replicated:
+            assert decision.id == max(covered)
+        if all(decision.direct):
+            assert decision.id in exact
+        plan = self.ledger.plan(range(self.world))
+        if isinstance(plan, RestorePlan):
+            assert plan.id >= decision.id, "the operator sees all that a sidecar sees"
+            assert self.ledger.lineage.restorable(plan.id)
+
+    def _go_on(self, decision: Decision) -> None:
+        self.lives += 1
+        epoch = decision.epoch(f"{self.lives:08x}")
+        assert all(epoch.id > known.id for known in self._epochs())
+        if decision.id is None:
+            self._forget_all()
+        for node in self.nodes:
+            node.epochs.add(epoch)
+            # where a trainer restores, what is dead goes first; the image that it restored stays
+            node.memory = {one for one in node.memory if self._alive(one[0], self._epochs())}
+        self.epoch = epoch
+        self.at = dict.fromkeys(range(self.world), decision.id.step if decision.id else -1)
+        self._rebuild()
+
+    def _remove_the_run(self) -> None:
+        """Somebody read the error and begins anew."""
+        self._forget_all()
+        self._rebuild()
+
+    def _forget_all(self) -> None:
+        self.nodes = [Node() for _ in self.nodes]
+        self.archive.clear()
+        self.archive_epochs.clear()
+
+    # --- what always holds ---------------------------------------------------------------
+
+    @invariant()
+    def a_commit_is_what_lies_durable_of_every_rank_and_nothing_else(self) -> None:
+        durable = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
+        complete = {
+            id
+            for id, _ in durable
+            if all((id, rank) in durable for rank in range(self.worlds[id]))
+            and self.ledger.lineage.restorable(id)
+        }
+        assert set(self.ledger.committed(Tier.LOCAL)) == complete
+
+    @invariant()
+    def what_is_planned_can_be_reached_and_is_never_dead(self) -> None:
+        plan = self.ledger.plan(range(self.world))
+        if isinstance(plan, RestorePlan):
+            images = set.union(
+                self._archived(), *(one.memory | one.local | one.kept for one in self.nodes)
+            )
+            assert self._covered(images, plan.id)
+            assert not self.ledger.is_dead(plan.id)
+            newest = self.ledger.watermark(Tier.MEMORY)
+            assert newest is None or plan.id >= newest
+
+
+TestTiers = pytest.mark.timeout(120)(Tiers.TestCase)
+TestTiers.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, print_blob=True
+)

@@ -1,0 +1,66 @@
+"""Ranks as processes of their own, with gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "worker.py"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs a command of `worker.py` on `world` ranks; returns what each wrote to stderr.
+
+    The first rank that fails ends the others. `killed`: a rank that must end by SIGKILL.
+    """
+
+    def run(
+        world: int, *command: object, killed: int | None = None, **environment: str
+    ) -> list[str]:
+        name, *arguments = map(str, command)
+        store = tmp_path / f"store-{time.monotonic_ns()}"
+        logs = [tmp_path / f"{store.name}.{rank}" for rank in range(world)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        processes = []
+        for rank, log in enumerate(logs):
+            words = [name, str(rank), str(world), str(store), *arguments]
+            with log.open("w") as out:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(WORKER), *words],
+                        env=variables,
+                        stdout=out,
+                        stderr=out,
+                    )
+                )
+        codes = _wait(processes)
+        said = [log.read_text() for log in logs]
+        text = "\n".join(one[-3000:] for one in said)
+        if killed is None:
+            assert not any(codes), text
+        else:
+            assert codes[killed] == -signal.SIGKILL, text
+        return said
+
+    return run
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes; what still runs 5 s after one failed is killed."""
+    deadline = time.monotonic() + 100
+    while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
+        if any(one.poll() for one in processes):
+            deadline = min(deadline, time.monotonic() + 5)
+        time.sleep(0.02)
+    for one in processes:
+        one.kill()
+    return [one.wait() for one in processes]

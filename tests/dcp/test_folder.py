@@ -1,0 +1,154 @@
+"""A directory that is not exactly one step is refused, by name, and nothing is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+import keepstep.dcp
+from keepstep.dcp.contents import Contents
+from keepstep.dcp.folder import Folder
+from keepstep.dcp.tree import Tree
+from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
+from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.steps import shard_name
+from tests.image.images import noise, seal, stage
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+Box = tuple[int, int]
+
+
+def shard(
+    folder: Path, rank: int, world: int, boxes: Sequence[Box], rows: int = 4, **control: object
+) -> Path:
+    """Rank's shard with boxes (first row, rows) of a tensor `w` of `rows` x 3."""
+    names = ["w"] if len(boxes) == 1 else [f"w@{number}" for number in range(len(boxes))]
+    specs = [
+        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3))
+        for name, (first, count) in zip(names, boxes, strict=True)
+    ]
+    tree = Tree(boxes={name: "w" for name in names if name != "w"}).render()
+    layout = Layout.build(specs, rank=rank, world=world, skeleton=tree)
+    data = stage(layout, noise(layout, seed=rank), kept={})
+    if control:
+        page = ControlPage.from_bytes(memoryview(data)[layout.control_begin :])
+        data[layout.control_begin :] = replace(page, **control).to_bytes()
+    path = folder / shard_name(rank, world)
+    path.write_bytes(seal(layout, data))
+    return path
+
+
+def load(folder: Path) -> torch.Tensor:
+    target = torch.full((4, 3), 7.0)
+    try:
+        dcp.load({"w": target}, storage_reader=keepstep.dcp.StorageReader(folder), no_dist=True)
+    except CheckpointException as error:
+        assert torch.equal(target, torch.full((4, 3), 7.0))
+        raise AssertionError(str(error)) from error
+    return target
+
+
+def test_two_boxes_of_one_tensor_in_one_rank_are_joined(tmp_path: Path) -> None:
+    """As ShardedTensor has them; one entry of an image is one box."""
+    shard(tmp_path, 0, 2, [(0, 1), (3, 1)])
+    shard(tmp_path, 1, 2, [(1, 2)])
+    assert not (load(tmp_path) == 7.0).any()
+
+
+def test_equal_boxes_of_replicas_count_once(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        shard(tmp_path, rank, 2, [(0, 4)])
+    load(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    shard(tmp_path, 0, 3, [(0, 2)])
+    shard(tmp_path, 2, 3, [(2, 2)])
+    with pytest.raises(RestoreError, match=r"rank-00001-of-00003\.safetensors missing"):
+        Folder.open(tmp_path)
+
+
+@pytest.mark.parametrize("what", [{"step": 1201}, {"run": "other"}])
+def test_shards_of_two_steps_or_runs_are_told_apart(tmp_path: Path, what) -> None:
+    shard(tmp_path, 0, 2, [(0, 2)])
+    odd = shard(tmp_path, 1, 2, [(2, 2)], **what)
+    with pytest.raises(ForeignError, match="take it out") as caught:
+        Folder.open(tmp_path)
+    assert str(odd) in str(caught.value)
+
+
+def test_shards_of_two_worlds_are_told_apart(tmp_path: Path) -> None:
+    shard(tmp_path, 0, 2, [(0, 2)])
+    shard(tmp_path, 1, 2, [(2, 2)])
+    odd = shard(tmp_path, 1, 3, [(2, 2)])
+    with pytest.raises(ForeignError) as caught:
+        Folder.open(tmp_path)
+    assert odd.name in str(caught.value)
+
+
+def test_a_foreign_file_is_named(tmp_path: Path) -> None:
+    shard(tmp_path, 0, 1, [(0, 4)])
+    foreign = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(2)}, foreign)
+    with pytest.raises(ImageError) as caught:
+        Folder.open(tmp_path)
+    assert str(foreign) in str(caught.value)
+
+
+def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
+    path = shard(tmp_path, 0, 2, [(0, 2)])
+    shutil.copy(path, tmp_path / shard_name(1, 2))
+    with pytest.raises(ForeignError):
+        Folder.open(tmp_path)
+
+
+def test_a_torn_shard_is_named(tmp_path: Path) -> None:
+    path = shard(tmp_path, 0, 1, [(0, 4)])
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(ImageError, match="truncated") as caught:
+        Folder.open(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "text"),
+    [
+        ([(0, 2), (3, 1)], r"nobody holds \[1, 3\] at \[2, 0\]"),
+        ([(0, 3), (2, 2)], r"held twice: \[1, 3\] at \[2, 0\]"),
+        ([(0, 4), (0, 2)], "overlap"),
+    ],
+)
+def test_boxes_that_do_not_make_up_a_tensor_are_named(tmp_path: Path, boxes, text) -> None:
+    for rank, box in enumerate(boxes):
+        shard(tmp_path, rank, 2, [box])
+    with pytest.raises(AssertionError, match=text):
+        load(tmp_path)
+
+
+def test_two_shapes_of_one_name_are_named_with_their_files(tmp_path: Path) -> None:
+    shard(tmp_path, 0, 2, [(0, 2)])
+    shard(tmp_path, 1, 2, [(2, 2)], rows=5)
+    with pytest.raises(CoverageError, match="rank-00001-of-00002"):
+        Contents.of(Folder.open(tmp_path))
+
+
+def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:
+    for text in ('{"dcp":1}', '{"dcp":1,"values":[1],"boxes":{},"paths":null}', "{"):
+        with pytest.raises(FormatError):
+            Tree.parse(text)
+
+
+def test_no_directory_and_an_empty_one_are_told_so(tmp_path: Path) -> None:
+    with pytest.raises(RestoreError, match="no shard"):
+        Folder.open(tmp_path)
+    with pytest.raises(RestoreError, match="no directory"):
+        Folder.open(tmp_path / "nowhere")

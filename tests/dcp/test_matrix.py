@@ -1,0 +1,37 @@
+"""Saved by stock `dcp.save`, loaded at another world size by ours and by stock readers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from keepstep.image import read_layout
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (4, 2), (1, 2)])
+def test_random_layouts_come_back_bit_equal_at_another_world_size(
+    sidecar, ranks, saved, loaded
+) -> None:
+    seed = 7 * saved + loaded
+    ranks(saved, "save", seed, 12)
+    [directory] = sidecar.root.glob("0*-000000012")
+    assert len(list(directory.glob("*.safetensors"))) == saved
+    ranks(loaded, "load", seed, directory, KEEPSTEP_SOCKET="")
+
+
+def test_a_broken_byte_in_one_shard_stops_all_ranks_before_any_loads(sidecar, ranks) -> None:
+    ranks(2, "save", 5, 12)
+    [path] = sidecar.root.glob("0*-000000012/rank-00001-of-00002.safetensors")
+    first = next(one for one in read_layout(path).entries.values() if one.end > one.begin)
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, bytes([os.pread(fd, 1, first.begin)[0] ^ 1]), first.begin)
+    os.close(fd)
+    ranks(2, "broken", path.parent, 5, KEEPSTEP_SOCKET="")
+
+
+def test_two_ranks_that_save_asynchronously_and_one_that_saves_alone(sidecar, ranks) -> None:
+    ranks(2, "overlapped", sidecar.root)
+    steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
+    assert steps[5]["world"] == 2
+    assert steps[5]["committed"]

@@ -1,0 +1,330 @@
+"""Stock `dcp.save`, `async_save` and `load` in one process: what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import keepstep.dcp
+from keepstep.errors import DigestError, RestoreError, UsageError
+from keepstep.image import read_layout
+
+# torch warns that there is no process group; to do without one is the point here.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    yield
+    keepstep.dcp.close()
+
+
+def save(state: dict[str, Any], step: int) -> None:
+    dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=step), no_dist=True)
+
+
+def load(state: dict[str, Any], *arguments: Any, **options: Any) -> None:
+    reader = keepstep.dcp.StorageReader(*arguments, **options)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    return caught.value.failures[0][0]
+
+
+def directory(sidecar: Any, step: int) -> Path:
+    [found] = sidecar.root.glob(f"0*-{step:09d}")
+    return found
+
+
+# --- what is kept --------------------------------------------------------------------------------
+
+
+def test_every_kind_of_value_comes_back(sidecar) -> None:
+    state = {
+        "model": {"w": torch.randn(3, 4), "half": torch.randn(5).bfloat16()},
+        "wave": torch.randn(2, dtype=torch.complex128),
+        "step": 41,
+        "lr": 1e-3,
+        "names": ["a", "b"],
+        "blob": b"\x00\xff",
+        "nested": {"list": [1, torch.arange(3), {"deep": "x"}]},
+    }
+    save(state, 41)
+    target = {
+        "model": {"w": torch.zeros(3, 4), "half": torch.zeros(5).bfloat16()},
+        "wave": torch.zeros(2, dtype=torch.complex128),
+        "step": 0,
+        "lr": 0.0,
+        "names": [],
+        "blob": b"",
+        "nested": {"list": [0, torch.zeros(3, dtype=torch.int64), {"deep": ""}]},
+    }
+    load(target)
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
+    assert torch.equal(target["model"]["half"], state["model"]["half"])
+    assert torch.equal(target["wave"], state["wave"])
+    assert [target[key] for key in ("step", "lr", "names", "blob")] == [
+        41,
+        1e-3,
+        ["a", "b"],
+        b"\0\xff",
+    ]
+    assert target["nested"]["list"][0] == 1
+    assert torch.equal(target["nested"]["list"][1], torch.arange(3))
+    assert target["nested"]["list"][2] == {"deep": "x"}
+
+
+def test_a_state_dict_is_rebuilt_from_the_directory_alone(sidecar, tmp_path) -> None:
+    """As dcp_to_torch_save does it: the planner knows nothing but our metadata."""
+    save({"a": {"b": torch.arange(4.0), "c": "text"}, "d": [torch.ones(2), 5]}, 1)
+    state: dict[str, Any] = {}
+    reader = keepstep.dcp.StorageReader(directory(sidecar, 1))
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(state["a"]["b"], torch.arange(4.0))
+    assert state["a"]["c"] == "text"
+    assert torch.equal(state["d"][0], torch.ones(2))
+    assert state["d"][1] == 5
+
+
+def test_no_pickled_metadata_is_written(sidecar) -> None:
+    save({"w": torch.ones(2)}, 1)
+    assert [one.name for one in directory(sidecar, 1).iterdir()] == [
+        "rank-00000-of-00001.safetensors"
+    ]
+
+
+def test_the_step_is_committed_when_save_returns(sidecar) -> None:
+    for step in range(3):
+        save({"w": torch.full((4,), float(step))}, step)
+        status = sidecar.get("/v1/status")
+        assert status["watermarks"]["local"]["step"] == step
+
+
+def test_a_load_begins_an_epoch_that_follows_the_loaded_step(sidecar) -> None:
+    for step in (1, 2):
+        save({"w": torch.full((4,), float(step))}, step)
+    target = {"w": torch.zeros(4)}
+    load(target, step=1)
+    assert target["w"][0] == 1
+    save({"w": torch.full((4,), 20.0)}, 2)
+    status = sidecar.get("/v1/status")
+    assert status["epoch"]["parent"]["step"] == 1
+    load(target)
+    assert target["w"][0] == 20
+
+
+def test_a_state_that_grows_gets_another_layout(sidecar) -> None:
+    save({"w": torch.ones(4)}, 1)
+    save({"w": torch.ones(4), "v": torch.ones(9), "text": "x" * 300_000}, 2)
+    target = {"w": torch.zeros(4), "v": torch.zeros(9), "text": ""}
+    load(target)
+    assert torch.equal(target["v"], torch.ones(9))
+    assert len(target["text"]) == 300_000
+
+
+def test_cached_plans_of_the_planner_are_kept_apart_by_step(sidecar) -> None:
+    if "enable_plan_caching" not in DefaultSavePlanner.__init__.__code__.co_varnames:
+        pytest.skip("this torch has no plan caching")
+    for step in (1, 2, 3):
+        dcp.save(
+            {"w": torch.full((4,), float(step))},
+            storage_writer=keepstep.dcp.StorageWriter(step=step),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+            no_dist=True,
+        )
+    target = {"w": torch.zeros(4)}
+    load(target)
+    assert target["w"][0] == 3
+
+
+# --- async ---------------------------------------------------------------------------------------
+
+
+def test_a_change_right_after_async_save_is_never_in_the_image(sidecar) -> None:
+    state = {"w": torch.zeros(1 << 20), "count": torch.zeros(()), "list": [0]}
+    writer = keepstep.dcp.StorageWriter()
+    for step in range(1, 6):
+        state["w"].fill_(float(step))
+        state["count"].fill_(float(step))
+        state["list"][0] = step
+        future = dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+        state["w"].fill_(-1.0)
+        state["count"].fill_(-1.0)
+        state["list"][0] = -1
+        future.result(60)
+        target = {"w": torch.zeros(1 << 20), "count": torch.zeros(()), "list": [0]}
+        load(target, directory(sidecar, step))
+        assert torch.equal(target["w"], torch.full((1 << 20,), float(step)))
+        assert (target["count"].item(), target["list"]) == (step, [step])
+
+
+def test_an_async_save_that_fails_before_it_is_written_costs_the_next_one_nothing(sidecar) -> None:
+    state = {"w": torch.zeros(1000)}
+    for step, value in ((1, 1.0), (2, 2.0)):
+        state["w"].fill_(value)
+        writer = keepstep.dcp.StorageWriter(step=step)
+        dcp.async_save(state, storage_writer=writer).result(60)
+    for again in (dcp.save, dcp.async_save):
+        late = dcp.async_save(state, storage_writer=keepstep.dcp.StorageWriter(step=2))
+        with pytest.raises(CheckpointException):
+            late.result(60)
+        step = 3 if again is dcp.save else 4
+        state["w"].fill_(float(step))
+        done = again(state, storage_writer=keepstep.dcp.StorageWriter(step=step))
+        if step == 4:
+            done.result(60)
+        target = {"w": torch.zeros(1000)}
+        load(target, directory(sidecar, step))
+        assert torch.equal(target["w"], torch.full((1000,), float(step)))
+
+
+def test_async_saves_that_overtake_each_other_are_never_torn(sidecar) -> None:
+    state = {"w": torch.zeros(1 << 20)}
+    futures = []
+    for step in range(1, 7):
+        state["w"].fill_(float(step))
+        writer = keepstep.dcp.StorageWriter(step=step)
+        futures.append(dcp.async_save(state, storage_writer=writer))
+        if step == 1:
+            futures[0].result(60)
+    ended = [future.exception(60) for future in futures]
+    assert ended[0] is None
+    state["w"].fill_(9.0)
+    dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=9))
+    held = [one for one in sidecar.get("/v1/status")["steps"] if one["path"]]
+    assert held
+    for one in held:
+        target = {"w": torch.zeros(1 << 20)}
+        load(target, one["path"])
+        assert torch.equal(target["w"], torch.full((1 << 20,), float(one["id"]["step"])))
+
+
+def test_async_save_in_another_process_is_refused(sidecar) -> None:
+    with pytest.raises(UsageError, match="THREAD"):
+        pickle.dumps(keepstep.dcp.StorageWriter(step=1))
+    assert AsyncCheckpointerType.THREAD.value
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_broken_byte_is_an_error_that_names_tensor_and_file_and_nothing_is_loaded(
+    sidecar,
+) -> None:
+    save({"first": torch.ones(3 << 20), "second": torch.ones(3 << 20)}, 1)
+    [path] = directory(sidecar, 1).glob("*.safetensors")
+    entry = read_layout(path).entries["second"]
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, b"\xff", entry.end - 1)
+    os.close(fd)
+    target = {"first": torch.zeros(3 << 20), "second": torch.zeros(3 << 20)}
+    with pytest.raises(CheckpointException) as caught:
+        load(target, path.parent)
+    error = cause(caught)
+    assert isinstance(error, DigestError)
+    assert "second" in str(error)
+    assert str(path) in str(error)
+    assert not target["first"].any()
+    assert not target["second"].any()
+
+
+@pytest.mark.parametrize("id", ["latest", "", "out/step-", "12a"])
+def test_an_id_without_a_step_is_refused(id: str) -> None:
+    with pytest.raises(UsageError, match="step"):
+        keepstep.dcp.StorageWriter().reset(id)
+
+
+@pytest.mark.parametrize("id", [1200, "1200", "step-1200", "out/step_1200/", Path("x/global1200")])
+def test_an_id_names_the_step_that_it_ends_with(sidecar, id: Any) -> None:
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=id, storage_writer=keepstep.dcp.StorageWriter())
+    assert directory(sidecar, 1200).is_dir()
+
+
+def test_a_save_without_a_step_is_refused(sidecar) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({}, storage_writer=keepstep.dcp.StorageWriter(), no_dist=True)
+    assert "which step" in str(cause(caught))
+
+
+def test_steps_only_grow(sidecar) -> None:
+    save({"w": torch.ones(1)}, 5)
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.ones(1)}, 5)
+    assert isinstance(cause(caught), UsageError)
+
+
+def test_no_sidecar_is_an_error_and_not_a_lost_step(monkeypatch) -> None:
+    monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.ones(1)}, 1)
+    assert "keepstep run" in str(cause(caught))
+
+
+def test_nothing_to_load_is_an_error(sidecar) -> None:
+    assert keepstep.dcp.newest_step() is None
+    with pytest.raises(CheckpointException, match="no committed step to load"):
+        load({"w": torch.ones(1)})
+    save({"w": torch.ones(1)}, 7)
+    assert keepstep.dcp.newest_step() == 7
+    with pytest.raises(CheckpointException, match="no committed step 6"):
+        load({"w": torch.ones(1)}, step=6)
+
+
+def test_a_step_that_was_committed_and_is_gone_is_no_fresh_start(sidecars, monkeypatch) -> None:
+    sidecar = sidecars().start()
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    save({"w": torch.ones(1)}, 7)
+    keepstep.dcp.close()
+    sidecar.kill()
+    for slot in sidecar.memory.rglob("*"):
+        if slot.is_file():
+            slot.unlink()
+    [path] = directory(sidecar, 7).glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
+    sidecar.start()
+    with pytest.raises(RestoreError, match="step"):
+        keepstep.dcp.newest_step()
+
+
+def test_a_step_that_was_only_staged_is_made_durable_and_loaded(sidecars, monkeypatch) -> None:
+    """As a Checkpointer leaves it: here its own image, which has the same names."""
+    sidecar = sidecars().start("--persist-every", "1000")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    part = {"w": torch.full((4,), 3.0)}
+    checkpointer = keepstep.Checkpointer({"part": part})
+    checkpointer.restore()
+    checkpointer.save(3)
+    checkpointer.wait(3, "staged")
+    checkpointer._stager.close()
+    target = {"part.w": torch.zeros(4)}
+    load(target)
+    assert torch.equal(target["part.w"], part["w"])
+
+
+def test_saving_without_collectives_is_refused(sidecar) -> None:
+    writer = keepstep.dcp.StorageWriter(step=1)
+    with pytest.raises(UsageError, match="use_collectives"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+
+
+def test_the_library_does_not_import_it_unasked() -> None:
+    code = "import sys, keepstep, keepstep.checkpointer; assert 'keepstep.dcp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,158 @@
+"""Beyond the node: an archive, a buddy, and the loss of a node."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e import jobs, runs, stores
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+Record = Callable[[str, object], None]
+
+
+def test_a_job_made_anew_goes_on_from_the_archive(
+    namespace: Kubectl, reference: dict[int, str], record_property: Record
+) -> None:
+    stores.start(namespace)
+    run = f"far-{int(time.time())}"
+    job = jobs.pytorch_job(run=run)
+    namespace.apply(jobs.policy(archive=stores.archive()), job)
+    archived = _archived_beyond(namespace, 20)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace.eventually(
+        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
+    )
+    last = runs.the_run(namespace)["status"]["step"]
+
+    namespace.apply(job)  # an emptyDir went with each pod: only the archive is left
+    life = runs.restarted(namespace, within_s=240)
+    assert life.tier == "archive"
+    assert life.first - 1 >= archived
+    runs.same_losses(life, reference)
+    record_property("lost_steps", max(0, last - life.first + 1))
+
+
+def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl) -> None:
+    stores.start(namespace)
+    namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
+    _archived_beyond(namespace, 5)
+    namespace("scale", "deployment/s3", "--replicas=0")
+    namespace.eventually(
+        lambda: runs.condition(namespace, "Archived")["status"] == "False",
+        within_s=150,
+        what="the condition says that the archive is away",
+    )
+    at = runs.training_beyond(namespace, 0).last
+    committed = runs.committed_beyond(namespace, at)
+    namespace("scale", "deployment/s3", "--replicas=1")
+    # its directory went with its pod: what is archived now was sent after it came back
+    _archived_beyond(namespace, committed, within_s=240)
+
+
+def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
+    def look() -> object:
+        found = runs.status(kubectl).get("watermarks", {}).get("archive", {}).get("step", -1)
+        return found > step and found
+
+    found: int = kubectl.eventually(look, within_s=within_s, what=f"archived beyond step {step}")
+    return found
+
+
+# --- a node is lost: last in the suite, as it takes a node from the cluster ---------------------
+
+
+@pytest.fixture
+def doomed(cluster: Cluster) -> Iterator[str]:
+    """A worker that the test may stop; it is started again."""
+    node = cluster.workers()[-1]
+    yield node
+    subprocess.run(["docker", "start", node], check=True, capture_output=True)
+    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=120s",
+                    timeout_s=130)  # fmt: skip
+
+
+def test_a_lost_node_with_a_buddy_costs_no_committed_step(
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    doomed: str,
+    record_property: Record,
+) -> None:
+    safe = cluster.workers()[0]
+    namespace.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
+    runs.training_beyond(namespace, 20)
+    namespace.eventually(
+        lambda: runs.condition(namespace, "Replicated")["status"] == "True",
+        within_s=120,
+        what="every shard has a copy on another node",
+    )
+    before = _peer_step(namespace)
+    _lose(cluster, namespace, doomed, "gpt-worker-0")
+    last = runs.training_beyond(namespace, 0).last
+
+    life = runs.restarted(namespace, within_s=300)
+    assert life.first - 1 >= before
+    runs.same_losses(life, reference)
+    record_property("lost_steps", max(0, last - life.first + 1))
+
+
+def test_a_lost_node_with_no_copy_elsewhere_is_said_and_nothing_starts_anew(
+    cluster: Cluster, namespace: Kubectl, doomed: str
+) -> None:
+    safe = cluster.workers()[0]
+    namespace.apply(jobs.policy(), _spread(safe, doomed))
+    runs.committed_beyond(namespace, 10)
+    _lose(cluster, namespace, doomed, "gpt-worker-0")
+    namespace.eventually(
+        lambda: runs.condition(namespace, "Protected")["status"] != "True",
+        within_s=240,
+        what="the run says that nothing protects it",
+    )
+    life = jobs.life(namespace, "gpt-master-0")
+    assert life is None or (life.first == 0 and life.last > 10) or life.first > 0, "no fresh start"
+
+
+def _spread(master: str, worker: str) -> Object:
+    """Two replicas, the master pinned to one node, the worker starting on the other; a pod leaves
+    a lost node after seconds."""
+    soon = [
+        {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute",
+         "tolerationSeconds": 5}
+        for what in ("unreachable", "not-ready")
+    ]  # fmt: skip
+    job = jobs.pytorch_job(spec={"tolerations": soon})
+    for name, node in (("Master", master), ("Worker", worker)):
+        spec = job["spec"]["pytorchReplicaSpecs"][name]["template"]["spec"]
+        preferred = {
+            "weight": 100,
+            "preference": {
+                "matchExpressions": [
+                    {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+                ]
+            },
+        }
+        spec["affinity"] = {
+            "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}
+        }
+    return job
+
+
+def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
+    """Stop a node, and do what an administrator (or the out-of-service taint) does then."""
+    body = kubectl.get("pod", pod)
+    assert body is not None
+    assert body["spec"]["nodeName"] == node
+    subprocess.run(["docker", "stop", "-t", "1", node], check=True, capture_output=True)
+    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready=Unknown", "--timeout=120s",
+                    timeout_s=130)  # fmt: skip
+    kubectl("delete", "pod", pod, "--force", "--grace-period=0")
+
+
+def _peer_step(kubectl: Kubectl) -> int:
+    step: int = runs.status(kubectl)["watermarks"]["peer"]["step"]
+    return step

@@ -1,0 +1,111 @@
+"""Parts of replicated tensors: disjoint, covering, and equal to within a row."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep import parts, topology
+
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+bulks = st.lists(st.builds(parts.Bulk, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20)
+
+
+@given(bulks.map(tuple), st.integers(1, 9))
+def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
+    for bulk, rows in zip(tensors, parts.cut(tensors, sharers), strict=True):
+        assert rows[0] == 0
+        assert rows[-1] == bulk.shape[bulk.dim]
+        assert list(rows) == sorted(rows)
+        assert len(rows) == sharers + 1
+
+
+@given(bulks.map(tuple), st.integers(1, 9))
+def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
+    cuts = parts.cut(tensors, sharers)
+    share = sum(one.bytes for one in tensors) / sharers
+    coarsest = max((one.row_bytes for one in tensors), default=0)
+    for number in range(sharers):
+        mine = sum(
+            (rows[number + 1] - rows[number]) * bulk.bytes // bulk.shape[bulk.dim]
+            for bulk, rows in zip(tensors, cuts, strict=True)
+        )
+        assert abs(mine - share) <= coarsest + 1
+
+
+@given(bulks.map(tuple), st.integers(1, 9))
+def test_small_tensors_are_never_cut(tensors, sharers):
+    for bulk, rows in zip(tensors, parts.cut(tensors, sharers), strict=True):
+        if bulk.bytes <= parts.SMALL_BYTES:
+            assert set(rows) == {0, bulk.shape[bulk.dim]}
+
+
+def agreed(claims, nodes, *, spread=False):
+    """What each rank comes to, of what all ranks claim: the collective, played through."""
+    answers = [[], []]
+    for rank, mine in enumerate(claims):
+        play(answers, 0, mine, rank, nodes, spread)
+    for rank, mine in enumerate(claims):
+        play(answers, 1, mine, rank, nodes, spread)
+    return [play(answers, 2, mine, rank, nodes, spread) for rank, mine in enumerate(claims)]
+
+
+class Later(Exception):
+    """The others have not said what they have to say."""
+
+
+def play(answers, rounds, mine, rank, nodes, spread):
+    at = iter(range(3))
+
+    def gather(value):
+        number = next(at)
+        if number == rounds:
+            answers[number].append(value)
+            raise Later
+        return answers[number]
+
+    try:
+        return topology.agree(
+            lambda: mine, gather, rank=rank, world=len(nodes), node=nodes[rank], spread=spread
+        )
+    except Later:
+        return None
+
+
+def test_a_name_of_one_rank_is_bare_and_of_two_carries_the_rank_of_the_second():
+    first, second = agreed([{("a", None), ("c", None)}, {("b", None), ("c", None)}], "nn")
+    assert [first.owner((name, None)) for name in "ac"] == [None, None]
+    assert [second.owner((name, None)) for name in "bc"] == [None, 1]
+
+
+def test_what_was_made_after_the_agreement_carries_its_rank_everywhere():
+    ranks = agreed([{("a", None)}, {("a", None)}], "nn")
+    assert [one.owner(("late", None)) for one in ranks] == [0, 1]
+
+
+def test_ranks_that_share_a_tensor_are_one_owner():
+    pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    ranks = agreed([{("w", pair)} for pair in pairs], "nnnn")
+    assert [one.owner(("w", pair)) for one, pair in zip(ranks, pairs, strict=True)] == [
+        None, None, 2, 2,
+    ]  # fmt: skip
+
+
+def test_twins_are_the_same_part_on_another_node():
+    everyone = (0, 1, 2, 3)
+    ranks = agreed([{("w", everyone)}] * 4, "xxyy")
+    assert [one.sharers(everyone) for one in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [one.twins([everyone]) for one in ranks] == [(2,), (3,), (0,), (1,)]
+
+
+def test_nodes_of_unequal_size_have_no_twins():
+    everyone = (0, 1, 2)
+    ranks = agreed([{("w", everyone)}] * 3, "xxy")
+    assert [one.twins([everyone]) for one in ranks] == [(), (), ()]
+
+
+def test_spread_parts_are_held_once():
+    everyone = (0, 1, 2, 3)
+    ranks = agreed([{("w", everyone)}] * 4, "xxyy", spread=True)
+    assert [one.sharers(everyone) for one in ranks] == [everyone] * 4
+    assert [one.twins([everyone]) for one in ranks] == [()] * 4

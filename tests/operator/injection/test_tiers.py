@@ -1,0 +1,214 @@
+"""What a pod gets for peers, an archive, and the nodes that hold its shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep_operator.injection import Near, inject
+from keepstep_operator.spans import LONGEST, spans, within
+from tests.operator.injection.pod_security import restricted_violations
+from tests.operator.injection.pods import (
+    ALL,
+    DEFAULTS,
+    HOST_PATH,
+    bare_pod,
+    policy,
+    pytorch_job,
+)
+
+Body = dict[str, Any]
+S3 = {
+    "s3": {
+        "bucket": "ckpt",
+        "prefix": "team/x",
+        "endpoint": "http://10.0.0.1:7070",
+        "region": "eu-1",
+        "credentialsSecretRef": {"name": "s3-keys"},
+    },
+    "every": 500,
+}
+
+
+def _sidecar(pod: Body) -> Body:
+    made: list[Body] = pod["spec"]["initContainers"]
+    return next(one for one in made if one["name"] == "keepstep-sidecar")
+
+
+def _environment(container: Body) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+def _given(**spec: Any) -> dict[str, Any]:
+    return _environment(_sidecar(inject(pytorch_job(), policy(**spec), DEFAULTS)))
+
+
+def test_an_archive_reaches_the_sidecar_below_the_pods_own_namespace() -> None:
+    found = _given(archive=S3, retention={"archive": {"last": 5, "every": "6h"}})
+    told = {name: value for name, value in found.items() if name.startswith("KEEPSTEP_ARCHIVE")}
+    assert told == {
+        "KEEPSTEP_ARCHIVE": "s3://ckpt/team/x/team-a",
+        "KEEPSTEP_ARCHIVE_EVERY": "500",
+        "KEEPSTEP_ARCHIVE_KEEP": "5",
+        "KEEPSTEP_ARCHIVE_KEEP_EVERY": "21600s",
+        "KEEPSTEP_ARCHIVE_ENDPOINT": "http://10.0.0.1:7070",
+        "KEEPSTEP_ARCHIVE_REGION": "eu-1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("archive", "keys"),
+    [
+        (S3, {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"}),
+        (
+            {"gcs": {"bucket": "b", "credentialsSecretRef": {"name": "s3-keys"}}},
+            {"GOOGLE_SERVICE_ACCOUNT_KEY"},
+        ),
+        (
+            {
+                "azure": {
+                    "container": "b",
+                    "account": "us",
+                    "credentialsSecretRef": {"name": "s3-keys"},
+                }
+            },
+            {"AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"},
+        ),
+    ],
+    ids=["s3", "gcs", "azure"],
+)
+def test_credentials_come_from_a_secret_into_the_sidecar_alone_and_may_be_missing(
+    archive: Body, keys: set[str]
+) -> None:
+    spec = inject(pytorch_job(), policy(HOST_PATH, archive=archive), DEFAULTS)["spec"]
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        named = {
+            one["name"]: one["valueFrom"]["secretKeyRef"]
+            for one in container.get("env", [])
+            if "s3-keys" in str(one)
+        }
+        expected = keys if container["name"] == "keepstep-sidecar" else set()
+        assert set(named) == expected, container["name"]
+        assert all(one["optional"] and one["key"] == key for key, one in named.items())
+    assert "s3-keys" not in str(spec["volumes"])
+
+
+def test_the_account_of_an_azure_container_is_told_and_its_url_has_its_own_word() -> None:
+    found = _given(archive={"azure": {"container": "ckpt", "account": "us"}})
+    assert found["KEEPSTEP_ARCHIVE"] == "az://ckpt/team-a"
+    assert found["AZURE_STORAGE_ACCOUNT_NAME"] == "us"
+
+
+def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
+    wanted = policy(archive={"directory": {"claimName": "shared"}})
+    spec = inject(pytorch_job(), wanted, DEFAULTS)["spec"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "keepstep-archive"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
+    mount = {"name": "keepstep-archive", "mountPath": "/keepstep/archive"}
+    sidecar, *others = spec["initContainers"]
+    assert mount in sidecar["volumeMounts"]
+    assert "keepstep-archive" not in str([*others, *spec["containers"]])
+    assert _environment(sidecar)["KEEPSTEP_ARCHIVE"] == "/keepstep/archive"
+
+
+def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_higher() -> None:
+    wanted = policy(archive={"directory": {"path": "/mnt/nvme0/archive"}})
+    prepare, sidecar = inject(bare_pod(), wanted, DEFAULTS)["spec"]["initContainers"]
+    assert prepare["command"] == ["keepstep-sidecar", "--prepare", "/host-archive/team-a"]
+    assert prepare["volumeMounts"] == [{"name": "keepstep-archive", "mountPath": "/host-archive"}]
+    assert {
+        "name": "keepstep-archive",
+        "mountPath": "/keepstep/archive",
+        "subPath": "team-a",
+    } in sidecar["volumeMounts"]
+
+
+def test_peers_are_found_at_the_pods_own_address() -> None:
+    wanted = policy(peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"})
+    sidecar = _sidecar(inject(pytorch_job(), wanted, DEFAULTS))
+    found = _environment(sidecar)
+    assert found["KEEPSTEP_PEER_LISTEN"] == ":9465"
+    assert found["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):9465"
+    assert found["KEEPSTEP_PEER_REPLICAS"] == "2"
+    assert found["KEEPSTEP_PEER_BYTES_PER_SECOND"] == str(500 << 20)
+    assert found["KEEPSTEP_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    order = [one["name"] for one in sidecar["env"]]
+    assert order.index("KEEPSTEP_POD_IP") < order.index("KEEPSTEP_PEER_ADVERTISE")
+    ports = {one["name"]: one["containerPort"] for one in sidecar["ports"]}
+    assert ports == {"keepstep": 9464, "keepstep-peer": 9465}
+
+
+def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
+    found = _given(archive=S3, retention={"archive": {"everySteps": 9}})
+    assert (found["KEEPSTEP_ARCHIVE_KEEP"], found["KEEPSTEP_ARCHIVE_KEEP_EVERY"]) == ("3", "9")
+
+
+def test_without_them_a_pod_has_no_word_of_either() -> None:
+    pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
+    for word in ("KEEPSTEP_ARCHIVE", "KEEPSTEP_PEER", "keepstep-peer", "POD_IP", "affinity"):
+        assert word not in str(pod)
+
+
+def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:
+    wanted = policy(restore={"timeout": "90s"})
+    training = inject(bare_pod(), wanted, DEFAULTS)["spec"]["containers"][0]
+    assert _environment(training)["KEEPSTEP_RESTORE_TIMEOUT"] == "90"
+    pod = bare_pod()
+    own = {"name": "KEEPSTEP_RESTORE_TIMEOUT", "value": "7"}
+    pod["spec"]["containers"][0]["env"] = [own]
+    found = inject(pod, wanted, DEFAULTS)["spec"]["containers"][0]["env"]
+    assert [one for one in found if one["name"] == own["name"]] == [own]
+
+
+def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
+    pod = bare_pod()
+    theirs = {"weight": 7, "preference": {"matchExpressions": [{"key": "a", "operator": "Exists"}]}}
+    pod["spec"]["affinity"] = {
+        "podAffinity": {},
+        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [theirs]},
+    }
+    near = (Near("node-1", 100), Near("node-2", 50))
+    found = inject(pod, policy(HOST_PATH), DEFAULTS, near=near)["spec"]["affinity"]
+    assert found["podAffinity"] == {}
+    assert set(found["nodeAffinity"]) == {"preferredDuringSchedulingIgnoredDuringExecution"}
+    first, *ours = found["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert first == theirs
+    assert [(one["weight"], one["preference"]) for one in ours] == [
+        (
+            weight,
+            {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]},
+        )
+        for node, weight in (("node-1", 100), ("node-2", 50))
+    ]
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_a_pod_with_all_of_it_is_a_pod_of_kubernetes_and_stays_restricted(make: Any) -> None:
+    wanted = policy(peers={"replicas": 2}, archive=S3)
+    pod = inject(make(), wanted, DEFAULTS, near=(Near("node-1", 100),))
+    kubernetes_validate.validate(pod, "1.31", strict=True)
+    assert restricted_violations(pod) == []
+    claimed = policy(archive={"directory": {"claimName": "shared"}})
+    assert restricted_violations(inject(make(), claimed, DEFAULTS)) == []
+
+
+@given(numbers=st.sets(st.integers(0, 5000), max_size=300), other=st.integers(0, 5000))
+def test_a_set_of_numbers_is_read_back_from_its_few_characters(
+    numbers: set[int], other: int
+) -> None:
+    text = spans(numbers)
+    assert all(within(text, number) for number in numbers)
+    assert within(text, other) == (other in numbers)
+
+
+def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
+    text = spans(range(0, 20_000, 2))
+    assert len(text) <= LONGEST
+    assert within(text, 0)
+    assert not within(text, 1)
+    for wrong in ("", "a", "1-", "-1", "1-b", "3-1"):
+        assert not within(wrong, 2), wrong

@@ -1,0 +1,524 @@
+"""A run with peers, an archive, or neither: what the reconciler makes of the loss of a node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from keepstep.ledger import Held
+from keepstep.reports import ReportedDepot
+from keepstep.steps import Tier
+from keepstep_operator.beyond import Archive, Bucket, Peers
+from keepstep_operator.reconcile.actions import WriteStatus
+from keepstep_operator.reconcile.checkpoints import (
+    MOST_ARCHIVED,
+    body_of,
+    changes,
+    kept,
+    status_of,
+)
+from keepstep_operator.reconcile.conditions import PROTECTED
+from keepstep_operator.reconcile.farther import ARCHIVED, REPLICATED, RESTORE_FROM
+from keepstep_operator.reconcile.objects import as_json
+from keepstep_operator.reconcile.records import NodeRecord, RunKey, VolumeKind
+from keepstep_operator.reconcile.spread import Lying, sole_nodes
+from tests.chart.charts import crds, schema_of
+from tests.chart.schemas import closed, json_schema
+from tests.operator.reconcile.samples import (
+    FIRST,
+    KEY,
+    T0,
+    Play,
+    Sidecar,
+    later,
+    pod,
+    policy,
+    run_object,
+    step,
+)
+
+ARCHIVE = Archive(store=Bucket(kind="s3", name="ckpt"), every=100)
+
+
+def running(*, known: Any = None, kind: VolumeKind = VolumeKind.HOST_PATH, **changes: Any):  # type: ignore[no-untyped-def]
+    """Two pods on two nodes with steps 80 and 90 on local; each keeps copies of the other's 80."""
+    known = known or policy(peers=Peers())
+    pods = [pod(rank, volumes=(kind,), **changes) for rank in (0, 1)]
+    sidecars = [
+        Sidecar(rank=rank, address=f"10.0.0.{rank}:9465").staged(99, 100).durable(80, 90)
+        for rank in (0, 1)
+    ]
+    for rank, one in enumerate(sidecars):
+        one.kept = {1 - rank: [step(80)]} if known.peers else {}
+    play = Play(*pods, known_policy=known)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    return play, pods, sidecars
+
+
+def types(play: Play) -> list[str]:
+    return [one.type for one in play.status.conditions]
+
+
+# --- peers ---------------------------------------------------------------------------------------
+
+
+def test_each_sidecar_is_told_its_buddy_and_where_all_others_serve() -> None:
+    play, pods, _ = running()
+    (peer,) = play.book.reply(pods[0].uid, at=play.now).peers
+    assert (peer.node_rank, peer.address, peer.buddy) == (1, "10.0.0.1:9465", True)
+    assert [one.buddies for one in play.status.ranks] == ["1", "0"]
+
+
+def test_with_a_third_pod_only_the_next_is_a_buddy_and_the_other_serves() -> None:
+    play, pods, sidecars = running()
+    third = pod(2)
+    play.see(third)
+    for one in sidecars:
+        one.world = 3
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
+    found = {one.node_rank: one.buddy for one in play.book.reply(pods[0].uid, at=play.now).peers}
+    assert found == {1: True, 2: False}
+
+
+def test_nobody_is_a_buddy_before_every_pod_has_a_node() -> None:
+    play, pods, _ = running()
+    play.see(pod(2, node="", phase="Pending", training=False))
+    told = play.book.reply(pods[0].uid, at=play.now).peers
+    assert [one.buddy for one in told] == [False]
+
+
+def test_a_pod_that_is_made_again_moves_no_copies() -> None:
+    play, pods, _ = running()
+    third = pod(2)
+    play.see(third)
+    play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
+    before = play.book.runs[KEY].neighbours.ring()
+    play.lose(pods[1])
+    assert play.book.runs[KEY].neighbours.ring() == before
+    assert {one.node_rank for one in play.book.reply(pods[0].uid, at=play.now).peers} == {2}
+
+
+def test_buddies_leave_the_zone_where_nodes_are_known_to_be_in_one() -> None:
+    zone = "topology.kubernetes.io/zone"
+    play, *_ = running(known=policy(peers=Peers(topology_key=zone)))
+    third = pod(2)
+    play.see(third)
+    play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
+    for node, name in (("node-0", "a"), ("node-1", "a"), ("node-2", "b")):
+        play.book.node_seen(NodeRecord(name=node, labels={zone: name}))
+    assert play.book.runs[KEY].neighbours.ring() == {0: (2,), 1: (2,), 2: (1,)}
+
+
+def test_without_peers_in_the_policy_there_are_none_and_no_word_of_them() -> None:
+    play, pods, _ = running(known=policy())
+    assert play.book.reply(pods[0].uid, at=play.now).peers == ()
+    assert types(play) == ["Protected", "FullyInjected", "Committing"]
+    assert play.status.survives == ["ContainerRestart", "PodRestart"]
+
+
+def test_copies_on_another_node_outlive_a_node_and_the_status_says_from_which_step() -> None:
+    play, *_ = running()
+    status = play.status
+    assert status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
+    assert status.watermarks["peer"] == str(step(80))
+    assert play.condition(REPLICATED) == (
+        "True",
+        "Replicated",
+        "step 80 is left whichever node is lost",
+    )
+    assert "the loss of a pod or its node goes back to step 80" in play.condition(PROTECTED)[2]
+
+
+def test_with_peers_even_an_emptydir_outlives_the_loss_of_one_pod() -> None:
+    play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
+    assert play.status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
+    play.lose(pods[0])
+    assert play.book.reply(pods[1].uid, at=play.now).plan == step(80)
+    assert play.status.committed is not None
+
+
+def test_the_copies_of_a_rank_do_not_count_as_its_pod() -> None:
+    play, pods, _ = running()
+    assert play.status.ranks[0].ranks == "0"
+    assert play.status.ranks[0].local == 90
+    play.lose(pods[0])
+    run = play.book.runs[KEY]
+    assert not run.host.settled
+
+
+def test_copies_on_the_same_node_outlive_no_node() -> None:
+    play, *_ = running(node="node-7")
+    assert play.status.survives == ["ContainerRestart", "PodRestart"]
+    status, reason, message = play.condition(REPLICATED)
+    assert (status, reason) == ("False", "OneNode")
+    assert "node-7" in message
+    assert play.condition(PROTECTED)[:2] == ("False", "OneNode")
+
+
+def test_a_buddy_that_cannot_be_reached_is_told_with_its_own_words() -> None:
+    play, pods, sidecars = running()
+    depot = ReportedDepot(
+        tier=Tier.PEER, where="node rank 1", backlog=2, trouble="node rank 1: connection refused"
+    )
+    sidecars[0].more = {"depots": (depot,)}
+    play.hear(pods[0], sidecars[0].report())
+    status, reason, message = play.condition(REPLICATED)
+    assert (status, reason) == ("False", "Troubled")
+    assert "gpt-worker-0" in message
+    assert "connection refused" in message
+    assert play.condition(PROTECTED)[:2] == ("False", "Troubled")
+    sidecars[0].more = {"depots": (replace(depot, backlog=0, trouble=""),)}
+    play.hear(pods[0], sidecars[0].report())
+    assert play.condition(PROTECTED)[0] == "True"
+
+
+def test_a_backlog_that_lasts_is_told_and_costs_no_write_a_report() -> None:
+    play, pods, sidecars = running()
+    slow = ReportedDepot(tier=Tier.PEER, where="node rank 1", backlog=1, behind_s=299)
+    sidecars[0].more = {"depots": (slow,)}
+    play.hear(pods[0], sidecars[0].report())
+    assert play.condition(REPLICATED)[0] == "True"
+    said = set()
+    for waited in (300, 301, 900):
+        sidecars[0].more = {"depots": (replace(slow, behind_s=waited, sent=waited),)}
+        play.hear(pods[0], sidecars[0].report())
+        said.add(play.condition(REPLICATED))
+    assert {one[:2] for one in said} == {("False", "Behind")}
+    assert len(said) == 1
+
+
+def test_a_pod_that_serves_nobody_is_named() -> None:
+    play, pods, sidecars = running()
+    sidecars[1].address = ""
+    play.hear(pods[1], sidecars[1].report())
+    status, reason, message = play.condition(REPLICATED)
+    assert (status, reason) == ("Unknown", "NotServing")
+    assert "gpt-worker-1" in message
+
+
+def test_what_a_pod_tells_of_the_archive_of_other_ranks_does_not_count_as_their_pod() -> None:
+    play, pods, sidecars = archived()
+    report = sidecars[0].report()
+    other = replace(sidecars[1].report().ranks[0], alive=False, memory=(), local=(), staged=None)
+    play.hear(pods[0], replace(report, ranks=(*report.ranks, other)))
+    assert play.status.ranks[0].ranks == "0"
+    play.lose(pods[1])
+    assert not play.book.runs[KEY].host.settled
+    assert play.status.watermarks["archive"] == str(step(80))
+
+
+# --- archive -------------------------------------------------------------------------------------
+
+
+def archived(*, kind: VolumeKind = VolumeKind.EMPTY_DIR, **changes: Any):  # type: ignore[no-untyped-def]
+    play, pods, sidecars = running(known=policy(archive=ARCHIVE), kind=kind, **changes)
+    for one in sidecars:
+        one.archive = [step(70), step(80)]
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    return play, pods, sidecars
+
+
+def test_an_archive_outlives_nodes_and_with_the_label_jobs() -> None:
+    play, *_ = archived()
+    assert play.status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
+    assert play.status.watermarks["archive"] == str(step(80))
+    assert play.condition(ARCHIVED) == (
+        "True",
+        "Archived",
+        "step 80 is in s3://ckpt, and 1 older",
+    )
+    labelled, *_ = archived(labelled=True)
+    assert labelled.status.survives[-1] == "JobRecreate"
+
+
+def test_a_node_that_is_lost_leaves_what_is_in_the_archive() -> None:
+    play, pods, _ = archived()
+    play.lose(pods[0])
+    reply = play.book.reply(pods[1].uid, at=play.now)
+    assert reply.committed["archive"] == step(80)
+    assert play.status.watermarks["archive"] == str(step(80))
+    assert "NodeLoss" in play.status.survives
+
+
+def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -> None:
+    play, pods, _ = running(known=policy(), kind=VolumeKind.EMPTY_DIR)
+    play.lose(pods[0])
+    reply = play.book.reply(pods[1].uid, at=play.now)
+    assert reply.plan is None
+    assert play.status.survives == []
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("False", "PodsMissing")
+    assert "nothing begins at step 0 by itself" in message
+
+
+def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:
+    play, pods, sidecars = archived()
+    for one in sidecars:
+        one.archive = []
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    status, reason, message = play.condition(ARCHIVED)
+    assert (status, reason) == ("Unknown", "NothingArchived")
+    assert "100" in message
+
+
+def test_an_archive_that_is_down_is_told_with_the_newest_step_there() -> None:
+    play, pods, sidecars = archived()
+    depot = ReportedDepot(
+        tier=Tier.ARCHIVE, where="s3://ckpt", backlog=3, trouble="503 SlowDown", failures=9
+    )
+    sidecars[0].more = {"depots": (depot,)}
+    play.hear(pods[0], sidecars[0].report())
+    status, reason, message = play.condition(ARCHIVED)
+    assert (status, reason) == ("False", "Troubled")
+    assert "503 SlowDown" in message
+    assert "Newest step there: 80" in message
+    assert play.condition(PROTECTED)[:2] == ("False", "Troubled")
+
+
+def test_what_was_archived_is_told_after_the_job_is_over() -> None:
+    play, pods, _ = archived()
+    for one in pods:
+        play.see(replace(one, phase="Succeeded", training=False))
+    play.wait(1)
+    assert play.status.phase == "Finished"
+    assert play.condition(ARCHIVED)[0] == "True"
+
+
+# --- holders -------------------------------------------------------------------------------------
+
+
+def test_holders_are_the_nodes_whose_drives_outlive_their_pods() -> None:
+    play, pods, _ = running()
+    found = [(one.node, one.node_ranks, one.copies, one.step) for one in play.status.holders]
+    assert found == [("node-0", "0", "1", 90), ("node-1", "1", "0", 90)]
+    play.lose(pods[0])
+    assert [one.node for one in play.status.holders] == ["node-0", "node-1"], "it stays there"
+    fleeting, *_ = running(kind=VolumeKind.EMPTY_DIR)
+    assert fleeting.status.holders == []
+
+
+# --- nodes that go -------------------------------------------------------------------------------
+
+
+def test_a_cordoned_node_with_the_only_copy_is_warned_of_once_and_while_it_lasts() -> None:
+    play, pods, sidecars = running()
+    play.book.node_seen(NodeRecord(name="node-1", cordoned=True))
+    play.book.node_seen(NodeRecord(name="node-9", cordoned=True))
+    play.wait(1)
+    play.wait(1)
+    (event,) = play.events("NodeDraining")
+    assert event.startswith("node node-1 is cordoned, and some shards of step 90")
+    assert play.actions.count(WriteStatus(KEY)) >= 1
+    assert any("node-1 is cordoned" in one for one in play.status.warnings)
+    assert "node-1 is cordoned" in play.condition(PROTECTED)[2]
+    for rank, one in enumerate(sidecars):
+        one.kept = {1 - rank: [step(80), step(90)]}
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(1)
+    assert play.status.warnings == []
+    play.book.node_gone("node-1")
+    play.wait(1)
+    assert len(play.events("NodeDraining")) == 1
+
+
+def lying(*places: tuple[str, int, tuple[int, ...]]) -> list[Lying]:
+    return [
+        Lying(node, rank, Held(id=step(1), world=2, twins=twins)) for node, rank, twins in places
+    ]
+
+
+@pytest.mark.parametrize(
+    ("copies", "sole"),
+    [
+        ([("a", 0, ()), ("b", 1, ())], {"a", "b"}),
+        ([("a", 0, ()), ("b", 0, ()), ("a", 1, ())], {"a"}),
+        ([("a", 0, ()), ("b", 0, ()), ("a", 1, ()), ("b", 1, ())], set()),
+        ([("a", 0, ()), ("a", 0, ()), ("a", 1, ()), ("b", 1, ())], {"a"}),
+        ([("a", 0, (1,)), ("b", 1, (0,))], set()),
+        ([("a", 0, (1,))], {"a"}),
+        ([("a", 0, ())], None),
+        ([], None),
+    ],
+)
+def test_a_node_is_the_only_one_for_what_no_other_node_and_no_twin_elsewhere_holds(
+    copies: list[tuple[str, int, tuple[int, ...]]], sole: set[str] | None
+) -> None:
+    assert sole_nodes(lying(*copies), world=2) == sole
+
+
+# --- restoreFrom ---------------------------------------------------------------------------------
+
+
+def test_a_run_is_rolled_back_at_its_next_restart_once_and_then_goes_on_as_usual() -> None:
+    play, pods, sidecars = running(known=policy())
+    play.find(run_object(restore_from="80", generation=2))
+    reply = play.book.reply(pods[0].uid, at=play.now)
+    assert (reply.restore_from, reply.restore_run, reply.plan) == (step(80), "", step(80))
+    assert step(80) in reply.pinned, "it must not be retired meanwhile"
+    status, reason, message = play.condition(RESTORE_FROM)
+    assert (status, reason) == ("Unknown", "Waiting")
+    assert str(step(80)) in message
+    again = later(2, 80)
+    for one in sidecars:
+        one.restored(again, tier=Tier.LOCAL)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.condition(RESTORE_FROM)[:2] == ("True", "Restored")
+    reply = play.book.reply(pods[0].uid, at=play.now)
+    assert (reply.restore_from, reply.pinned) == (None, ())
+    assert play.events("RolledBack") == [
+        f"epoch {again.id} went on from step 80, as spec.restoreFrom asked"
+    ]
+    assert reply.plan == step(80), "step 90 is dead"
+
+
+def test_a_rollback_that_came_about_is_not_done_again_by_a_new_reconciler() -> None:
+    play, pods, sidecars = running(known=policy())
+    asks = run_object(restore_from="80", generation=2)
+    play.find(asks)
+    again = later(2, 80)
+    for one in sidecars:
+        one.restored(again, tier=Tier.LOCAL).durable(85, epoch=again)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    heir = Play(known_policy=policy())
+    heir.find(replace(asks, status=as_json(play.status)))
+    for one in pods:
+        heir.see(one)
+    heir.hear_all(*zip(pods, sidecars, strict=True))
+    reply = heir.book.reply(pods[0].uid, at=heir.now)
+    assert (reply.restore_from, reply.plan) == (None, step(85, again))
+    assert heir.events("RolledBack") == []
+
+
+def test_a_rollback_that_waits_is_still_waited_for_by_a_new_reconciler() -> None:
+    play, pods, sidecars = running(known=policy())
+    asks = run_object(restore_from="80", generation=2)
+    play.find(asks)
+    heir = Play(known_policy=policy())
+    heir.find(replace(asks, status=as_json(play.status)))
+    for one in pods:
+        heir.see(one)
+    heir.hear_all(*zip(pods, sidecars, strict=True))
+    assert heir.book.reply(pods[0].uid, at=heir.now).restore_from == step(80)
+
+
+def test_taking_the_wish_back_before_the_restart_leaves_no_trace() -> None:
+    play, pods, _ = running(known=policy())
+    play.find(run_object(restore_from="80", generation=2))
+    play.find(run_object(generation=3))
+    reply = play.book.reply(pods[0].uid, at=play.now)
+    assert (reply.restore_from, reply.plan, reply.pinned) == (None, step(100), ())
+    assert RESTORE_FROM not in types(play)
+    assert play.status.restore_from is None
+
+
+@pytest.mark.parametrize("asked", ["85", "0007.ffffffff-000000080", "nonsense?"])
+def test_a_step_that_nobody_holds_changes_nothing_and_says_what_there_is(asked: str) -> None:
+    play, pods, _ = running(known=policy())
+    play.find(run_object(restore_from=asked, generation=2))
+    reply = play.book.reply(pods[0].uid, at=play.now)
+    assert (reply.restore_from, reply.plan) == (None, step(100))
+    status, reason, message = play.condition(RESTORE_FROM)
+    assert (status, reason) == ("False", "NotFound")
+    assert str(step(90)) in message
+
+
+def test_a_wish_from_before_the_first_report_is_found_when_reports_come() -> None:
+    pods = [pod(rank) for rank in (0, 1)]
+    play = Play(*pods)
+    play.find(run_object(restore_from=f"{KEY.name}/80", generation=2))
+    assert play.condition(RESTORE_FROM)[:2] == ("Unknown", "NoReports")
+    for one in pods:
+        play.hear(one, Sidecar(rank=one.node_rank).durable(80, 90).report())
+    assert play.book.reply(pods[0].uid, at=play.now).restore_from == step(80)
+
+
+def test_a_fork_names_a_step_of_another_runs_archive() -> None:
+    play, *_ = archived()
+    fork = RunKey(KEY.namespace, "fork")
+    newcomer = pod(0, run=fork, uid="fork-0", node="node-5")
+    play.note(play.book.object_seen(run_object(restore_from="gpt-1a2b3c4d/80", key=fork), at=T0))
+    play.see(newcomer)
+    play.hear(newcomer, Sidecar(rank=0, world=1, epochs=[]).report())
+    reply = play.book.reply(newcomer.uid, at=play.now)
+    assert (reply.restore_from, reply.restore_run) == (step(80), KEY.name)
+    begun = replace(later(2, 80), id=replace(FIRST.id, number=2))
+    sidecar = Sidecar(rank=0, world=1, started_at=T0 + 1, epochs=[]).restored(begun)
+    play.hear(newcomer, sidecar.report())
+    assert play.book.reply(newcomer.uid, at=play.now).restore_from is None
+
+
+def test_a_fork_needs_an_archive() -> None:
+    play, pods, _ = running(known=policy())
+    play.find(run_object(restore_from="other/80", generation=2))
+    assert play.condition(RESTORE_FROM)[:2] == ("False", "NoArchive")
+    assert play.book.reply(pods[0].uid, at=play.now).restore_from is None
+
+
+# --- Checkpoint objects --------------------------------------------------------------------------
+
+
+def objects(play: Play) -> dict[str, tuple[str, ...]]:
+    return {one.step: one.tiers for one in kept(play.book.runs[KEY])}
+
+
+def test_a_step_that_is_pinned_or_archived_deserves_an_object_with_its_tiers() -> None:
+    play, *_ = archived()
+    play.find(run_object(pins=(str(step(90)), str(step(1)))))
+    assert objects(play) == {
+        str(step(90)): ("local",),
+        str(step(80)): ("local", "archive"),
+        str(step(70)): ("archive",),
+    }
+
+
+def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is() -> None:
+    play, pods, sidecars = archived()
+    run = play.book.runs[KEY]
+    due = changes(run, {})
+    assert [one.step for one in due.made] == [str(step(80)), str(step(70))]
+    there = {one.name: {**body_of(one, namespace="team"), "status": status_of(one, {}, at=T0)}
+             for one in due.made}  # fmt: skip
+    assert len(changes(run, there)) == 0
+    for one in sidecars:
+        one.archive = [step(80)]
+    play.hear(pods[0], sidecars[0].report())
+    play.hear(pods[1], sidecars[1].report())
+    assert changes(run, there).gone == (f"{KEY.name}-{step(70)}",)
+
+
+def test_while_anybody_is_silent_no_object_is_deleted() -> None:
+    play, pods, sidecars = archived()
+    run = play.book.runs[KEY]
+    there = {"gpt-1a2b3c4d-0001.aaaaaaaa-000000060": {"status": {"tiers": ["archive"]}}}
+    assert changes(run, there).gone != ()
+    sidecars[0].archive = None
+    play.hear(pods[0], sidecars[0].report())
+    play.lose(pods[1])
+    assert changes(run, there).gone == ()
+    empty = Play(*pods, known_policy=policy(archive=ARCHIVE))
+    assert changes(empty.book.runs[KEY], there).gone == ()
+
+
+def test_the_objects_of_a_run_are_bounded() -> None:
+    play, pods, sidecars = archived()
+    for one in sidecars:
+        one.archive = [step(number) for number in range(1000, 1000 + 3 * MOST_ARCHIVED)]
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    found = kept(play.book.runs[KEY])
+    assert len(found) == MOST_ARCHIVED
+    assert found[0].step == str(step(1000 + 3 * MOST_ARCHIVED - 1))
+    assert len(changes(play.book.runs[KEY], {}).first(20)) == 20
+
+
+def test_an_object_fits_the_schema_of_its_kind() -> None:
+    play, *_ = archived()
+    (one, *_) = kept(play.book.runs[KEY])
+    body = body_of(one, namespace="team")
+    schema = json_schema(schema_of(crds()["Checkpoint"]))
+    jsonschema.validate({**body, "status": status_of(one, {}, at=T0)}, closed(schema))
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", body["metadata"]["name"])

@@ -1,0 +1,175 @@
+"""A sidecar gets a certificate for its own place in its run, whatever it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from keepstep.certificates import PATH, CertificateRequest, IssuedCertificate
+from keepstep.errors import StorageError
+from keepstep_operator.certificates.peers import sign
+from keepstep_operator.certificates.pki import make_authority
+from keepstep_operator.reconcile.signing import Signing
+from keepstep_sidecar.config import Reporting
+from keepstep_sidecar.peer.identity import Identity
+from keepstep_sidecar.peer.issued import IssuedCredentials
+from tests.operator.reconcile.serving import Served, serving, until
+from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
+
+GOOD = "good-token"
+
+
+def request_of(
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, *, uri: str = "keepstep://team/other/9"
+) -> bytes:
+    """A request that asks to be somebody else."""
+    wish = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    signed = builder.add_extension(wish, critical=False).sign(key, hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM)
+
+
+def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool = True) -> None:
+    cluster = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    cluster.objects[pod_path("gpt-worker-0")] = pod_body(0)
+    authority = tmp_path / "peer-ca"
+    authority.mkdir()
+    if ca:
+        made = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=30))
+        (authority / "tls.crt").write_bytes(made.certificate)
+        (authority / "tls.key").write_bytes(made.key)
+        old = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
+        (authority / "previous.crt").write_bytes(old.certificate)
+
+    async def run() -> None:
+        async with serving(cluster, tmp_path) as served:
+            served.parts.reports._signing = Signing(authority)
+            await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+            await scene(served)
+
+    asyncio.run(run())
+
+
+async def ask(served: Served, request: bytes, *, token: str = GOOD) -> tuple[int, bytes]:
+    url = f"https://127.0.0.1:{served.port}{PATH}"
+    body = msgspec.json.encode(CertificateRequest(request=request.decode()))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with served.session.post(url, data=body, headers=headers) as response:
+        return response.status, await response.read()
+
+
+def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+
+    async def scene(served: Served) -> None:
+        status, body = await ask(served, request_of(key))
+        assert status == 200
+        issued = msgspec.json.decode(body, type=IssuedCertificate)
+        read = x509.load_pem_x509_certificate(issued.certificate.encode())
+        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        assert uris == ["keepstep://team/gpt-1a2b3c4d/0"]
+        assert read.public_key() == key.public_key()
+        assert read.not_valid_after_utc - datetime.now(UTC) <= timedelta(hours=24)
+        current, previous = x509.load_pem_x509_certificates(issued.authorities.encode())
+        read.verify_directly_issued_by(current)
+        assert previous != current
+
+    play(tmp_path, scene)
+
+
+def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
+    tmp_path: Path,
+) -> None:
+    async def scene(served: Served) -> None:
+        (tmp_path / "token").write_text(GOOD)
+        reporting = Reporting(
+            url=f"https://127.0.0.1:{served.port}",
+            ca=(tmp_path / "tls.crt").read_text(),
+            token_file=tmp_path / "token",
+        )
+        issued = IssuedCredentials(reporting)
+        with pytest.raises(StorageError, match="issued no certificate"):
+            issued.current()
+        keeping = asyncio.create_task(issued.keep_fresh())
+        try:
+            await until(lambda: issued._tls, what="a certificate")
+        finally:
+            keeping.cancel()
+        identity = issued.current().identity
+        assert identity == Identity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str) -> None:
+    async def scene(served: Served) -> None:
+        request = request_of(ec.generate_private_key(ec.SECP256R1()))
+        assert (await ask(served, request, token=token))[0] == 401
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key"])
+def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
+    one, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
+    requests = {
+        "nonsense": b"-----BEGIN nothing",
+        "rsa": request_of(rsa.generate_private_key(65537, 2048)),
+        "foreign key": _with_signature_of(one, other),
+    }
+
+    async def scene(served: Served) -> None:
+        status, body = await ask(served, requests[kind])
+        assert (status, b"bad-request" in body) == (400, True)
+
+    play(tmp_path, scene)
+
+
+def _with_signature_of(one: bytes, other: bytes) -> bytes:
+    """Bytes of `one` under the signature of `other`."""
+    first, second = (x509.load_pem_x509_csr(text) for text in (one, other))
+    der = first.public_bytes(serialization.Encoding.DER)
+    forged = bytearray(der)
+    at = der.index(first.tbs_certrequest_bytes) + 60
+    assert first.signature != second.signature
+    forged[at] ^= 1
+    try:
+        return x509.load_der_x509_csr(bytes(forged)).public_bytes(serialization.Encoding.PEM)
+    except ValueError:
+        return b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n"
+
+
+def test_without_an_authority_the_answer_says_so(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        request = request_of(ec.generate_private_key(ec.SECP256R1()))
+        status, body = await ask(served, request)
+        assert (status, b"no-authority" in body) == (503, True)
+
+    play(tmp_path, scene, ca=False)
+
+
+def test_a_certificate_does_not_outlive_its_authority() -> None:
+    now = datetime.now(UTC)
+    made = make_authority("peers", now=now, life=timedelta(hours=2))
+    request = request_of(ec.generate_private_key(ec.SECP256R1()))
+    signed = sign(
+        (made.certificate, made.key),
+        request,
+        uri="keepstep://a/b/0",
+        now=now,
+        life=timedelta(days=1),
+    )
+    ends = x509.load_pem_x509_certificate(signed).not_valid_after_utc
+    assert ends <= now + timedelta(hours=2)

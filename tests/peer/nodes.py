@@ -1,0 +1,110 @@
+"""Pods of a run on loopback: each with a real volume, a real certificate, a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.reports import Peer
+from keepstep.steps import StepId
+from keepstep_sidecar.peer.credentials import FileCredentials
+from keepstep_sidecar.peer.depot import PeerDepot
+from keepstep_sidecar.peer.settings import Files, PeerSettings
+from keepstep_sidecar.scan import Found
+from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volumes import VolumeSet
+from tests.volume.images import RUN, Slot, make_layout, staged
+
+BIG = 5_000_000
+"""Parameters of an image of six chunks."""
+
+
+class Node:
+    """One pod: `<directory>/<node rank>` is its drive."""
+
+    def __init__(
+        self,
+        directory: Path,
+        node_rank: int,
+        files: Files,
+        **options: Any,
+    ) -> None:
+        self.node_rank = node_rank
+        self.root = directory / str(node_rank) / RUN
+        self.volume = Volume(self.root, run=RUN, **options)
+        self.volumes = VolumeSet([self.volume])
+        self.files = files
+        self.depot = self.make()
+
+    def make(self, **settings: Any) -> PeerDepot:
+        return PeerDepot(
+            PeerSettings(listen="127.0.0.1:0", files=self.files, **settings),
+            self.volumes,
+            run=RUN,
+            credentials=FileCredentials(self.files, look_every_s=0.0),
+        )
+
+    @property
+    def address(self) -> str:
+        return self.depot.address
+
+    def knows(self, *others: Node, buddies: tuple[Node, ...] = ()) -> None:
+        """As an operator tells it."""
+        self.depot.peers_are(
+            tuple(
+                Peer(node_rank=one.node_rank, address=one.address, buddy=one in buddies)
+                for one in others
+            )
+        )
+
+    def write(self, step: int, *, rank: int, parameters: int = 6000) -> tuple[Slot, Found]:
+        """Make an image durable here; as a scan finds it."""
+        slot = staged(make_layout(rank=rank, world=2, parameters=parameters), step)
+        self.volume.write(slot.view, slot.layout, slot.control)
+        found = [one for one in self.volume.scan().shards if one.id == slot.id]
+        return slot, next(one for one in found if one.rank == rank)
+
+    def copies(self) -> list[tuple[int, int]]:
+        """(step, rank) of the copies here."""
+        return [(one.id.step, one.rank) for one in self.depot.kept()]
+
+    def copy_path(self, id: StepId) -> Path:
+        (path,) = (self.root / "peers" / str(id)).glob("rank-*")
+        return path
+
+
+@contextlib.asynccontextmanager
+async def running(*nodes: Node) -> AsyncIterator[None]:
+    """All of them at work; stopped in order afterwards."""
+    tasks = [asyncio.create_task(node.depot.run()) for node in nodes]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for node in nodes:
+            await node.depot.close()
+            node.volume.close()
+
+
+async def until(condition: Callable[[], Any], *, what: str = "", within_s: float = 20.0) -> Any:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s} s: {what or condition}")
+        await asyncio.sleep(0.01)
+    return value
+
+
+def same(view: memoryview, slot: Slot) -> bool:
+    """All that a digest covers; table and control page differ from the staged ones."""
+    end = slot.layout.digests_begin
+    return bytes(view[:end]) == bytes(slot.view[:end])

@@ -1,0 +1,109 @@
+"""The receiver is killed at any byte of a copy: what it promised is there, the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.reports import Peer
+from keepstep.steps import Answer
+from keepstep_sidecar import faults
+from tests.peer.authority import Authority
+from tests.peer.nodes import BIG, Node, running, same, until
+from tests.volume.images import empty_slot
+
+POINTS = [point for point in faults.POINTS if point.startswith("peer.")]
+Make = Callable[..., Node]
+Start = Callable[..., tuple[str, "subprocess.Popen[str]"]]
+
+
+@pytest.fixture
+def receiver(tmp_path: Path, authority: Authority) -> Iterator[Start]:
+    """Starts the buddy of node rank 1, with faults; ends it after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(armed: str = "") -> tuple[str, subprocess.Popen[str]]:
+        files = authority.files(1)
+        paths = [str(path) for path in (files.certificate, files.key, files.authorities)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.peer.receiver", str(tmp_path / "drives"), "1", *paths],
+            env={**os.environ, faults.FAULTS_ENV: armed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process.stdout.readline().strip(), process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def told(node: Node, address: str) -> None:
+    node.depot.peers_are((Peer(node_rank=1, address=address, buddy=True),))
+
+
+@pytest.mark.parametrize(
+    ("point", "kept"),
+    [(point, 0) for point in POINTS if point != "peer.data"]
+    + [("peer.data", 0), ("peer.data@4", 3)],
+)
+def test_a_copy_goes_on_where_the_killed_receiver_was(
+    node: Make, receiver: Start, point: str, kept: int
+) -> None:
+    async def story() -> None:
+        here = node(0)
+        async with running(here):
+            slot, found = here.write(5, rank=0, parameters=BIG)
+            name, at, hit = point.partition("@")
+            address, dying = receiver(f"{name}:kill{at}{hit}")
+            told(here, address)
+            here.depot.durable(found)
+            await until(lambda: dying.poll() is not None, what=f"death at {point}")
+            address, _ = receiver()
+            told(here, address)
+            await until(lambda: not here.depot.status().backlog)
+            whole = slot.layout.digests_begin
+            sent = here.depot.status().sent_bytes
+            if point == "peer.data@4":
+                assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
+            elif point not in ("peer.create", "peer.data"):
+                assert sent == 0, "all chunks had arrived before it died"
+            here.volume.retire(found.id)
+            here.depot.forget([found.id])
+            seen = await here.depot.look()
+            assert seen.answer is Answer.STEPS
+            view = empty_slot(slot.layout)
+            await here.depot.load(seen.shards[0], view)
+            assert same(view, slot)
+
+    asyncio.run(story())
+
+
+def test_while_the_receiver_is_dead_nothing_is_half_there(node: Make, receiver: Start) -> None:
+    async def story() -> None:
+        here = node(0)
+        async with running(here):
+            _, found = here.write(5, rank=0, parameters=BIG)
+            address, dying = receiver("peer.control-sync:kill")
+            told(here, address)
+            here.depot.durable(found)
+            await until(lambda: dying.poll() is not None)
+            await until(lambda: here.depot.status().trouble)
+            assert here.depot.status().backlog == 1
+        buddy = node(1)
+        async with running(buddy):
+            buddy.knows()
+            assert (await buddy.depot.look()).answer is Answer.NONE
+
+    asyncio.run(story())

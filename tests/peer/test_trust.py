@@ -1,0 +1,149 @@
+"""Who is let in, and what a stranger is told; nothing is deleted because of one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import UsageError
+from keepstep.steps import Answer
+from keepstep_sidecar.peer.credentials import FileCredentials
+from keepstep_sidecar.peer.identity import Identity
+from keepstep_sidecar.peer.settings import Files, PeerSettings
+from keepstep_sidecar.scan import survey
+from tests.peer.authority import Authority
+from tests.peer.nodes import Node, running, until
+from tests.volume.images import RUN
+
+Make = Callable[..., Node]
+
+
+def test_an_identity_reads_back_whatever_its_names_are() -> None:
+    odd = Identity(namespace="a/b", run="gpt 100% ü", node_rank=12)
+    assert Identity.parse(odd.uri) == odd
+    for wrong in ("keepstep://a/b", "keepstep://a/b/x", "https://a/b/0", "keepstep://a/b/0/1"):
+        with pytest.raises(ValueError, match="identity"):
+            Identity.parse(wrong)
+
+
+def strangers(tmp_path: Path, authority: Authority) -> dict[str, tuple[Files, str]]:
+    other = Authority(tmp_path / "certificates", "others")
+    fake = other.files(1)
+    return {
+        "another run": (authority.files(1, run="bert"), "of run team/bert"),
+        "another namespace": (authority.files(1, namespace="else"), "of run else/gpt"),
+        "an expired certificate": (authority.files(1, ends=-timedelta(minutes=1)), "expired"),
+        "another authority": (
+            dataclasses.replace(fake, authorities=authority.files(1).authorities),
+            "unknown ca|unable to get local issuer|certificate is refused",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["another run", "another namespace", "an expired certificate", "another authority"]
+)
+def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
+    node: Make, authority: Authority, tmp_path: Path, kind: str
+) -> None:
+    files, why = strangers(tmp_path, authority)[kind]
+
+    async def story() -> None:
+        one = node(0)
+        stranger = Node(tmp_path / "strange", 1, files)
+        stranger.knows(one, buddies=(one,))
+        one.knows(stranger)
+        one.write(3, rank=0)
+        async with running(one, stranger):
+            _, found = stranger.write(5, rank=1)
+            stranger.depot.durable(found)
+            await until(lambda: stranger.depot.status().trouble)
+            seen, looked = await stranger.depot.look(), await one.depot.look()
+        # both sides refuse, whoever calls
+        for inventory in (seen, looked):
+            assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
+        assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
+        assert any(text in looked.reason for text in why.split("|")), looked.reason
+        assert one.copies() == []
+        assert [found.id.step for found in survey(one.root, run=RUN).shards] == [3]
+        assert [found.id.step for found in survey(stranger.root, run=RUN).shards] == [5]
+
+    asyncio.run(story())
+
+
+def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:
+    async def story() -> None:
+        here, two = node(0), node(2)
+        two.node_rank = 1  # as an operator says that has not seen yet who is there now
+        here.knows(two)
+        async with running(here, two):
+            assert (
+                "is node rank 2 of run team/gpt, not node rank 1"
+                in (await here.depot.look()).reason
+            )
+
+    asyncio.run(story())
+
+
+def test_new_certificates_hold_from_the_next_connection_on(
+    node: Make, authority: Authority
+) -> None:
+    async def story() -> None:
+        here, other = node(0), node(1)
+        here.knows(other)
+        async with running(here, other):
+            assert (await here.depot.look()).answer is Answer.NONE
+            expired = authority.files(0, ends=-timedelta(minutes=1))
+            shutil.copy(expired.certificate, here.files.certificate)
+            # half of a new pair: the old one stays
+            assert (await here.depot.look()).answer is Answer.NONE
+            shutil.copy(expired.key, here.files.key)
+            assert "expired" in (await here.depot.look()).reason
+            good = authority.files(0)
+            shutil.copy(good.key, here.files.key)
+            shutil.copy(good.certificate, here.files.certificate)
+            assert (await here.depot.look()).answer is Answer.NONE
+
+    asyncio.run(story())
+
+
+def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> None:
+    none, two = authority.files(0, uris=["https://example"]), authority.files(1)
+    with pytest.raises(UsageError, match="exactly one keepstep://"):
+        FileCredentials(none)
+    with pytest.raises(UsageError, match="no use"):
+        FileCredentials(dataclasses.replace(two, key=none.key))
+    with pytest.raises(UsageError, match="cannot read"):
+        FileCredentials(dataclasses.replace(two, key=two.key.with_name("absent")))
+
+
+def test_settings_that_cannot_work_are_refused(authority: Authority) -> None:
+    for wrong in ({"listen": "nowhere"}, {"replicas": -1}, {"bytes_per_second": 0}):
+        with pytest.raises(UsageError):
+            PeerSettings(**{"listen": "127.0.0.1:0", **wrong})
+    with pytest.raises(UsageError, match="--peer-cert"):
+        PeerSettings(listen="127.0.0.1:0", peers=("10.0.0.1:9465",))
+
+
+def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
+    node: Make, authority: Authority
+) -> None:
+    async def story() -> None:
+        one, away = node(0), node(1)
+        await away.depot.close()  # nobody listens there any more
+        one.knows(away)
+        async with running(one):
+            seen = await one.depot.look()
+            assert seen.answer is Answer.UNKNOWN
+            assert seen.reason.startswith("node rank 1: ")
+            one.knows()
+            assert (await one.depot.look()).answer is Answer.NONE
+        away.volume.close()
+
+    asyncio.run(story())

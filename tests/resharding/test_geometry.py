@@ -1,0 +1,187 @@
+"""Boxes: cut, intersected, counted, and put together again, to the last element."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from keepstep.errors import CoverageError
+from keepstep.resharding import transfer
+from keepstep.resharding.blocks import blocks, byte_range
+from keepstep.resharding.boxes import Box, cover
+from keepstep.resharding.plan import Piece, Want, make
+from keepstep.resharding.sources import Images
+from tests.resharding.worlds import Step, bits, cut, some, take
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64,
+    torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.uint16,
+]  # fmt: skip
+
+
+def whole(shape):
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def fill(step, directory, wants, targets, *, rank=0, **options):
+    """Plan and run, from mapped files."""
+    images = Images(None, step.write(directory, **options))  # type: ignore[arg-type]
+    plan = make(wants, images.index, rank=rank, nearness=images.nearness)
+    return transfer.run(plan, targets, images)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
+    generator = random.Random(seed)
+    print(f"seed {seed}")
+    world = generator.randrange(1, 6)
+    step, wants, targets, expected = Step(world), [], [], []
+    for number in range(generator.randrange(1, 6)):
+        shape = [
+            generator.randrange(0 if seed % 5 == 0 else 1, 9) for _ in range(generator.randrange(4))
+        ]
+        tensor = some(generator, shape, generator.choice(DTYPES))
+        for part, (rank, box) in enumerate(cut(generator, shape, world)):
+            name = f"t{number}"
+            if name in step.boxes[rank]:  # one box of a name in a rank: take the next free rank
+                free = [one for one in range(step.world) if name not in step.boxes[one]]
+                if not free:
+                    step.world += 1
+                    step.boxes.append({})
+                    free = [step.world - 1]
+                rank = free[part % len(free)]
+            step.add(rank, name, take(tensor, box), box, shape)
+        for _, box in cut(generator, shape, 1):
+            data = torch.zeros(box.sizes, dtype=tensor.dtype)
+            if generator.random() < 0.3 and data.dim() > 1:
+                data = torch.zeros(box.sizes[::-1], dtype=tensor.dtype).permute(
+                    *reversed(range(len(box.sizes)))
+                )
+            wants.append(Want(f"t{number}", box))
+            targets.append(data)
+            expected.append(take(tensor, box))
+    size = fill(step, tmp_path, wants, targets, rank=generator.randrange(4))
+    assert size == sum(one.numel() * one.element_size() for one in expected)
+    for target, value in zip(targets, expected, strict=True):
+        assert torch.equal(bits(target), bits(value))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
+    generator = random.Random(seed)
+    print(f"seed {seed}")
+    sizes = tuple(generator.randrange(1, 7) for _ in range(generator.randrange(5)))
+    low = tuple(generator.randrange(size) for size in sizes)
+    extent = tuple(
+        generator.randrange(1, size - at + 1) for size, at in zip(sizes, low, strict=True)
+    )
+    element, begin = 4, 4 * generator.randrange(20)
+    piece = Piece(0, begin, 0, sizes, low, extent, (0,) * len(sizes))
+    image = torch.arange(begin // element + math.prod(sizes) + 5, dtype=torch.int32)
+    saved = image[begin // element :][: math.prod(sizes)].view(sizes)
+    expected = take(saved, Box(low, extent))
+    result, times = torch.full(extent, -1, dtype=torch.int32), torch.zeros(extent)
+    step = element * generator.randrange(1, 30)
+    first, last = byte_range(piece, element)
+    flat = image.view(torch.uint8)
+    for at in range(0, len(flat), step):
+        found = list(blocks(piece, element, at, at + step))
+        assert not found or (at < last and at + step > first)
+        assert len(found) <= 2 * max(1, len(sizes))
+        for one in found:
+            size = math.prod(one.sizes) * element
+            assert at <= one.begin
+            assert one.begin + size <= at + step
+            place = tuple(slice(a, a + n) for a, n in zip(one.at, one.extent, strict=True))
+            result[place] = transfer.view_of(flat, torch.int32, one, 0)
+            times[place] += 1
+    assert torch.equal(result, expected)
+    assert bool((times == 1).all())
+
+
+def test_coverage_names_what_nobody_holds_and_what_two_hold():
+    lows = torch.tensor([[0, 0], [0, 5], [3, 2]])
+    highs = torch.tensor([[4, 5], [3, 8], [4, 3]])
+    found = cover(lows, highs, Box((0, 0), (4, 8)))
+    assert found is not None
+    assert not found.complete
+    assert list(found.gaps()) == [Box((3, 5), (1, 3))]
+    assert list(found.overlaps()) == [Box((3, 2), (1, 1))]
+
+
+def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
+    step = Step(4)
+    tensor = torch.arange(32.0).view(8, 4)
+    for rank in range(4):
+        box = Box((2 * rank, 0), (2, 4))
+        step.add(rank, "model.w", take(tensor, box), box, (8, 4))
+        step.add(rank, "model.b", take(tensor, box), box, (8, 4))
+    targets = [torch.zeros(8, 4), torch.zeros(8, 4)]
+    wants = [Want("model.w", whole((8, 4))), Want("model.b", whole((8, 4)))]
+    with pytest.raises(CoverageError) as caught:
+        fill(step, tmp_path, wants, targets, without=(1, 2))
+    text = str(caught.value)
+    assert "model.w: nobody holds offsets [2, 0], sizes [4, 4]" in text
+    assert "model.b: nobody holds offsets [2, 0], sizes [4, 4]" in text
+    assert "rank-00001-of-00004.safetensors, rank-00002-of-00004.safetensors" in text
+    assert all(not one.any() for one in targets)
+    # what does not need the lost images is restored all the same
+    part = [torch.zeros(2, 4)]
+    fill(step, tmp_path, [Want("model.w", Box((6, 0), (2, 4)))], part, without=(1, 2))
+    assert torch.equal(part[0], tensor[6:])
+
+
+def test_boxes_that_overlap_by_mistake_are_refused_with_both_files(tmp_path):
+    step = Step(2)
+    tensor = torch.arange(10.0)
+    for rank, box in enumerate([Box((0,), (6,)), Box((5,), (5,))]):
+        step.add(rank, "model.w", take(tensor, box), box, (10,))
+    target = torch.zeros(10)
+    with pytest.raises(
+        CoverageError, match=r"offsets \[5\], sizes \[1\] is in .*overlap"
+    ) as caught:
+        fill(step, tmp_path, [Want("model.w", whole((10,)))], [target])
+    assert "rank-00000-of-00002" in str(caught.value)
+    assert "rank-00001-of-00002" in str(caught.value)
+    assert not target.any()
+
+
+def test_whole_replicas_that_were_cut_differently_are_no_mistake(tmp_path):
+    step = Step(5)
+    tensor = torch.arange(12.0)
+    cuts = [(0, 0, 6), (1, 6, 12), (2, 0, 4), (3, 4, 8), (4, 8, 12)]
+    for rank, low, high in cuts:
+        box = Box((low,), (high - low,))
+        step.add(rank, "model.w", take(tensor, box), box, (12,))
+    target = torch.zeros(12)
+    size = fill(step, tmp_path, [Want("model.w", whole((12,)))], [target])
+    assert torch.equal(target, tensor)
+    assert size >= 48
+    # and when a node of one replica is gone, the other one serves
+    target.zero_()
+    fill(step, tmp_path, [Want("model.w", whole((12,)))], [target], without=(1,))
+    assert torch.equal(target, tensor)
+
+
+def test_a_name_with_two_dtypes_is_refused_with_both_files(tmp_path):
+    step = Step(2)
+    step.add(0, "model.w", torch.zeros(2), Box((0,), (2,)), (4,))
+    step.add(1, "model.w", torch.zeros(2).bfloat16(), Box((2,), (2,)), (4,))
+    match = r"F32\[4\] in rank-00000-of-00002.* but BF16\[4\] in rank-00001-of-00002"
+    with pytest.raises(CoverageError, match=match):
+        fill(step, tmp_path, [Want("model.w", whole((4,)))], [torch.zeros(4)])
+
+
+def test_equal_boxes_are_read_from_different_images_by_different_ranks(tmp_path):
+    step = Step(4)
+    for rank in range(4):
+        step.add(rank, "model.w", torch.full((3,), float(rank)), whole((3,)), (3,))
+    read = []
+    for rank in range(4):
+        target = torch.zeros(3)
+        fill(step, tmp_path, [Want("model.w", whole((3,)))], [target], rank=rank)
+        read.append(target[0].item())
+    assert read == [0, 1, 2, 3]

@@ -1,0 +1,48 @@
+"""What cannot be brought into this world is refused on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+
+def test_a_model_that_differs_is_refused_with_all_differences_and_stays_as_it_is(run_of):
+    run = run_of()
+    run.save("fsdp", 2)
+    for answer in run.restore("plain", 1, misfit=True):
+        assert "MismatchError" in answer["error"]
+        assert "model.stray: float32[2] here, missing in the checkpoint" in answer["error"]
+        assert answer["changed"] == []
+
+
+def test_what_no_rank_has_a_place_for_is_named(run_of):
+    """A pipeline's stage does not miss the others' tensors, but all of them together must."""
+    run = run_of()
+    run.save("plain", 1)
+    for answer in run.restore("stages", 2, short=True):
+        assert "model.large: in the checkpoint, missing here" in answer["error"]
+        assert "model.p1" not in answer["error"]
+        assert answer["changed"] == []
+
+
+def test_a_world_whose_shards_are_gone_is_refused_and_named(run_of, sidecar):
+    run = run_of()
+    run.save("fsdp", 2)
+    [shard] = sidecar.root.glob("0*/rank-00001-of-00002.safetensors")
+    shard.unlink()
+    run.lose_memory()
+    for answer in run.restore("plain", 1):
+        assert answer["error"].startswith(("RestoreError", "WorldChangedError", "NothingCommon"))
+        assert answer["changed"] == []
+
+
+def test_a_damaged_chunk_is_never_restored_and_an_older_step_is_taken(run_of, sidecar):
+    run = run_of()
+    run.save("fsdp", 2, step=7)
+    run.save("fsdp", 2, step=8)
+    steps = sorted(sidecar.root.glob("0*/rank-00001-of-00002.safetensors"))
+    assert len(steps) == 2, steps
+    data = bytearray(steps[-1].read_bytes())
+    data[len(data) // 2] ^= 1
+    steps[-1].write_bytes(data)
+    run.lose_memory()
+    for answer in run.restore("plain", 1):
+        assert (answer["step"], answer["wrong"]) == (7, [])
+    assert list(sidecar.root.rglob("*quarantine*")) or "quarantin" in sidecar.text()

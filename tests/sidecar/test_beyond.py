@@ -1,0 +1,186 @@
+"""What is beyond this machine, reached as if it were here: with a real archive in a directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer, content, make_layout, read_image
+
+from keepstep.errors import SidecarError
+from keepstep.protocol import (
+    Chunk,
+    Chunks,
+    ChunksRequest,
+    Sources,
+    SourcesRequest,
+    Window,
+    WindowRequest,
+)
+from keepstep.steps import Answer, StepId, Tier
+from tests.harness import SidecarProcess, eventually
+
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "archive"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def archived(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
+) -> tuple[SidecarProcess, StepId]:
+    """A sidecar, ended, of which step 4 of two ranks is on its volume and in the archive."""
+    sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1")
+    ranks = [trainers(sidecar.socket, rank, 2).begin_run() for rank in range(2)]
+    id = StepId(ranks[0].epoch.id, 4)
+    assert [one.stage(4) for one in ranks] == [id, id]
+    for one in ranks:
+        waited = one.wait(id, "archived", flush=True)
+        assert waited.reached, waited.reason
+        one.disconnect()
+    sidecar.kill()
+    return sidecar, id
+
+
+def lose(sidecar: SidecarProcess, *, volume: bool) -> None:
+    shutil.rmtree(sidecar.memory)
+    sidecar.memory.mkdir()
+    if volume:
+        shutil.rmtree(sidecar.volume)
+
+
+def damage(sidecar: SidecarProcess, rank: int) -> Path:
+    path = next(sidecar.root.glob(f"0*/rank-{rank:05d}-*"))
+    with path.open("r+b") as file:
+        file.seek(len(make_layout(rank, 2).header) + 77)
+        file.write(b"?")
+    return path
+
+
+def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int = 2) -> FakeTrainer:
+    trainer = trainers(sidecar.socket, rank, world)
+    trainer.connect()
+    return trainer
+
+
+def test_a_rank_that_lost_its_machine_restores_from_the_archive(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    for rank in range(2):
+        trainer = come(sidecar, trainers, rank)
+        found = trainer.candidates()
+        assert found.answer is Answer.STEPS
+        assert [(one.id, one.world) for one in found.candidates] == [(id, 2)]
+        assert [(one.id, one.world) for one in found.offers] == [(id, 2)]
+        opened = trainer.open(id)
+        assert opened.tier is Tier.ARCHIVE
+        assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
+
+
+def test_what_is_archived_is_in_status_and_metrics(
+    archived: tuple[SidecarProcess, StepId], archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+
+    def seen() -> dict[str, object]:
+        status: dict[str, object] = sidecar.get("/v1/status")
+        return status if status["steps"] else {}
+
+    status = eventually(seen, what="the archive is looked at")
+    (step,) = status["steps"]
+    assert (step["archive_ranks"], step["local_ranks"]) == ([0, 1], [])
+    assert status["watermarks"]["archive"]["step"] == id.step
+    assert "NodeLoss" in status["survives"]
+    (depot,) = status["depots"]
+    assert (depot["tier"], depot["trouble"], depot["backlog"]) == ("archive", "", 0)
+
+
+def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=False)
+    path = damage(sidecar, 1)
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    eventually(lambda: '"tier": "archive"' in sidecar.text(), what="the next tier is read")
+    assert not path.exists()
+    tiers = []
+    for rank in range(2):
+        opened = come(sidecar, trainers, rank).open(id)
+        tiers.append(opened.tier)
+        assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
+    assert tiers == [Tier.LOCAL, Tier.ARCHIVE]
+
+
+def test_a_chunk_that_is_damaged_here_comes_from_the_archive(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    eventually(lambda: sidecar.get("/v1/status")["watermarks"].get("archive"), what="a look there")
+    path = damage(sidecar, 1)
+    reader = come(sidecar, trainers, 2, 3)
+    layout = make_layout(1, 2)
+    shown = reader.call("/v1/window", WindowRequest(lease=reader.lease, frames=2), Window)
+    request = ChunksRequest(lease=reader.lease, id=id, chunks=(Chunk(rank=1, chunk=0, frame=1),))
+    assert reader.call("/v1/chunks", request, Chunks).tier is Tier.ARCHIVE
+    assert not path.exists(), "what is damaged is put aside"
+    with open(shown.path, "rb") as file:
+        file.seek(shown.frame_bytes + len(layout.header))
+        assert file.read(len(content(layout, 4))) == content(layout, 4)
+
+
+def test_sources_reach_into_the_archive(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    reader = come(sidecar, trainers, 2, 3)
+    assert [one.id for one in reader.candidates().offers] == [id]
+    found = reader.call("/v1/sources", SourcesRequest(lease=reader.lease, id=id), Sources)
+    assert (found.world, [one.rank for one in found.sources]) == (2, [0, 1])
+
+
+def test_an_archive_that_is_away_is_no_reason_to_start_over(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, _ = archived
+    lose(sidecar, volume=True)
+    away = archive.rename(archive.with_name("not-mounted"))
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    trainer = come(sidecar, trainers, 0)
+    found = trainer.candidates()
+    assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())
+    assert str(archive) in found.reason
+    away.rename(archive)
+    eventually(lambda: trainer.candidates().candidates, what="the archive is back")
+
+
+def test_an_empty_archive_allows_a_fresh_start(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
+) -> None:
+    sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1")
+    assert come(sidecar, trainers, 0).candidates().answer is Answer.NONE
+
+
+def test_without_an_archive_nobody_waits_for_one(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    trainer = trainers(sidecar.socket).begin_run()
+    with pytest.raises(SidecarError, match="--archive") as error:
+        trainer.wait(trainer.stage(1), "archived")
+    assert error.value.code == "bad-request"

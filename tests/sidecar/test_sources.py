@@ -1,0 +1,329 @@
+"""A trainer at another world size reads images of ranks that it is not: mapped, or in chunks."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer, content, read_image
+
+from keepstep.digests import CHUNK_BYTES
+from keepstep.errors import SidecarError
+from keepstep.image import Layout, chunk_bounds
+from keepstep.protocol import (
+    Chunk,
+    Chunks,
+    ChunksRequest,
+    Headers,
+    HeadersRequest,
+    Sources,
+    SourcesRequest,
+    Window,
+    WindowRequest,
+)
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from tests.harness import SidecarProcess, eventually
+
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(90)
+
+SIZE = 20 << 20
+"""Three chunks, of which the last one is short."""
+
+
+def saved(sidecar: SidecarProcess, trainers: Trainers, *, size: int = 64 << 10) -> StepId:
+    """Two ranks have committed step 4 and died."""
+    ranks = [trainers(sidecar.socket, rank, 2, size=size).begin_run() for rank in range(2)]
+    id = StepId(ranks[0].epoch.id, 4)
+    assert [one.stage(4) for one in ranks] == [id, id]
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
+        one.disconnect()
+    return id
+
+
+def restart_without_memory(sidecar: SidecarProcess) -> None:
+    sidecar.kill()
+    shutil.rmtree(sidecar.memory)
+    sidecar.memory.mkdir()
+    sidecar.start()
+
+
+def alone(sidecar: SidecarProcess, trainers: Trainers) -> FakeTrainer:
+    """The only rank of a smaller world, or one that was not there before."""
+    trainer = trainers(sidecar.socket, 5, 6)
+    trainer.connect()
+    trainer.candidates()  # answers when the volumes are scanned
+    return trainer
+
+
+def sources(trainer: FakeTrainer, id: StepId) -> Sources:
+    return trainer.call("/v1/sources", SourcesRequest(lease=trainer.lease, id=id), Sources)
+
+
+def window(trainer: FakeTrainer, frames: int = 4) -> Window:
+    return trainer.call("/v1/window", WindowRequest(lease=trainer.lease, frames=frames), Window)
+
+
+def bring(trainer: FakeTrainer, id: StepId, *chunks: Chunk) -> Chunks:
+    request = ChunksRequest(lease=trainer.lease, id=id, chunks=chunks)
+    return trainer.call("/v1/chunks", request, Chunks)
+
+
+def layouts(trainer: FakeTrainer, id: StepId, *ranks: int) -> list[Layout]:
+    request = HeadersRequest(lease=trainer.lease, id=id, ranks=ranks)
+    texts = trainer.call("/v1/headers", request, Headers).headers
+    return [Layout.parse(zlib.decompress(base64.b64decode(text))) for text in texts]
+
+
+def frame(seen: Window, number: int, size: int) -> bytes:
+    with open(seen.path, "rb") as file:
+        file.seek(number * seen.frame_bytes)
+        return file.read(size)
+
+
+def image_bytes(layout: Layout, step: int) -> bytes:
+    """Everything up to the extras."""
+    return layout.header + content(layout, step)
+
+
+def pinned(sidecar: SidecarProcess) -> list[str]:
+    ranks = sidecar.get("/v1/status")["ranks"]
+    return [slot["slot"] for rank in ranks for slot in rank["slots"] if slot["pinned"]]
+
+
+def windows(sidecar: SidecarProcess) -> list[Path]:
+    return list(sidecar.memory.glob("window-*"))
+
+
+# --- what is offered ---------------------------------------------------------------------------
+
+
+def test_a_step_of_another_world_is_offered_to_a_rank_that_was_not_there(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    id = saved(sidecar, trainers)
+    found = alone(sidecar, trainers).candidates()
+    assert (found.answer, found.candidates) == (Answer.STEPS, ())
+    assert [(one.id, one.world) for one in found.offers] == [(id, 2)]
+
+
+def test_a_step_of_which_a_rank_is_missing_is_not_offered(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    trainers(sidecar.socket, 0, 2).begin_run().stage(4)
+    trainers(sidecar.socket, 1, 2).begin_run()
+    assert alone(sidecar, trainers).candidates().offers == ()
+
+
+def test_an_offer_says_how_far_its_farthest_image_is(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start()
+    id = saved(sidecar, trainers)
+    sidecar.kill()
+    shutil.rmtree(sidecar.memory / "rank-00001")
+    # rank 1 is prefetched only until somebody trains as rank 1 of this world
+    sidecar.start()
+    (offer,) = alone(sidecar, trainers).candidates().offers
+    assert (offer.id, offer.tier) == (id, Tier.LOCAL)
+
+
+def test_a_dead_step_is_not_offered(sidecar: SidecarProcess, trainers: Trainers) -> None:
+    id = saved(sidecar, trainers)
+    anew = trainers(sidecar.socket, 0, 1)
+    anew.connect()
+    first = Epoch(EpochId(2, "00000002"), StepId(id.epoch, id.step - 1))
+    anew.restored(first)
+    assert anew.candidates().offers == ()
+
+
+# --- mapped ------------------------------------------------------------------------------------
+
+
+def test_images_in_memory_are_named_to_be_mapped(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    id = saved(sidecar, trainers)
+    reader = alone(sidecar, trainers)
+    found = sources(reader, id)
+    assert (found.world, [one.rank for one in found.sources]) == (2, [0, 1])
+    for one, layout in zip(found.sources, layouts(reader, id, 0, 1), strict=True):
+        assert (layout.rank, layout.world, layout.size_bytes) == (one.rank, 2, one.bytes)
+        assert read_image(layout, one.path) == content(layout, 4)
+
+
+def test_a_mapped_image_stays_until_its_reader_has_restored(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    id = saved(sidecar, trainers)
+    reader = alone(sidecar, trainers)
+    path = sources(reader, id).sources[0].path
+    other = trainers(sidecar.socket, 0, 2)
+    other.connect()
+    other.restored(Epoch(EpochId(2, "00000002"), id))
+    other.register()
+    for step in range(5, 12):
+        other.stage(step)
+    assert read_image(other.layout, path) == content(other.layout, 4)
+    assert pinned(sidecar)
+    reader.restored(other.epoch)
+    eventually(lambda: not pinned(sidecar), what="what was mapped may be overwritten")
+
+
+def test_memory_of_ranks_that_a_smaller_world_lacks_is_freed_after_its_first_step(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    id = saved(sidecar, trainers)
+    alone = trainers(sidecar.socket, 0, 1)
+    alone.connect()
+    alone.restored(Epoch(EpochId(2, "00000002"), id))
+    alone.register()
+    assert list((sidecar.memory / "rank-00001").iterdir())
+    newer = alone.stage(5)
+    eventually(
+        lambda: not list((sidecar.memory / "rank-00001").iterdir()), what="rank 1's slots are freed"
+    )
+    assert alone.wait(newer, "committed", flush=True).reached
+
+
+def test_a_reader_that_dies_keeps_nothing(sidecar: SidecarProcess, trainers: Trainers) -> None:
+    id = saved(sidecar, trainers)
+    reader = alone(sidecar, trainers)
+    sources(reader, id)
+    window(reader)
+    assert len(windows(sidecar)) == 1
+    reader.disconnect()
+    eventually(lambda: not windows(sidecar), what="the window is removed")
+    assert not pinned(sidecar)
+
+
+def test_a_step_that_nobody_has_is_an_unknown_step(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    id = saved(sidecar, trainers)
+    with pytest.raises(SidecarError, match="no image of step") as error:
+        sources(alone(sidecar, trainers), StepId(id.epoch, 99))
+    assert error.value.code == "unknown-step"
+
+
+# --- chunks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_volumes(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> tuple[SidecarProcess, StepId]:
+    """A step of two ranks that is on the volume only: nothing may be fetched ahead of time."""
+    sidecar = sidecars().start("--slots", "2")
+    id = saved(sidecar, trainers, size=SIZE)
+    sidecar.kill()
+    shutil.rmtree(sidecar.memory)
+    sidecar.memory.mkdir()
+    # with room for a window, but not for an image
+    return sidecar.start("--memory-limit", str(18 << 20)), id
+
+
+def test_chunks_of_a_volume_come_verified_through_a_window(
+    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
+) -> None:
+    sidecar, id = on_volumes
+    reader = alone(sidecar, trainers)
+    found = sources(reader, id)
+    assert [(one.rank, one.tier, one.path) for one in found.sources] == [
+        (0, Tier.LOCAL, ""),
+        (1, Tier.LOCAL, ""),
+    ]
+    seen = window(reader)
+    assert (seen.frames, seen.frame_bytes) == (2, CHUNK_BYTES)  # all that the limit allows
+    for layout in layouts(reader, id, 0, 1):
+        whole = b""
+        for chunk in range(layout.chunk_count):
+            done = bring(reader, id, Chunk(rank=layout.rank, chunk=chunk, frame=chunk % 2))
+            assert done.tier is Tier.LOCAL
+            begin, end = chunk_bounds(layout, chunk)
+            whole += frame(seen, chunk % 2, end - begin)
+        assert layout.chunk_count == 3
+        assert whole[: layout.extras_begin] == image_bytes(layout, 4)
+
+
+def test_chunks_of_several_ranks_come_with_one_request(
+    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
+) -> None:
+    sidecar, id = on_volumes
+    reader = alone(sidecar, trainers)
+    seen = window(reader)
+    bring(reader, id, Chunk(rank=0, chunk=1, frame=1), Chunk(rank=1, chunk=1, frame=0))
+    for layout in layouts(reader, id, 0, 1):
+        expected = image_bytes(layout, 4)[CHUNK_BYTES : 2 * CHUNK_BYTES]
+        assert frame(seen, 1 - layout.rank, CHUNK_BYTES) == expected
+
+
+def test_a_damaged_chunk_is_named_with_its_tensors_and_its_file_quarantined(
+    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
+) -> None:
+    sidecar, id = on_volumes
+    reader = alone(sidecar, trainers)
+    window(reader)
+    (path,) = sidecar.root.glob("0*/rank-00001-*")
+    with path.open("r+b") as file:
+        file.seek(CHUNK_BYTES + 77)
+        file.write(b"?")
+    bring(reader, id, Chunk(rank=1, chunk=0, frame=0))
+    with pytest.raises(SidecarError) as error:
+        bring(reader, id, Chunk(rank=1, chunk=1, frame=0))
+    assert error.value.code == "not-verified"
+    for part in (str(id), "rank 1", "chunk 1", "opt.w"):
+        assert part in str(error.value)
+    assert not path.exists()
+    found = reader.candidates()
+    assert (found.offers, found.answer) == ((), Answer.UNKNOWN)
+    assert [one.rank for one in sources(reader, id).sources] == [0]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ((Chunk(rank=0, chunk=3, frame=0),), "chunks 0 to 2"),
+        ((Chunk(rank=0, chunk=-1, frame=0),), "chunks 0 to 2"),
+        ((Chunk(rank=0, chunk=0, frame=9),), "of 0 to 1"),
+        ((Chunk(rank=0, chunk=0, frame=0), Chunk(rank=0, chunk=1, frame=0)), "a frame of its own"),
+    ],
+)
+def test_a_request_for_what_is_not_there_is_refused(
+    on_volumes: tuple[SidecarProcess, StepId],
+    trainers: Trainers,
+    chunks: tuple[Chunk, ...],
+    text: str,
+) -> None:
+    sidecar, id = on_volumes
+    reader = alone(sidecar, trainers)
+    window(reader)
+    with pytest.raises(SidecarError, match=text) as error:
+        bring(reader, id, *chunks)
+    assert error.value.code == "bad-request"
+
+
+def test_a_window_that_does_not_fit_into_the_memory_limit_is_refused(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--memory-limit", str(15 << 20))
+    with pytest.raises(SidecarError, match="raise --memory-limit") as error:
+        window(alone(sidecar, trainers))
+    assert error.value.code == "no-memory"
+    assert not windows(sidecar)
+
+
+def test_a_window_of_an_earlier_sidecar_is_removed(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start()
+    window(alone(sidecar, trainers))
+    sidecar.kill()
+    assert len(windows(sidecar)) == 1
+    sidecar.start()
+    assert not windows(sidecar)
