@@ -143,7 +143,7 @@ class _Crew:
     def run(self) -> None:
         try:
             if self._niceness:
-                _yield_to_others(self._niceness)
+                yield_to_others(self._niceness)
             while (index := self._take()) is not None:
                 self._work(index)
                 with self._lock:
@@ -157,11 +157,3 @@ class _Crew:
     def _take(self) -> int | None:
         with self._lock:
             return None if self.errors else next(self._left, None)
-
-
-def _yield_to_others(niceness: int) -> None:
-    """Of this thread only: Linux keeps niceness per thread. A process that is nicer already stays
-    so, as only root may take that back."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)

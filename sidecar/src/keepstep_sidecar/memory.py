@@ -137,8 +137,8 @@ def populate(view: memoryview, stop: threading.Event) -> None:
 
 
 def lower_priority() -> None:
-    """Run this thread behind the training's. On Linux a nice value is a thread's own."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+    """Run this thread behind the training's."""
+    yield_to_others(_LOW_PRIORITY)
 
 
 def slot_name(layout: Layout, number: int) -> str:
