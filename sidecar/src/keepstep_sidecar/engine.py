@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep_sidecar.filesystem import PAGE_BYTES, Filesystem
+from keepstep_sidecar.niceness import yield_to_others
 
 WRITER_NICENESS = 5
 """Training comes first, so writers give way; a restore, which is waited for, does not. Beside busy

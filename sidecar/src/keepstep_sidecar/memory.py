@@ -18,6 +18,7 @@ from pathlib import Path
 
 from keepstep.errors import FormatError, ImageError, NoMemoryError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout
+from keepstep_sidecar.niceness import yield_to_others
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
