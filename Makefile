@@ -23,7 +23,7 @@ demo: $(READY) ## train a small GPT, kill it three times, compare the loss curve
 	$(BIN)/python examples/demo.py
 
 test: check ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest -m "not e2e and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not soak" --junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -32,7 +32,7 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
 
 e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker, kind, kubectl, helm)
-	$(BIN)/python -m pytest -m e2e tests/e2e --durations=0 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m e2e tests/e2e --durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
 
 bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floors (about a quarter of an hour)
 	$(BIN)/python -m bench

@@ -33,13 +33,16 @@ class Row:
     tests: tuple[str, ...]
 
 
+_E2E = "tests.e2e."
+
 ROWS = (
     Row(
-        "a trainer (SIGKILL, OOM, exception)",
+        "a trainer (SIGKILL, OOM, an exception)",
         "any",
         "memory",
         (
-            "tests.e2e.test_2_container_killed::test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory",
+            _E2E + "test_2_container_killed::"
+            "test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory",
         ),
     ),
     Row(
@@ -47,32 +50,79 @@ ROWS = (
         "any",
         "training goes on; sealed slots are adopted",
         (
-            "tests.e2e.test_2_container_killed::test_a_killed_sidecar_comes_back_while_training_goes_on",
+            _E2E + "test_2_container_killed::"
+            "test_a_killed_sidecar_comes_back_while_training_goes_on",
         ),
     ),
     Row(
         "a pod, made again on its node",
         "`hostPath`",
-        "the node's volume, flushed at the pod's end",
+        "the node's volume: flushed at the pod's end",
         (
-            "tests.e2e.test_3_pods_deleted::test_a_deleted_pod_flushes_and_its_successor_restores_that_step",
+            _E2E + "test_3_pods_deleted::"
+            "test_a_deleted_pod_flushes_and_its_successor_restores_that_step",
         ),
     ),
     Row(
-        "the operator, the API server, etcd",
+        "a trainer, while the operator is away",
         "any",
-        "training goes on; restarts agree among the ranks",
+        "memory: the ranks agree among themselves",
+        (_E2E + "test_4_operator_away::test_pods_restart_by_agreement_while_the_operator_is_down",),
+    ),
+    Row(
+        "the API server, etcd",
+        "any",
+        "training goes on",
         (
-            "tests.e2e.test_4_operator_away::test_pods_restart_by_agreement_while_the_operator_is_down",
-            "tests.e2e.test_4_operator_away::test_etcd_and_the_api_server_are_killed_and_nothing_stops",
+            _E2E + "test_4_operator_away::"
+            "test_etcd_and_the_api_server_are_killed_and_nothing_stops",
+            _E2E + "test_4_operator_away::"
+            "test_an_api_server_that_stands_still_for_a_minute_stops_nothing",
         ),
+    ),
+    Row(
+        "the job, all pods and their volumes",
+        "`archive`",
+        "the newest archived step (here every 10 steps)",
+        (_E2E + "test_12_tiers::test_a_job_made_anew_goes_on_from_the_archive",),
+    ),
+    Row(
+        "nothing: the number of replicas changes",
+        "`archive`",
+        "the newest archived step, resharded",
+        (
+            _E2E + "test_12_tiers::"
+            "test_another_number_of_replicas_goes_on_where_the_old_one_stopped",
+        ),
+    ),
+    Row(
+        "a node",
+        "`peers`",
+        "its buddy's copies",
+        (_E2E + "test_12_tiers::test_a_lost_node_with_a_buddy_costs_no_committed_step",),
+    ),
+    Row(
+        "a node",
+        "neither peers nor archive",
+        "nothing: said clearly, and never step 0 in silence",
+        (
+            _E2E + "test_12_tiers::"
+            "test_a_lost_node_with_no_copy_elsewhere_is_said_and_nothing_starts_anew",
+        ),
+    ),
+    Row(
+        "the archive, for a while",
+        "`archive`",
+        "training goes on; it catches up",
+        (_E2E + "test_12_tiers::test_an_archive_that_is_away_stops_nothing_and_catches_up",),
     ),
     Row(
         "a shard's bytes (bit rot)",
         "any",
         "the next tier or step that verifies; never those bytes",
         (
-            "tests.sidecar.test_restart::test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start",
+            "tests.sidecar.test_restart::"
+            "test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start",
         ),
     ),
 )

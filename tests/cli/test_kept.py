@@ -11,6 +11,7 @@ from keepstep.digests import CHUNK_BYTES
 from keepstep.image import read_layout
 from keepstep.steps import shard_name
 from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import eventually
 
 
 def shard_of(keepstep: Keepstep, step: int) -> Path:
@@ -81,6 +82,42 @@ def test_steps_beyond_the_parent_of_a_later_epoch_are_shown_as_dead(copied: Keep
     record.write_text(f"{text}, {later}]\n}}")
     assert [step["dead"] for step in copied.json("steps")["steps"]] == [False, True]
     assert copied.json("status")["committed"]["id"].endswith("-000000004")
+
+
+def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) -> None:
+    archive = keepstep.home / "shared"
+    archive.mkdir()
+    keepstep.script("train.py", TRAIN)
+    run = ("run", "--archive", str(archive), "--archive-every", "2", "--", sys.executable)
+    keepstep(*run, "train.py", "6", "3", code=137)
+
+    def archived() -> bool:
+        return any(one["archive_ranks"] for one in keepstep.json("steps")["steps"])
+
+    eventually(archived, within_s=30)
+    (step,) = [one for one in keepstep.json("steps")["steps"] if one["archive_ranks"]]
+    assert (step["step"], step["archive_ranks"], step["peer_ranks"]) == (2, [0], [])
+    assert step["tiers"][-1] == "archive"
+    shown = keepstep("steps").stdout
+    assert "ARCHIVE" in shown
+    assert "PEER" not in shown, "there is none"
+
+    (depot,) = keepstep.json("status")["sidecar"]["depots"]
+    assert (depot["tier"], depot["sent"], depot["backlog"]) == ("archive", 1, 0)
+    (row,) = _rows(keepstep("status").stdout, "archive")
+    assert str(archive) in row
+    assert row.endswith("none")
+
+    archive.rename(keepstep.home / "elsewhere")  # as if it were not mounted any more
+    keepstep(*run, "train.py", "9", "5", code=137)
+    eventually(
+        lambda: not _rows(keepstep("status").stdout, "archive")[0].endswith("none"), within_s=60
+    )
+
+
+def _rows(shown: str, tier: str) -> list[str]:
+    """Of the table of depots."""
+    return [line.rstrip() for line in shown.splitlines() if line.lstrip().startswith(tier)]
 
 
 # --- verify ----------------------------------------------------------------------------------

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 from tests.e2e import jobs
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
+
+Record = Callable[[str, object], None]
+"""pytest's `record_property`."""
+
+
+def lost(killed: jobs.Life, life: jobs.Life) -> int:
+    """Finished steps of the life that ended, beyond the step that the next one goes on from."""
+    return max(0, killed.last - (life.first - 1))
 
 
 def the_run(kubectl: Kubectl, job: str = "gpt") -> Object:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,11 +13,9 @@ from tests.e2e import jobs, runs, stores
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
-Record = Callable[[str, object], None]
-
 
 def test_a_job_made_anew_goes_on_from_the_archive(
-    namespace: Kubectl, reference: dict[int, str], record_property: Record
+    namespace: Kubectl, reference: dict[int, str], record_property: runs.Record
 ) -> None:
     stores.start(namespace)
     run = f"far-{int(time.time())}"
@@ -54,6 +53,38 @@ def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl
     _archived_beyond(namespace, committed, within_s=240)
 
 
+def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
+    namespace: Kubectl, record_property: runs.Record
+) -> None:
+    stores.start(namespace)
+    namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
+    archived = _archived_beyond(namespace, 10)
+    _suspend(namespace, True)
+    namespace.eventually(
+        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
+    )
+    last = runs.status(namespace)["step"]
+    wider = [{"op": "replace", "path": _REPLICAS, "value": 2}]
+    namespace("patch", "pytorchjob", "gpt", "--type=json", "-p", json.dumps(wider))
+    _suspend(namespace, False)
+
+    life = runs.restarted(namespace, within_s=300)
+    assert life.first - 1 >= archived
+    namespace.eventually(
+        lambda: runs.status(namespace)["world"] == 3, within_s=60, what="three ranks"
+    )
+    assert runs.committed_beyond(namespace, life.first) > life.first
+    record_property("lost_steps", max(0, last - life.first + 1))
+
+
+_REPLICAS = "/spec/pytorchReplicaSpecs/Worker/replicas"
+
+
+def _suspend(kubectl: Kubectl, suspend: bool) -> None:
+    body = {"spec": {"runPolicy": {"suspend": suspend}}}
+    kubectl("patch", "pytorchjob", "gpt", "--type=merge", "-p", json.dumps(body))
+
+
 def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
     def look() -> object:
         found = runs.status(kubectl).get("watermarks", {}).get("archive", {}).get("step", -1)
@@ -81,7 +112,7 @@ def test_a_lost_node_with_a_buddy_costs_no_committed_step(
     namespace: Kubectl,
     reference: dict[int, str],
     doomed: str,
-    record_property: Record,
+    record_property: runs.Record,
 ) -> None:
     safe = cluster.workers()[0]
     namespace.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))

@@ -10,7 +10,11 @@ from tests.e2e.kubectl import Kubectl
 
 
 def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
-    cluster: Cluster, namespace: Kubectl, reference: dict[int, str], measured: dict[str, float]
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    measured: dict[str, float],
+    record_property: runs.Record,
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     before = runs.training_beyond(namespace, 40)
@@ -23,6 +27,7 @@ def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
     assert killed is not None
     assert killed.last >= before.last
     assert life.tier == "memory"
+    record_property("lost_steps", runs.lost(killed, life))
     # one image may be unsealed when the kill comes, and the other rank may be a step behind
     assert killed.last - 2 <= life.first - 1 <= killed.last + 1, "no finished step but the newest"
     runs.same_losses(killed, reference)

@@ -14,7 +14,10 @@ _RUN = f"long-{int(time.time())}"
 
 
 def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
-    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    record_property: runs.Record,
 ) -> None:
     node = cluster.workers()[0]
     namespace.apply(
@@ -32,6 +35,9 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
     )
     life = runs.restarted(namespace, within_s=180)
     assert life.first - 1 >= before.last - 2, "the newest staged step was flushed"
+    killed = jobs.life(namespace, "gpt-master-0", previous=True)
+    assert killed is not None
+    record_property("lost_steps", runs.lost(killed, life))
     runs.same_losses(life, reference)
     restored = namespace.eventually(lambda: namespace.events("Restored"), what="an event")
     assert str(life.first - 1) in restored[-1]["message"]

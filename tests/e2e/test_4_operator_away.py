@@ -11,7 +11,10 @@ from tests.e2e.kubectl import Kubectl
 
 
 def test_pods_restart_by_agreement_while_the_operator_is_down(
-    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    record_property: runs.Record,
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     committed = runs.committed_beyond(namespace, 10)
@@ -28,6 +31,9 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
         assert life.tier == "memory"
         assert life.first - 1 >= before.last - 2
         runs.same_losses(life, reference)
+        killed = jobs.life(namespace, "gpt-master-0", previous=True)
+        assert killed is not None
+        record_property("lost_steps", runs.lost(killed, life))
     finally:
         system("scale", "deployment/keepstep-reconcile", "--replicas=1")
     after = runs.committed_beyond(namespace, life.first)

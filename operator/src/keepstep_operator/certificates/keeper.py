@@ -133,9 +133,11 @@ class Keeper:
                 return replace(authority, previous=b"", since=None)
             case Move.BEGIN | Move.NONE:
                 made = make_authority(self._server.service, now=now, life=lifetimes.authority)
-                leaf = read_leaf(await self._read(self._server.leaf_secret))
-                # what clients trusted so far: the leaf that is in use may be from there
-                return StoredAuthority(signer=made, previous=leaf.bundle, since=now)
+                return StoredAuthority(signer=made, previous=await self._trusted(), since=now)
+
+    async def _trusted(self) -> bytes:
+        """What clients trusted so far: the leaf that is in use may be from there."""
+        return read_leaf(await self._read(self._server.leaf_secret)).bundle
 
     async def _leaf(self, authority: StoredAuthority) -> Facts:
         old = await self._read(self._server.leaf_secret)
