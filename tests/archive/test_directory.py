@@ -52,6 +52,20 @@ def test_a_committed_step_is_archived_with_its_record_last(
     assert (directory / names[0]).read_bytes() == original.read_bytes()
 
 
+def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with running(config(archive_dir)) as depot:
+            shards = write_step(local, 10)
+            commit(depot, {0: shards[0]})  # rank 1 is on another pod, and never sends
+            assert await depot.drain(timeout_s=10, whole=False)
+            assert depot.status().sent == 1
+            assert not await depot.drain(timeout_s=0.1)
+
+    asyncio.run(scenario())
+
+
 def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
     local: Volume, archive_dir: Path
 ) -> None:

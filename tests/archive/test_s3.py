@@ -105,6 +105,19 @@ def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
     asyncio.run(scenario())
 
 
+def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
+    local: Volume, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        bucket.proxy.faults.answer = 503
+        async with running(bucket.config()) as depot:
+            commit(depot, write_step(local, 10))
+            assert not await depot.drain(timeout_s=60, whole=False)
+            assert depot.status().trouble
+
+    asyncio.run(scenario())
+
+
 def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
     async def scenario() -> None:
         bucket.proxy.faults.delay_s = 0.1

@@ -87,7 +87,7 @@ def _suspend(kubectl: Kubectl, suspend: bool) -> None:
 
 def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
     def look() -> object:
-        found = runs.status(kubectl).get("watermarks", {}).get("archive", {}).get("step", -1)
+        found = _newest(kubectl, "archive")
         return found > step and found
 
     found: int = kubectl.eventually(look, within_s=within_s, what=f"archived beyond step {step}")
@@ -122,7 +122,7 @@ def test_a_lost_node_with_a_buddy_costs_no_committed_step(
         within_s=120,
         what="every shard has a copy on another node",
     )
-    before = _peer_step(namespace)
+    before = _newest(namespace, "peer")
     _lose(cluster, namespace, doomed, "gpt-worker-0")
     last = runs.training_beyond(namespace, 0).last
 
@@ -184,6 +184,7 @@ def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
     kubectl("delete", "pod", pod, "--force", "--grace-period=0")
 
 
-def _peer_step(kubectl: Kubectl) -> int:
-    step: int = runs.status(kubectl)["watermarks"]["peer"]["step"]
-    return step
+def _newest(kubectl: Kubectl, tier: str) -> int:
+    """The step of this tier's watermark, -1 for none."""
+    mark = runs.status(kubectl).get("watermarks", {}).get(tier)
+    return int(mark.rpartition("-")[2]) if mark else -1

@@ -233,13 +233,16 @@ class Soak:
     def _check_content(self, data: memoryview, layout: Any, step: int) -> None:
         import torch
 
+        from keepstep.image import local_name
+
         if step not in self.expected:
             return
         names = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
         names += [f"optimizer.state.{name}.exp_avg_sq" for name in names]
         tensors = []
         for name in names:
-            entry = layout.entries[name]
+            # plain tensors of the same name in every rank: the lowest keeps it bare
+            entry = layout.entries[local_name(name, layout.rank) if layout.rank else name]
             tensors.append(
                 torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=torch.float32)
             )

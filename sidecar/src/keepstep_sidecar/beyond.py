@@ -58,7 +58,7 @@ class Beyond:
         """`looked`: what to do once everything was seen for the first time."""
         for depot in self.depots:
             if isinstance(depot, Retaining):
-                depot.pinned = lambda: self._catalog.overview.pinned
+                depot.pinned = self._catalog.pinned
             if isinstance(depot, Noticing):
                 depot.changed = lambda: spawn(self.look(), "look at what is new")
             spawn(depot.run(), f"depot {depot.tier}")
@@ -107,12 +107,18 @@ class Beyond:
             if isinstance(depot, Retaining):
                 depot.want(id)
 
-    async def drain(self, *, timeout_s: float, tier: Tier | None = None) -> bool:
-        """Wait until everything that should be there is, on this tier or on all. Best effort."""
+    async def drain(
+        self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
+    ) -> bool:
+        """Wait until everything that should be there is, on this tier or on all. Best effort.
+
+        `whole` as in `Depot.drain`.
+        """
         chosen = [one for one in self.depots if tier in (None, one.tier)]
         try:
             async with asyncio.timeout(timeout_s):
-                done = await asyncio.gather(*(one.drain(timeout_s=timeout_s) for one in chosen))
+                waits = (one.drain(timeout_s=timeout_s, whole=whole) for one in chosen)
+                done = await asyncio.gather(*waits)
         except TimeoutError:
             return False
         return all(done)

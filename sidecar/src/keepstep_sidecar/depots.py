@@ -95,8 +95,12 @@ class Depot(Protocol):
     def in_use(self, id: StepId) -> bool:
         """A local shard of this step is being read to be sent: do not retire it now."""
 
-    async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until everything that should be there is. False when the time is up first."""
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        """Wait until everything that should be there is. False when the time is up first.
+
+        `whole` False: only what this sidecar itself must send, and no longer when that fails: for
+        the end of a pod, whose neighbours may have ended already.
+        """
 
     async def run(self) -> None:
         """Work until cancelled."""

@@ -289,11 +289,13 @@ class ArchiveDepot:
         self._complete -= set(gone)
         return gone
 
-    async def drain(self, *, timeout_s: float) -> bool:
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._backlog.waiting() or self._unsettled:
+                while self._backlog.waiting() or (whole and self._unsettled):
+                    if self._trouble and not whole:
+                        return False
                     self._progress.clear()
                     await self._progress.wait()
         except TimeoutError:

@@ -256,8 +256,12 @@ class PeerDepot:
         """See `depots.Keeper`."""
         return await self._calls.here(functools.partial(self._copies.make_room, size_bytes))
 
-    async def drain(self, *, timeout_s: float) -> bool:
-        return await self._changes.until(lambda: self._backlog() == 0, timeout_s=timeout_s)
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        def over() -> bool:
+            return self._backlog() == 0 or (not whole and bool(self.status().trouble))
+
+        await self._changes.until(over, timeout_s=timeout_s)
+        return self._backlog() == 0
 
     def _backlog(self) -> int:
         return sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
