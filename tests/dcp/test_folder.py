@@ -70,6 +70,23 @@ def test_equal_boxes_of_replicas_count_once(tmp_path: Path) -> None:
     load(tmp_path)
 
 
+@pytest.mark.parametrize("boxes", [[(0, 0), (0, 4), (4, 0)], [(0, 2), (2, 0), (2, 2)]])
+def test_an_empty_box_where_another_one_begins_is_no_overlap(
+    tmp_path: Path, boxes: Sequence[Box]
+) -> None:
+    """As ranks have them that got no row of a small replicated tensor."""
+    for rank, box in enumerate(boxes):
+        shard(tmp_path, rank, 3, [box])
+    assert not (load(tmp_path) == 7.0).any()
+
+
+def test_empty_boxes_alone_make_up_nothing(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        shard(tmp_path, rank, 2, [(0, 0)])
+    with pytest.raises(AssertionError, match="nobody holds"):
+        load(tmp_path)
+
+
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     shard(tmp_path, 0, 3, [(0, 2)])
     shard(tmp_path, 2, 3, [(2, 2)])

@@ -138,6 +138,7 @@ def test_a_lost_node_with_no_copy_elsewhere_is_said_and_nothing_starts_anew(
     safe = cluster.workers()[0]
     namespace.apply(jobs.policy(), _spread(safe, doomed))
     runs.committed_beyond(namespace, 10)
+    assert "NodeLoss" not in runs.status(namespace)["survives"], "the other replica serves nobody"
     _lose(cluster, namespace, doomed, "gpt-worker-0")
     namespace.eventually(
         lambda: runs.condition(namespace, "Protected")["status"] != "True",

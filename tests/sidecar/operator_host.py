@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from keepstep.ledger import Ledger, LedgerConfig, RestorePlan, Retire
 from keepstep.reports import PATH, Report, ReportReply
 from keepstep.retention import Retention
-from keepstep.steps import Tier
+from keepstep.steps import StepId, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ class OperatorHost:
         least_gap_s: float = 0.05,
     ) -> None:
         self.seen = Seen()
+        self.restore_from: StepId | None = None
         self.port = port
         self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
         self._ledger = Ledger(
@@ -164,6 +165,7 @@ class OperatorHost:
             least_gap_s=self._least_gap_s,
             committed={tier: id for tier, id in marks.items() if id is not None},
             plan=plan.id if isinstance(plan, RestorePlan) else None,
+            restore_from=self.restore_from,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

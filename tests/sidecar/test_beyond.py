@@ -184,3 +184,38 @@ def test_without_an_archive_nobody_waits_for_one(
     with pytest.raises(SidecarError, match="--archive") as error:
         trainer.wait(trainer.stage(1), "archived")
     assert error.value.code == "bad-request"
+
+
+def test_an_archive_that_goes_away_and_comes_back_is_used_again(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    trainer = come(sidecar, trainers, 1)
+    assert trainer.candidates().candidates
+    away = archive.rename(archive.with_name("not-mounted"))
+    with pytest.raises(SidecarError) as error:
+        trainer.open(id)
+    assert error.value.code == "not-verified"
+    away.rename(archive)
+    assert [one.id for one in trainer.candidates().candidates] == [id]
+    assert trainer.open(id).tier is Tier.ARCHIVE
+
+
+def test_an_archived_copy_that_is_damaged_is_not_offered_again(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    for path in archive.rglob("rank-00001-*"):
+        if path.stat().st_size > 60_000:
+            with path.open("r+b") as file:
+                file.seek(len(make_layout(1, 2).header) + 77)
+                file.write(b"?")
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    trainer = come(sidecar, trainers, 1)
+    trainer.candidates()  # answers when the archive was looked at
+    with pytest.raises(SidecarError):
+        trainer.open(id)
+    assert trainer.candidates().candidates == ()

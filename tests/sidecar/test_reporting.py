@@ -18,7 +18,7 @@ from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
-from keepstep.agreement import choose
+from keepstep.agreement import choose, limit_of
 from keepstep.protocol import Flushed, FlushRequest
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from tests.harness import eventually
@@ -537,3 +537,34 @@ def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
     assert trainer.wait(trainer.stage(0), "durable").reached
     assert events(pod, "no reports")
+
+
+def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_from_it(
+    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+) -> None:
+    operator = operators(keep=3).start()
+    both = [pod.start() for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    wanted = stage(ranks, 4)
+    for id in (wanted, stage(ranks, 5)):
+        for one in ranks:
+            assert one.wait(id, "committed", flush=True).reached
+    operator.restore_from = wanted
+    for pod, one in zip(both, ranks, strict=True):
+        one.disconnect()
+        pod.kill()
+        pod.lose_memory()
+        pod.start()
+    # the very first votes: new pods hear of it before they vote
+    ranks = come_back(both, trainers)
+    votes = [one.candidates() for one in ranks]
+    assert [limit_of([vote]) for vote in votes] == [(wanted, True)] * 2
+    assert all(len(vote.candidates) == 2 for vote in votes), "all is listed nonetheless"
+    decision = choose(votes, limit=wanted, exact=True)
+    assert decision.id == wanted
+    for one in ranks:
+        one.open(wanted)
+        one.restored(decision.epoch("00000002"))
+        one.disconnect()
+    # the operator may not have heard yet, but this is done with
+    assert [one.candidates().limit for one in come_back(both, trainers)] == [None, None]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from keepstep.checkpointer import Restored as Restored
 
 from keepstep.errors import (
+    CoverageError,
     DigestError,
     KeepstepError,
     MismatchError,
@@ -25,6 +26,7 @@ from keepstep.errors import (
 
 __all__ = [
     "Checkpointer",
+    "CoverageError",
     "DigestError",
     "KeepstepError",
     "MismatchError",

@@ -97,6 +97,29 @@ def choose(
     raise _refusal(votes, excluded)
 
 
+def limit_of(votes: Sequence[Candidates]) -> tuple[StepId | None, bool]:
+    """`limit` and `exact` of `choose`, as any vote names them: a sidecar that was not told, or not
+    yet, goes along. Raises RestoreError when that cannot be followed."""
+    if runs := {vote.limit_run for vote in votes if vote.limit_run}:
+        raise RestoreError(
+            f"going back to a step of run {', '.join(sorted(runs))} was asked for, but this version"
+            " reads no archive of another run; empty spec.restoreFrom to go on without"
+        )
+    limits = {vote.limit for vote in votes if vote.limit is not None}
+    if len(limits) > 1:
+        raise RestoreError(
+            f"going back to different steps was asked for: {_named(limits)}; name one, by its id"
+        )
+    if limits:
+        return limits.pop(), any(vote.exact for vote in votes)
+    if wanted := next((vote.wanted for vote in votes if vote.wanted), ""):
+        raise RestoreError(
+            f"going back to step {wanted} was asked for, but no rank knows of one that can be "
+            f"restored. {_held(votes, ())}. Choose one that `keepstep steps` shows"
+        )
+    return None, False
+
+
 # --- what each rank can go on from ---------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import time
 import weakref
@@ -29,8 +30,8 @@ from keepstep.agreement import Decision
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.imaging import Imaging
-from keepstep.protocol import SOCKET_ENV
-from keepstep.restoring import Restoring
+from keepstep.protocol import RESTORE_TIMEOUT_ENV, SOCKET_ENV
+from keepstep.restoring import OPEN_S, Restoring
 from keepstep.stager import Stager
 from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
@@ -89,6 +90,7 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._stage_every = 1
         self._last_step = -1
+        self._restore_timeout_s = _restore_timeout_s()
         self._socket = os.environ.get(SOCKET_ENV, "")
         if self._socket:
             self._stager = Stager(self._socket, rank=self._rank, world=self._world)
@@ -173,6 +175,7 @@ class Checkpointer:
             take=self._take,
             rng=self._rng,
             trusted=self._trusted,
+            timeout_s=self._restore_timeout_s,
         )
 
     # --- save --------------------------------------------------------------------------------
@@ -307,8 +310,10 @@ class Checkpointer:
     def close(self, timeout: float = 300.0) -> None:
         """Make the last step durable on every rank, then let go of the sidecar.
 
-        Raises NotDurableError that names the step if that was not possible in `timeout` seconds.
-        Safe to call twice.
+        Where there is an archive, the last step goes there, too, be it due or not. Raises
+        NotDurableError that names the step if that was not possible in `timeout` seconds; for a
+        step that is not archived by then only when `strict`, else that is logged. Safe to call
+        twice.
         """
         stager, self._stager = self._stager, None
         _LIVE.discard(self)
@@ -337,6 +342,21 @@ class Checkpointer:
             raise NotDurableError(
                 f"step {self._last_step} was not staged; the newest durable one is"
                 f" {newest.id.step}: {stager.stats.why_not()}"
+            )
+        if stager.link.archive:
+            self._archive_last(stager, newest.id, max(0.1, deadline - time.monotonic()))
+
+    def _archive_last(self, stager: Stager, id: StepId, timeout_s: float) -> None:
+        try:
+            stager.link.wait(id, State.ARCHIVED, timeout_s=timeout_s)
+        except NotDurableError as error:
+            if self._strict:
+                raise
+            log.warning(
+                "keepstep: step %d is committed, but not in the archive yet; the sidecar goes on"
+                " uploading until it ends: %s",
+                id.step,
+                error,
             )
 
     def __enter__(self) -> Checkpointer:
@@ -372,6 +392,17 @@ def _rank_and_world() -> tuple[int, int]:
             " torch.distributed.init_process_group() before you make the Checkpointer"
         )
     return int(os.environ.get("RANK", "0")), 1
+
+
+def _restore_timeout_s() -> float:
+    text = os.environ.get(RESTORE_TIMEOUT_ENV) or str(OPEN_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise UsageError(f"{RESTORE_TIMEOUT_ENV}={text}: it is a number of seconds above 0")
+    return seconds
 
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -22,11 +22,11 @@ _POLL_S = 30.0
 
 
 class Link:
-    """`changed` is notified when the lease is lost."""
+    """`changed` is notified when the lease is lost. `archive`: the sidecar has one."""
 
     def __init__(self, path: str, *, rank: int, world: int, changed: threading.Condition) -> None:
         self.rank = rank
-        self.run = ""
+        self.run, self.archive = "", False
         self._path, self._world = path, world
         self._attempt = secrets.token_hex(8)
         self._changed = changed
@@ -55,7 +55,7 @@ class Link:
             local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         )
         lease = Lease(self._path, request, self._notify)
-        self.run = lease.granted.run
+        self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
         return lease.granted
 

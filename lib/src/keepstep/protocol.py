@@ -26,6 +26,9 @@ PROTOCOL_MAX = 1
 SOCKET_ENV = "KEEPSTEP_SOCKET"
 """Path of the sidecar's unix socket, in the training process's environment."""
 
+RESTORE_TIMEOUT_ENV = "KEEPSTEP_RESTORE_TIMEOUT"
+"""Seconds that bringing one rank's image may take, in the training process's environment."""
+
 T = TypeVar("T")
 
 
@@ -56,7 +59,8 @@ class LeaseRequest:
 class LeaseGranted:
     """First line of the lease stream (JSON lines; later lines are `{}` pings).
 
-    `held`: those of `LeaseRequest.holding` that are still this trainer's to fill.
+    `held`: those of `LeaseRequest.holding` that are still this trainer's to fill. `archive`: steps
+    go to an archive, too.
     """
 
     lease: str
@@ -66,6 +70,7 @@ class LeaseGranted:
     memory_dir: str
     stage_every: int = 1
     held: tuple[str, ...] = ()
+    archive: bool = False
 
 
 # --- slots -----------------------------------------------------------------------------------
@@ -191,6 +196,10 @@ class Candidates:
     `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed. `offers`: steps of
     which this sidecar can bring every byte of every rank, for whoever cannot use an image of its
     own.
+
+    `wanted`: a person wants to go back to this step, '' for whatever is newest. `limit`: which one
+    that is, None where it is not known here; nothing newer is used and, where `exact`, nothing
+    older. `limit_run`: it is a step of this other run's archive.
     """
 
     answer: Answer
@@ -199,6 +208,10 @@ class Candidates:
     plan: StepId | None = None
     reason: str = ""
     offers: tuple[Offer, ...] = ()
+    wanted: str = ""
+    limit: StepId | None = None
+    exact: bool = False
+    limit_run: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

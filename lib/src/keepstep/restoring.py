@@ -27,7 +27,7 @@ from keepstep.state import Taken, TensorLeaf
 from keepstep.steps import StepId, Tier
 from keepstep.wrappers import after_loading
 
-_OPEN_S = 600.0
+OPEN_S = 600.0
 _SOURCES_S = 120.0
 
 Stage = Callable[[Sequence[Any]], Any]
@@ -47,10 +47,13 @@ class Restoring:
         take: Callable[[], Taken],
         rng: bool,
         trusted: bool,
+        timeout_s: float = OPEN_S,
     ) -> None:
+        """`timeout_s`: for fetching this rank's image, or one window of others'."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
+        self._timeout_s = timeout_s
         self._components, self._link, self._take = components, link, take
         self._id: StepId = decision.id
         self._direct = decision.direct[rank]
@@ -67,8 +70,8 @@ class Restoring:
     def _open(self, _: Sequence[Any]) -> None:
         if not self._direct:
             return
-        request = OpenRequest(lease=self._link.lease, id=self._id, timeout_s=_OPEN_S)
-        opened = self._link.call("/v1/restore", request, Opened, timeout_s=_OPEN_S + 10)
+        request = OpenRequest(lease=self._link.lease, id=self._id, timeout_s=self._timeout_s)
+        opened = self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
         self.tier = opened.tier
         slot = SlotMapping(opened.path)
         control = slot.control()
@@ -86,7 +89,9 @@ class Restoring:
             return b""
         request = SourcesRequest(lease=self._link.lease, id=self._id)
         found = self._link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
-        loader = Loader(self._components, taken, Images(self._link, found), rank=self._rank)
+        loader = Loader(
+            self._components, taken, Images(self._link, found, self._timeout_s), rank=self._rank
+        )
         loader.plan(trusted=self._trusted)
         self._rng_state = loader.rng or {}
         self._run = loader.run

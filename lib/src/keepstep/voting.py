@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from keepstep.agreement import Decision, choose
+from keepstep.agreement import Decision, choose, limit_of
 from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
 from keepstep.protocol import Candidates, CandidatesRequest, RestoredRequest
 from keepstep.restoring import Restoring
@@ -108,7 +108,8 @@ class Voter:
         self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
     ) -> Decision:
         try:
-            return choose(votes, excluded)
+            limit, exact = limit_of(votes)
+            return choose(votes, excluded, limit=limit, exact=exact)
         except RestoreError as error:
             if not failures:
                 raise

@@ -81,6 +81,18 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
     help="Token for --report-url; read anew for each report.",
 )
 @click.option(
+    "--restore-from",
+    metavar="STEP",
+    help="The next restart goes back to this step, a number or an id; later ones are dead then.",
+)
+@click.option(
+    "--restore-since",
+    type=click.IntRange(min=0),
+    default=0,
+    hidden=True,
+    help="Number of the newest epoch when --restore-from was asked for.",
+)
+@click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     help="TCP port of /metrics and /healthz.  [default: the socket only]",
@@ -204,8 +216,15 @@ def _serve(options: dict[str, Any]) -> None:
             reporting=reporting,
             archive=options["archive"],
             peers=options["peers"],
+            wish=_wish(options["restore_from"], since=options["restore_since"]),
         )
     )
+
+
+def _wish(text: str | None, *, since: int) -> Any:
+    from keepstep_sidecar import rollback
+
+    return rollback.parse(text, since=since) if text else None
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from keepstep_sidecar.origins import LocalReader, Origin, RemoteOrigin
 from keepstep_sidecar.overview import Overview
 from keepstep_sidecar.reach import Reach
 from keepstep_sidecar.remotes import Remotes
+from keepstep_sidecar.rollback import Rollback, Wish
 from keepstep_sidecar.scan import Found, Scan
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.volume import Written
@@ -73,8 +74,10 @@ class Catalog:
         reader: LocalReader,
         remotes: Remotes,
         told: bool = False,
+        wish: Wish | None = None,
     ) -> None:
-        """`told`: an operator sees the whole run, and decides what is deleted."""
+        """`told`: an operator sees the whole run, and decides what is deleted. `wish`: what to go
+        back to."""
         self.volumes = volumes
         self.shards: dict[StepId, dict[int, Found]] = {}
         self.published: dict[StepId, str] = {}
@@ -97,10 +100,12 @@ class Catalog:
         self._busy = busy
         self.overview = Overview(told=told, clock=time.monotonic)
         self.overview.remember(volumes.last_commit())
+        self.rollback = Rollback(wish, volumes.epochs)
         self._noted = self.overview.commit
         self._noted_at = -_NOTE_EVERY_S
         self._ranks: set[int] = set()
         self._remote_ranks: set[int] = set()
+        self._index_told = remotes.index
         self._hooks = Hooks(remotes.depots)
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
@@ -146,9 +151,13 @@ class Catalog:
         first = not self.remotes.looked
         if not await self.remotes.look() and not first:
             return
-        ranks = {rank: self.remotes.report(rank) for rank in self._beyond()}
-        await self._tell(Reported(ranks=ranks, epochs=self.remotes.epochs))
+        await self._tell(self._report_beyond())
         self._changes.ring()
+
+    def _report_beyond(self) -> Reported:
+        self._index_told = self.remotes.index
+        ranks = {rank: self.remotes.report(rank) for rank in self._beyond()}
+        return Reported(ranks=ranks, epochs=self.remotes.epochs)
 
     def _beyond(self) -> set[int]:
         """Ranks of which depots hold or held something: one whose last copy went must be reported
@@ -217,6 +226,8 @@ class Catalog:
 
     def look(self) -> Ledger:
         """The ledger with the newest report, for questions; what it asks for is done later."""
+        if self._index_told != self.remotes.index:  # `look_beyond` is just about to tell it
+            self._remember(self.ledger.apply(self._report_beyond()))
         self._remember(self.ledger.apply(self.report()))
         return self.ledger
 
@@ -230,6 +241,7 @@ class Catalog:
         """The operator's answer: commits are published, and what nobody needs is deleted."""
         before = (self.overview.commit, self.overview.plan)
         self.overview.hear(reply)
+        self.rollback.hear(reply)
         if self.scanned:
             async with self._actions:
                 await self._publish_committed()
@@ -280,6 +292,7 @@ class Catalog:
         if epoch not in self.ledger.epochs:
             await self.blocking(lambda: self.volumes.save_epoch(epoch))
         self.epoch = epoch
+        self.rollback.began(epoch)
         await self._tell(EpochStarted(epoch))
         self._hooks.forget([id for id in self.shards if self.ledger.is_dead(id)])
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
@@ -324,7 +337,19 @@ class Catalog:
         return bool(doomed)
 
     def _in_use(self, id: StepId) -> bool:
-        return self._busy(id) or id in self._opening or self._hooks.in_use(id)
+        wanted = self.rollback.names(id)
+        return wanted or self._busy(id) or id in self._opening or self._hooks.in_use(id)
+
+    def pinned(self) -> frozenset[StepId]:
+        """Steps that stay everywhere."""
+        return self.overview.pinned.union(filter(self.rollback.names, self.reach.ids()))
+
+    def wanted(self) -> StepId | None:
+        """The step that a person wants to go back to, where it is known here."""
+        return self.rollback.resolve(self.ledger.whole(), self._restorable())
+
+    def _restorable(self) -> list[StepId]:
+        return [id for id in self.reach.ids() if self.ledger.lineage.restorable(id)]
 
     def _remember(self, actions: Iterable[object]) -> None:
         for action in actions:

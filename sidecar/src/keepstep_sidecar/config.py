@@ -10,6 +10,7 @@ from keepstep.errors import UsageError
 from keepstep.reports import PATH
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.peer.settings import PeerSettings
+from keepstep_sidecar.rollback import Wish
 from keepstep_sidecar.shardfile import Verify
 
 _LONGEST_SOCKET_PATH = 107
@@ -49,6 +50,7 @@ class Config:
     `bytes_per_second`: limit of all writes together. `linger_s`: end by itself when no trainer was
     there for so long, and the process `owner_pid` is gone; None: never. `reporting` None: nobody
     but this sidecar sees the run, so its ranks are all there are, unless a trainer says otherwise.
+    `wish`: the step that the next epoch shall go on from.
     """
 
     run: str
@@ -70,6 +72,7 @@ class Config:
     reporting: Reporting | None = None
     archive: ArchiveConfig | None = None
     peers: PeerSettings | None = None
+    wish: Wish | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""

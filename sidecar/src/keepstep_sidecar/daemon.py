@@ -116,7 +116,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 async def _serve(config: Config) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
-        depots = _depots(config, volumes, pinned=lambda: service.catalog.overview.pinned)
+        depots = _depots(config, volumes, pinned=lambda: service.catalog.pinned())
         service = Service(config, volumes, tasks, depots)
         service.reporter = _reporter(service)
         try:

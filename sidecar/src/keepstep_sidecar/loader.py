@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from keepstep.errors import NoMemoryError
 from keepstep.image import Layout
-from keepstep.steps import StepId, Tier
+from keepstep.steps import StepId
 from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
@@ -118,6 +118,6 @@ class Loader:
         beyond = {id for id in sealed if agreed is not None and id > agreed}
         if (planned := plan(self._catalog)) is None:
             return beyond
-        whole = set(self._catalog.ledger.committed(Tier.MEMORY))
+        whole = set(self._catalog.ledger.whole())
         unlike = {id for id in sealed if id not in whole and planned.id in whole}
         return {id for id in sealed if id < planned.id} | unlike | beyond

@@ -57,7 +57,12 @@ class Overview:
         Never one that is not older than the last commit: no operator rightly asks for that.
         """
         return sorted(
-            id for id in held if id in self._retire and self.commit is not None and id < self.commit
+            id
+            for id in held
+            if id in self._retire
+            and id not in self.pinned
+            and self.commit is not None
+            and id < self.commit
         )
 
     def unwatched(self, held: Iterable[StepId], *, commit: StepId | None) -> list[StepId]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from keepstep.ledger import RestorePlan
-from keepstep.steps import Tier
+from keepstep.steps import StepId, Tier
 from keepstep_sidecar.catalog import Catalog
 
 
 def plan(catalog: Catalog) -> RestorePlan | None:
     """What would be restored now, if that is known."""
-    newest = catalog.look().watermark(Tier.MEMORY)
+    complete = catalog.look().watermark(Tier.MEMORY)
+    if (wanted := catalog.wanted()) is not None:
+        return _plan_of(catalog, wanted)
     beyond = _plan_beyond(catalog)
-    if beyond is not None and (newest is None or newest < beyond.id):
+    # what is whole by twins alone does not tell what ranks elsewhere could go on from
+    if beyond is not None and (complete is None or complete < beyond.id):
         return beyond
-    if newest is None:
+    if not catalog.ledger.whole():
         return None
-    found = catalog.ledger.plan(range(catalog.reach.world_of(newest) or 0))
+    # of a rank that has nothing here, nobody here can ever tell what it has
+    found = catalog.ledger.plan(catalog.ranks())
     return found if isinstance(found, RestorePlan) else None
 
 
@@ -25,16 +31,20 @@ def _plan_beyond(catalog: Catalog) -> RestorePlan | None:
     Else the last commit, for those that have nothing newer in memory: with that, and without
     an operator, only the vote can tell what the others have, too.
     """
-    nearest, told = catalog.reach.nearest, catalog.overview.plan
-    if told is not None and catalog.ledger.lineage.restorable(told):
-        tiers = {rank: tier for rank in catalog.ranks() if (tier := nearest(told, rank))}
-        if tiers:
-            return RestorePlan(told, tiers)
+    told = catalog.overview.plan
+    restorable = told is not None and catalog.ledger.lineage.restorable(told)
+    if told is not None and restorable and (found := _plan_of(catalog, told)) is not None:
+        return found
     if (id := catalog.last_commit()) is None:
         return None
-    tiers = {
-        rank: tier
-        for rank in catalog.ranks()
-        if (tier := nearest(id, rank)) and id >= catalog.newest_in_memory(rank, id)
-    }
+    ranks = [rank for rank in catalog.ranks() if id >= catalog.newest_in_memory(rank, id)]
+    return _plan_of(catalog, id, ranks)
+
+
+def _plan_of(
+    catalog: Catalog, id: StepId, ranks: Iterable[int] | None = None
+) -> RestorePlan | None:
+    """This step, for those of `ranks` (None: all here) that hold it."""
+    asked = catalog.ranks() if ranks is None else ranks
+    tiers = {rank: tier for rank in asked if (tier := catalog.reach.nearest(id, rank))}
     return RestorePlan(id, tiers) if tiers else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from keepstep.ledger import NEAREST_FIRST
 from keepstep.protocol import Offer
@@ -61,12 +61,13 @@ class Reach:
         }
         return worlds.pop() if len(worlds) == 1 else None
 
-    def offers(self, restorable: Callable[[StepId], bool]) -> tuple[Offer, ...]:
-        """Steps of which every byte of every rank is within reach, oldest first.
+    def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
+        """Of the steps that the ledger calls whole, those of which every byte of every rank is
+        within reach, oldest first.
 
         A rank whose own image is gone is covered by a twin: its image has the very same boxes.
         """
-        found = [self._offer(id) for id in sorted(self.ids()) if restorable(id)]
+        found = [self._offer(id) for id in sorted(self.ids().intersection(whole))]
         return tuple(one for one in found if one is not None)
 
     def _offer(self, id: StepId) -> Offer | None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from keepstep.errors import ImageError
 from keepstep.ledger import NEAREST_FIRST, Held, RankReport
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.depots import Depot, Inventory, Remote
@@ -20,13 +21,15 @@ _NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
 
 
 class Remotes:
-    """The depots of this sidecar. `looked`: all of them were asked at least once."""
+    """The depots of this sidecar. `looked`: all of them were asked at least once. `index`: grows
+    when something is seen to be different."""
 
     def __init__(self, depots: Sequence[Depot] = ()) -> None:
         self.depots = tuple(
             sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
         )  # nearest first
         self.looked = not depots
+        self.index = 0
         self._inventories = [_NOT_ASKED for _ in self.depots]
         self._refused: set[tuple[Tier, str, StepId, int]] = set()
         self._at: dict[StepId, dict[int, list[RemoteOrigin]]] = {}
@@ -67,20 +70,23 @@ class Remotes:
         return changed
 
     def distrust(self, origin: RemoteOrigin, error: Exception) -> None:
-        """This copy did not pass its verification: it is not offered any more."""
-        one = origin.remote
+        """This copy could not be used. One that did not pass its verification is not offered any
+        more; one that was out of reach may be there the next time."""
+        one, damaged = origin.remote, isinstance(error, ImageError)
         warn(
-            "copy refused",
+            "copy refused" if damaged else "copy out of reach",
             tier=str(one.tier),
             where=one.where,
             rank=one.rank,
             step=str(one.id),
             reason=str(error),
         )
-        self._refused.add((one.tier, one.where, one.id, one.rank))
-        self._index()
+        if damaged:
+            self._refused.add((one.tier, one.where, one.id, one.rank))
+            self._index()
 
     def _index(self) -> None:
+        self.index += 1
         self._at, self._of_rank = {}, {}
         for depot, inventory in zip(self.depots, self._inventories, strict=True):
             for one in inventory.shards:

@@ -84,7 +84,8 @@ class Rhythm:
 
 
 class Reporter:
-    """One task, `run`, does everything; `finish` makes it send the last report and end."""
+    """One task, `run`, does everything; `finish` makes it send the last report and end. `tried`:
+    the operator has answered once, or is away."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Reporter:
     ) -> None:
         """Raises UsageError when there is no certificate in `config.ca`."""
         self.heard_at: float | None = None
+        self.tried = False
         self._config = config
         self._look = look
         self._obey = obey
@@ -169,6 +171,9 @@ class Reporter:
         except Exception:
             self._failures += 1
             _log.exception("report failed")
+        if not self.tried and self._sequence:
+            self.tried = True
+            self._changes.ring()
 
     async def _exchange(self, session: aiohttp.ClientSession) -> None:
         self._seen = self._changes.count

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
-from keepstep.ledger import Unknown
-from keepstep.protocol import Candidate, Candidates, Opened
+from keepstep.protocol import RESTORE_TIMEOUT_ENV, Candidate, Candidates, Opened
 from keepstep.steps import Answer, StepId, Tier
 from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.catalog import Catalog
@@ -65,7 +65,7 @@ class Restorer:
         UNKNOWN, and the run does not start over in silence.
         """
         ledger = self._catalog.look()
-        offers = self._catalog.reach.offers(ledger.lineage.restorable)
+        offers = self._catalog.reach.offers(ledger.whole())
         held = self.held(lease.rank)
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
@@ -80,7 +80,21 @@ class Restorer:
             plan=planned.id if planned else None,
             reason=reason,
             offers=offers,
+            **self._wanted(),
         )
+
+    def _wanted(self) -> dict[str, Any]:
+        """What a person wants to go back to. All is listed nonetheless: so that the vote can tell
+        what there is, and as another sidecar may not know of it."""
+        rollback = self._catalog.rollback
+        if (wish := rollback.wish) is None:
+            return {}
+        return {
+            "wanted": str(wish),
+            "limit": self._catalog.wanted(),
+            "exact": True,
+            "limit_run": rollback.run,
+        }
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """Images of the rank itself, each on its nearest tier, without dead ones."""
@@ -113,10 +127,27 @@ class Restorer:
             return Answer.UNKNOWN, catalog.remotes.unknown
         kept = {id for id in catalog.remotes.complete if not catalog.ledger.is_dead(id)}
         if committed := catalog.ever_published() | kept:
-            found = catalog.ledger.plan(range(lease.world))
-            why = found.reason if isinstance(found, Unknown) else "it is not whole any more"
-            return Answer.UNKNOWN, f"step {max(committed)} was committed, but {why}"
-        return Answer.NONE, ""
+            newest = max(committed)
+            return Answer.UNKNOWN, (
+                f"step {newest} of {catalog.reach.world_of(newest)} ranks was committed, but it is "
+                f"not whole any more: {catalog.ledger.what_ails(newest)}"
+            )
+        return self._of_other_worlds(lease)
+
+    def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
+        """What fewer or more ranks saved may be all that is left of a long run, be it committed or
+        not: it is not this rank's to say that it was never kept."""
+        reach, ledger = self._catalog.reach, self._catalog.ledger
+        left = [id for id in reach.ids() if not ledger.is_dead(id)]
+        others = [id for id in left if reach.world_of(id) != lease.world]
+        if not others:
+            return Answer.NONE, ""
+        newest = max(others)
+        saved = f"{reach.world_of(newest) or 'different numbers of'} ranks"
+        return Answer.UNKNOWN, (
+            f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
+            f"whole: {ledger.what_ails(newest)}; remove the run with `keepstep rm` to begin anew"
+        )
 
     # --- ahead of time -----------------------------------------------------------------------
 
@@ -127,7 +158,8 @@ class Restorer:
         here = set(self._catalog.ranks())
         async with asyncio.TaskGroup() as group:
             for rank, tier in planned.tiers.items():
-                if rank in here and tier is not Tier.MEMORY and self._restores(rank):
+                own = rank in here and rank not in planned.by_twins
+                if own and tier is not Tier.MEMORY and self._restores(rank):
                     group.create_task(self._prefetch(planned.id, rank), name=f"prefetch {rank}")
 
     async def _prefetch(self, id: StepId, rank: int) -> None:
@@ -174,7 +206,8 @@ class Restorer:
         except NoMemoryError as error:
             raise refuse("no-slot", str(error)) from error
         except TimeoutError as error:
-            raise refuse("no-slot", f"step {id} could not be read in {timeout_s:.0f} s") from error
+            text = f"step {id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
+            raise refuse("no-slot", f"{text} in the training process's environment") from error
 
     def let_go(self, rank: int) -> None:
         """The rank has copied what it opened, or will not."""

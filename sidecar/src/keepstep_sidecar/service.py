@@ -53,6 +53,9 @@ from keepstep_sidecar.windows import Windows
 _LAST_WORD_S = 3.0
 """How long the last report may take: after the flush, within the grace period."""
 
+_FIRST_WORD_S = 3.0
+"""How long a vote waits for the operator's first answer; without one, the newest step wins."""
+
 _RESTORES_KEPT = 16
 
 
@@ -100,6 +103,7 @@ class Service:
             reader=LocalReader(volumes, loads=self._loads, chunks=self._chunks),
             remotes=Remotes(depots),
             told=config.reporting is not None,
+            wish=config.wish,
         )
         self.persister.catalog = self.catalog
         self.beyond = Beyond(self.catalog, self.changes)
@@ -190,7 +194,7 @@ class Service:
             started = time.monotonic()
             await self.flush(FlushRequest(timeout_s=self.config.flush_timeout_s))
             left_s = self.config.flush_timeout_s - (time.monotonic() - started)
-            await self.beyond.drain(timeout_s=max(0.0, left_s))
+            await self.beyond.drain(timeout_s=max(0.0, left_s), whole=False)
             await self._last_word()
             self._end()
 
@@ -257,6 +261,8 @@ class Service:
             raise refuse("starting", "the volumes are still being scanned; ask again")
         held = bool(self.restorer.held(lease.rank))
         await self.beyond.fresh(held=held, timeout_s=request.timeout_s)
+        if (reporter := self.reporter) is not None:  # a person may want to go back
+            await self.changes.until(lambda: reporter.tried, timeout_s=_FIRST_WORD_S)
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:

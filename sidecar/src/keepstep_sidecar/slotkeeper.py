@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,10 +202,11 @@ class Slotkeeper:
             one.banks and rank >= slots.world for rank, one in self.ranks.items()
         )
 
-    def drop_old_layouts(self, common: StepId) -> None:
+    def drop_old_layouts(self, common: StepId, *, alive: Collection[int] = ()) -> None:
         """A newer common step exists: slots of layouts that hold nothing newer are freed, and those
-        of ranks that the world does not have any more."""
-        running = self._running()
+        of ranks that the world does not have any more. `alive`: ranks with a trainer, which may
+        fill their slots whatever world another one was in."""
+        running = {*self._running(), *alive}
         for rank, slots in self.ranks.items():
             for key, bank in list(slots.banks.items()):
                 newest = max(bank.table.sealed(), default=None)

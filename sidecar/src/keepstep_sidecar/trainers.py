@@ -118,6 +118,7 @@ class Trainers:
             memory_dir=str(self._config.memory_dir),
             stage_every=self._config.stage_every,
             held=held,
+            archive=self._config.archive is not None,
         )
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
@@ -292,7 +293,8 @@ class Trainers:
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         common = self._keeper.protect_common()
         if common is not None and self._keeper.holds_old_layouts(slots):
-            self._keeper.drop_old_layouts(common)
+            alive = [rank for rank in self._keeper.ranks if self.leases.of(rank)]
+            self._keeper.drop_old_layouts(common, alive=alive)
         self._persister.sealed(slots.rank, id)
         self._changes.ring()
 

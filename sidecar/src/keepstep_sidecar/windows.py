@@ -16,7 +16,14 @@ from keepstep.digests import CHUNK_BYTES
 from keepstep.errors import ImageError, NoMemoryError, StorageError
 from keepstep.image import Layout, chunk_bounds
 from keepstep.ledger import NEAREST_FIRST
-from keepstep.protocol import Chunk, Chunks, ChunksRequest, Window, WindowRequest
+from keepstep.protocol import (
+    RESTORE_TIMEOUT_ENV,
+    Chunk,
+    Chunks,
+    ChunksRequest,
+    Window,
+    WindowRequest,
+)
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.gathering import all_of
 from keepstep_sidecar.leases import Leases
@@ -122,7 +129,8 @@ class Windows:
                 self.let_go(rank)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            text = f"step {request.id}: not all chunks came in {request.timeout_s:.0f} s"
+            text = f"step {request.id}: not all chunks came in {request.timeout_s:g} s; raise"
+            text += f" {RESTORE_TIMEOUT_ENV} in the training process's environment"
             raise refuse("no-slot", text) from error
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {request.id}: {error}") from error

@@ -86,7 +86,9 @@ class Contents:
                 yield f"{name}: {_said(first)}, but {_said(stored)}"
                 continue
             other = held.setdefault(stored.offsets, stored)
-            if other.entry.spec.shape != entry.spec.shape:
+            if 0 in other.entry.spec.shape:  # ranks without a part of it begin where the next does
+                held[stored.offsets] = stored
+            elif 0 not in entry.spec.shape and other.entry.spec.shape != entry.spec.shape:
                 yield f"{name}: {_said(other)} and {_said(stored)} overlap"
         for alias, name in shard.layout.aliases.items():
             self.boxes.setdefault(alias, self.boxes.get(name, {}))

@@ -56,9 +56,9 @@ class Session:
         self._last_step = -1
         self.last: object = None
         """What the writer remembers of the last save, as long as the lease lasts."""
+        self.turn = threading.RLock()
         self.staged: object = None
         """What an `async_save` filled and nobody writes yet; taken away by `claim`."""
-        self._lock = threading.Lock()
         self.staged_at: set[tuple[int, int]] = set()
         """Addresses and sizes of all slots that an `async_save` ever filled."""
         self._saved: StepId | None = None
@@ -72,8 +72,7 @@ class Session:
 
     def claim(self) -> object:
         """Take `staged` away: the save's own thread and the next save never both have it."""
-        with self._lock:
-            staged, self.staged = self.staged, None
+        staged, self.staged = self.staged, None
         return staged
 
     def holds(self, taken: Taken) -> bool:

@@ -39,11 +39,11 @@ class LastSave:
 
 @dataclass(kw_only=True, eq=False)
 class Staged:
-    """A slot that holds the tensors of `items`, not sealed yet. `planning`: its save went on."""
+    """A slot that holds the tensors of `items`, not sealed yet. `owner`: the save it is for."""
 
     taken: Taken
     items: Items
-    planning: bool = False
+    owner: object
 
     def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
         """That this plan is the one that was staged. Raises KeepstepError: the step is lost."""
@@ -70,7 +70,9 @@ def refuse_stale(session: Session, items: Items, planner: SavePlanner) -> None:
             )
 
 
-def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple[Any, Any] | None:
+def stage(
+    session: Session, last: LastSave, state_dict: dict[str, Any], *, owner: object
+) -> tuple[Any, Any] | None:
     """A `Staged` and the state dict over it; None for a state dict that looks different."""
     flat, paths = flatten_state_dict(state_dict)
     if flat.keys() != last.names or last.items.tree.boxes:
@@ -92,7 +94,7 @@ def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple
         session.stager.put_back()
         raise
     session.staged_at.add((slot.address, slot.layout.size_bytes))
-    return Staged(taken=taken, items=last.items), unflatten_state_dict(flat, paths)
+    return Staged(taken=taken, items=last.items, owner=owner), unflatten_state_dict(flat, paths)
 
 
 def _local_of(flat: dict[str, Any]) -> Any:

@@ -75,11 +75,6 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
                 "which step is this? StorageWriter(step=1200), or checkpoint_id='step-1200'"
             )
         session = sessions.session()
-        if isinstance(session.staged, Staged):
-            if session.staged.planning:
-                self._drop_staged()  # another save's, which got no further than this
-            else:
-                session.staged.planning = True
         session.meet(*self._place)
         if getattr(plan, "usable", True):
             self._names = frozenset(one.index.fqn for one in plan.items)
@@ -106,17 +101,21 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             raise UsageError(_LOST)
         self._agreed = agreed = replace(plan.storage_data, step=self._step)
         session = sessions.session()
-        session.begin(agreed)
-        items = Items.of(plan)
-        data = extras.encode({"dcp": items.read_values(planner)})
-        taken = self._filled(items, planner, len(data))
-        session.stage(taken, agreed, data)
-        session.last = LastSave(names=self._names, items=items, extras_bytes=len(data))
+        with session.turn:  # the next save stages when this one is durable, not into its slot
+            session.begin(agreed)
+            items = Items.of(plan)
+            data = extras.encode({"dcp": items.read_values(planner)})
+            taken = self._filled(items, planner, len(data))
+            session.stage(taken, agreed, data)
+            session.last = LastSave(names=self._names, items=items, extras_bytes=len(data))
         return _done(_results(items, data))
 
     def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Taken:
         """A slot with all tensors: the one that `stage` filled, or another."""
         session = sessions.session()
+        mine = isinstance(session.staged, Staged) and session.staged.owner is self
+        if not mine:
+            self._drop_staged()  # of a save that failed, or that this one overtakes
         staged, taken = session.claim(), None
         try:
             if isinstance(staged, Staged):
@@ -137,12 +136,13 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Called by `dcp.async_save` in the training thread: copy what may change right after."""
         session = sessions.session()
-        self._drop_staged()
-        if isinstance(session.last, LastSave) and session.joined:
-            staged = stage(session, session.last, state_dict)
-            if staged is not None:
-                session.staged, state_dict = staged
-                return state_dict
+        with session.turn:
+            self._drop_staged()
+            if isinstance(session.last, LastSave) and session.joined:
+                staged = stage(session, session.last, state_dict, owner=self)
+                if staged is not None:
+                    session.staged, state_dict = staged
+                    return state_dict
         return BlockingAsyncStager.stage(self, state_dict)
 
     def _drop_staged(self) -> None:

@@ -195,9 +195,10 @@ class Ledger:
 
     def _incomplete(self) -> str:
         named = reversed(self._copies.steps[-_STEPS_NAMED:])
-        return "; ".join(f"{id} ({self._what_ails(id)})" for id in named)
+        return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
 
-    def _what_ails(self, id: StepId) -> str:
+    def what_ails(self, id: StepId) -> str:
+        """Why this step, of which something is there, cannot be restored."""
         standing = self._lineage.standing(id)
         if standing is Standing.DEAD:
             return "dead: a later epoch went on from before it"

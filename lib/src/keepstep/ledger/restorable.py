@@ -19,7 +19,8 @@ def whole(copies: Copies, lineage: Lineage) -> tuple[StepId, ...]:
 
     A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which twins
     stand in for ranks is left out when these ranks have their own images of the newest complete
-    step before it nearby: an ordinary crash goes on from there, exactly, at most a few steps back.
+    step before it nearby: a crash, or the loss of a node with a buddy, goes on from there, exactly,
+    at most a few steps back.
     """
     covered = {
         id: coverage
@@ -38,7 +39,7 @@ def whole(copies: Copies, lineage: Lineage) -> tuple[StepId, ...]:
 
 
 def _nearby(ranks: Collection[int], complete: Coverage, *, world: int) -> bool:
-    near = (Tier.MEMORY, Tier.LOCAL)
+    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
     return (
         bool(ranks)
         and complete.world == world

@@ -45,7 +45,7 @@ FRAMES = 6
 
 _HEADERS_AT_ONCE = 64
 _CALL_S = 60.0
-_CHUNKS_S = 600.0
+CHUNKS_S = 600.0
 _MAPPED = 0
 _NEARNESS = {Tier.MEMORY: 1, Tier.LOCAL: 2, Tier.PEER: 3, Tier.ARCHIVE: 4}
 
@@ -65,8 +65,8 @@ W = TypeVar("W", bound=Wanted)
 class Images:
     """The images of one step that were found. `index`: what they hold, a box a row."""
 
-    def __init__(self, link: Link, found: Sources) -> None:
-        """Map what can be mapped and read all headers.
+    def __init__(self, link: Link, found: Sources, timeout_s: float = CHUNKS_S) -> None:
+        """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
 
         Raises CoverageError when there is no image at all, SidecarError, and ImageError for a
         mapped file that is not what it should be.
@@ -76,6 +76,7 @@ class Images:
         self.found = {one.rank: one for one in found.sources}
         self._id = found.id
         self._link = link
+        self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
         self._extras_begin: dict[int, int] = {}
@@ -133,7 +134,7 @@ class Images:
         chunks = iter(wanted)
         for first in chunks:
             if self._window is None:
-                self._window = WindowReader(self._link, self._id)
+                self._window = WindowReader(self._link, self._id, timeout_s=self._timeout_s)
             yield from self._window.stream(chain((first,), chunks))
 
     def close(self) -> None:
@@ -176,10 +177,12 @@ class Images:
 class WindowReader:
     """Verified chunks through shared memory, half of the frames ahead of the reader."""
 
-    def __init__(self, link: Link, id: StepId, frames: int = FRAMES) -> None:
+    def __init__(
+        self, link: Link, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
+    ) -> None:
         request = WindowRequest(lease=link.lease, frames=frames)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
-        self._link, self._id = link, id
+        self._link, self._id, self._timeout_s = link, id, timeout_s
         self._half = max(1, window.frames // 2)
         self._frame_bytes = window.frame_bytes
         self._flat, _ = map_image(window.path)
@@ -214,9 +217,9 @@ class WindowReader:
             for frame, one in enumerate(batch, first)
         )
         request = ChunksRequest(
-            lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=_CHUNKS_S
+            lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=self._timeout_s
         )
-        self._link.call("/v1/chunks", request, Chunks, timeout_s=_CHUNKS_S + 10)
+        self._link.call("/v1/chunks", request, Chunks, timeout_s=self._timeout_s + 10)
 
 
 def map_image(path: str) -> tuple[Tensor, memoryview]:

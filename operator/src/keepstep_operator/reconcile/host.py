@@ -257,11 +257,16 @@ class Host:
         return Safety(step=safe, archived=archived, sole=alone or frozenset())
 
     def _lying(self) -> Iterator[Lying]:
-        """Every durable image on a node's drive that is still there, also of pods that left it."""
+        """Every durable image on a node's drive that is still there, also of pods that left it.
+
+        From a pod that serves no peers nobody else can have it: there it is no rank's twin.
+        """
         for place in self.places.values():
+            serves = bool(place.report.peer_address)
             for one in () if place.dropped else place.report.ranks:
                 for held in (*one.local, *one.peer):
-                    yield Lying(place.node, one.rank, held)
+                    shown = held if serves or not held.twins else replace(held, twins=())
+                    yield Lying(place.node, one.rank, shown)
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first."""

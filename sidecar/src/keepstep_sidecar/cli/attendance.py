@@ -68,6 +68,8 @@ def sidecar_arguments(service: Service) -> tuple[str, ...]:
         "--capacity": options.capacity_bytes,
         "--linger": options.linger_s,
         "--owner-pid": os.getpid(),
+        "--restore-from": options.restore_from or None,
+        "--restore-since": options.restore_since or None,
         **_archive_values(options),
     }
     for name, value in values.items():
@@ -122,7 +124,9 @@ def adopt(service: Service) -> Process | None:
         with contextlib.suppress(SidecarError):  # an older one counts its linger as it always did
             calls.own(places.socket, os.getpid())
         return process
-    calls.stop(places.socket, forget=False, timeout_s=DRAIN_S)
+    # to make newer steps durable could retire the one to go back to
+    drain = not service.options.restore_from
+    calls.stop(places.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, places)
     return None
 

@@ -59,12 +59,13 @@ def own(path: Path, pid: int) -> None:
     _request(path, "POST", "/v1/owner", body, timeout_s=ANSWER_S)
 
 
-def stop(path: Path, *, forget: bool, timeout_s: float) -> bool:
-    """Ask the sidecar to finish its writes and end; `forget` frees its memory.
+def stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:
+    """Ask the sidecar to make its newest steps durable (`drain`) and end; `forget` frees its
+    memory.
 
     False when nobody listens. It may end a moment after it has answered. Raises SidecarError.
     """
-    body = to_json(StopRequest(forget=forget, timeout_s=timeout_s))
+    body = to_json(StopRequest(drain=drain, forget=forget, timeout_s=timeout_s))
     return _request(path, "POST", "/v1/stop", body, timeout_s=timeout_s + ANSWER_S) is not None
 
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step that is held somewhere. `ranks`: those that a tier holds; `path` None in memory."""
+    """A step that is held somewhere. `ranks`: those that a tier holds; `path` None in memory.
+
+    `peer_ranks`, `archive_ranks`: of `ranks`, those that lie there; only a sidecar knows.
+    """
 
     id: StepId
     world: int
@@ -34,6 +37,8 @@ class Step:
     committed: bool
     dead: bool
     path: Path | None
+    peer_ranks: tuple[int, ...] = ()
+    archive_ranks: tuple[int, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -132,16 +137,23 @@ def _of_found(id: StepId, found: Sequence[Found], *, dead: bool) -> Step:
 
 
 def _of_status(status: StepStatus) -> Step:
-    held = ((Tier.MEMORY, status.memory_ranks), (Tier.LOCAL, status.local_ranks))
+    held = {
+        Tier.MEMORY: status.memory_ranks,
+        Tier.LOCAL: status.local_ranks,
+        Tier.PEER: status.peer_ranks,
+        Tier.ARCHIVE: status.archive_ranks,
+    }
     return Step(
         id=status.id,
         world=status.world,
-        ranks=tuple(sorted({*status.memory_ranks, *status.local_ranks})),
+        ranks=tuple(sorted({rank for ranks in held.values() for rank in ranks})),
         bytes=status.bytes,
-        tiers=tuple(tier for tier, ranks in held if ranks),
+        tiers=tuple(tier for tier, ranks in held.items() if ranks),
         committed=status.committed,
         dead=status.dead,
         path=Path(status.path) if status.path else None,
+        peer_ranks=status.peer_ranks,
+        archive_ranks=status.archive_ranks,
     )
 
 

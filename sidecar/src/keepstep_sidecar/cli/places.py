@@ -34,7 +34,8 @@ _PYTHON_FILE = re.compile(r"\.py[w]?$")
 class Options:
     """What the service of a run was asked for. A service with other options is replaced.
 
-    `archive`: as `ArchiveConfig.to_plain` tells it.
+    `archive`: as `ArchiveConfig.to_plain` tells it. `restore_from`: see `rollback.Wish`, like
+    `restore_since`.
     """
 
     slots: int = 4
@@ -45,6 +46,8 @@ class Options:
     capacity_bytes: int | None = None
     linger_s: float = 900.0
     archive: dict[str, Any] | None = None
+    restore_from: str = ""
+    restore_since: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

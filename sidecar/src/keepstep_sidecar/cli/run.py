@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from keepstep.errors import UsageError
+from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.cli.parameters import (
     archive_options,
@@ -43,6 +44,13 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
     metavar="N",
     help="Start COMMAND again up to N times when it fails.",
 )
+@click.option(
+    "--restore-from",
+    metavar="STEP",
+    default="",
+    help="Go back to this step, a number or an id of `keepstep steps`, once: later steps are dead"
+    " then, and further restarts go on from the newest one.",
+)
 @duration_option(
     "--linger", default="15m", help="How long memory stays after a failure; see `keepstep stop`."
 )
@@ -60,6 +68,7 @@ def run(
     keep: int,
     capacity: int | None,
     restarts: int,
+    restore_from: str,
     linger: float,
     archive: ArchiveConfig | None,
     command: tuple[str, ...],
@@ -89,6 +98,8 @@ def run(
         capacity_bytes=capacity,
         linger_s=linger,
         archive=archive.to_plain() if archive else None,
+        restore_from=restore_from,
+        restore_since=_newest_epoch(places, restore_from) if restore_from else 0,
     )
     service = Service(places=places, options=options)
     ctx.exit(_supervise(service, program=program, command=command, restarts=restarts))
@@ -103,6 +114,22 @@ def _program(name: str) -> str:
     exists = os.path.exists(name)
     click.echo(f"keepstep: {name}: {'not executable' if exists else 'command not found'}", err=True)
     raise SystemExit(_NOT_EXECUTABLE if exists else _NOT_FOUND)
+
+
+def _newest_epoch(places: Places, restore_from: str) -> int:
+    """Its number, on this machine's record; what cannot be read is the sidecar's to refuse.
+
+    Raises UsageError when `restore_from` names no step.
+    """
+    from keepstep_sidecar import rollback, runrecord
+
+    rollback.parse(restore_from)
+    newest = 0
+    for root in places.roots:
+        with suppress(KeepstepError, OSError):
+            record = runrecord.load(root / "run.json", run=places.run)
+            newest = max([newest, *(one.id.number for one in record.epochs)])
+    return newest
 
 
 def _supervise(service: Service, *, program: str, command: tuple[str, ...], restarts: int) -> int:

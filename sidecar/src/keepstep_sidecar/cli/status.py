@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.status import RankStatus, Status
+from keepstep.status import DepotStatus, RankStatus, Status
 from keepstep_sidecar.cli.holdings import Holdings, Step
 from keepstep_sidecar.cli.parameters import json_option, which_run
 from keepstep_sidecar.cli.places import Service, find_service
@@ -19,6 +19,9 @@ from keepstep_sidecar.cli.quantities import format_duration, format_size
 @json_option
 def status(directory: Path, run: str | None, as_json: bool) -> None:
     """Show what is staged, durable and committed, by rank, and what the run would survive.
+
+    Peers and the archive have a table of their own: shards that were sent there and that wait, and
+    for how long the oldest of them does.
 
     \b
     Examples:
@@ -63,6 +66,14 @@ def _print(service: Service, held: Holdings) -> None:
         )  # fmt: skip
         for rank in held.live.ranks:
             table.add_row(*_rank_row(rank))
+        console.print(table)
+    if held.live is not None and held.live.depots:
+        table = output.table(
+            "TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE",
+            right=("SENT", "WAITING", "BEHIND"),
+        )  # fmt: skip
+        for depot in held.live.depots:
+            table.add_row(*_depot_row(depot))
         console.print(table)
     for problem in held.problems:
         console.print(f"warning: {problem}", markup=False, soft_wrap=True)
@@ -128,4 +139,15 @@ def _rank_row(rank: RankStatus) -> tuple[str, ...]:
         str(rank.saves),
         str(rank.skipped + rank.discarded),
         blocked,
+    )
+
+
+def _depot_row(depot: DepotStatus) -> tuple[str, ...]:
+    return (
+        str(depot.tier),
+        depot.where,
+        f"{depot.sent} ({format_size(depot.sent_bytes)})",
+        str(depot.backlog),
+        format_duration(depot.behind_s) if depot.backlog else "",
+        depot.trouble or "none",
     )

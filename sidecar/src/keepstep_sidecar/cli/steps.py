@@ -15,9 +15,9 @@ from keepstep_sidecar.cli.places import find_service
 @which_run
 @json_option
 def steps(directory: Path, run: str | None, as_json: bool) -> None:
-    """List the steps that are held, in memory and on the volumes.
+    """List the steps that are held, in memory, on the volumes, and beyond this machine.
 
-    Works beside a running sidecar and without one; then memory is not listed.
+    Works beside a running sidecar and without one; then only the volumes are listed.
 
     \b
     Examples:
@@ -43,6 +43,8 @@ def _document(step: Step) -> dict[str, object]:
         "ranks": step.ranks,
         "bytes": step.bytes,
         "tiers": step.tiers,
+        "peer_ranks": step.peer_ranks,
+        "archive_ranks": step.archive_ranks,
         "committed": step.committed,
         "dead": step.dead,
         "path": step.path,
@@ -53,16 +55,19 @@ def _print(held: Holdings) -> None:
     from keepstep_sidecar.cli import output
     from keepstep_sidecar.cli.quantities import format_size
 
+    beyond = _beyond(held)
     table = output.table(
-        "EPOCH", "STEP", "RANKS", "BYTES", "TIERS", "COMMITTED", "PATH", right=("STEP", "BYTES")
-    )
-    for step in held.steps:
+        "EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "PATH",
+        right=("STEP", "BYTES"),
+    )  # fmt: skip
+    for at, step in enumerate(held.steps):
         table.add_row(
             str(step.id.epoch),
             str(step.id.step),
             output.ranks_text(step.ranks, step.world),
             format_size(step.bytes),
             ", ".join(map(str, step.tiers)),
+            *(output.ranks_text(ranks[at], step.world) for ranks in beyond.values()),
             "dead" if step.dead else "yes" if step.committed else "no",
             str(step.path or ""),
         )
@@ -70,3 +75,12 @@ def _print(held: Holdings) -> None:
     console.print(table if held.steps else "no step is held")
     for problem in held.problems:
         console.print(f"warning: {problem}", markup=False)
+
+
+def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:
+    """Columns of the tiers beyond this machine, where there is anything: ranks of each step."""
+    columns = {
+        "PEER": [step.peer_ranks for step in held.steps],
+        "ARCHIVE": [step.archive_ranks for step in held.steps],
+    }
+    return {name: ranks for name, ranks in columns.items() if any(ranks)}

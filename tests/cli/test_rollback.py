@@ -1,0 +1,84 @@
+"""`keepstep run --restore-from`: back to a step, once; what came after it is dead."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.cli.conftest import TRAIN as PLAIN
+from tests.cli.conftest import Keepstep
+
+TRAIN = PLAIN.replace(
+    "at = checkpointer.restore()",
+    """try:
+    at = checkpointer.restore()
+except keepstep.RestoreError as error:
+    sys.exit(f"refused: {error}")""",
+)
+PATIENT = TRAIN.replace("save(step)\n", "save(step)\n    checkpointer.wait(step)\n")
+"""Every step is committed: none is left out because the drive is slow."""
+
+
+def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", PATIENT)
+    train = ("--", sys.executable, "train.py")
+    keepstep("run", "--keep", "9", *train, "6", "-1")
+    first = {one["step"]: one["id"] for one in keepstep.json("steps")["steps"]}
+    assert set(first) == {0, 1, 2, 3, 4, 5}
+
+    back = ("run", "--keep", "9", "--restore-from", "2", "--restarts", "1", *train)
+    # step 4 ends the first attempt; the second one goes on from there, not from 2 again
+    assert keepstep(*back, "8", "4").stdout == "from 2\nfrom 4\n"
+    assert keepstep("run", "--keep", "9", *train, "9", "-1").stdout == "from 7\n"
+    after = keepstep.json("steps")["steps"]
+    live = {one["id"] for one in after if one["committed"] and not one["dead"]}
+    assert {first[step] for step in (0, 1, 2)} <= live
+    assert live.isdisjoint({first[step] for step in (3, 4, 5)})
+
+    dead = keepstep("run", "--keep", "9", "--restore-from", first[4], *train, "9", "-1", code=None)
+    assert dead.returncode != 0
+    assert f"going back to step {first[4]} was asked for" in dead.stderr
+
+
+def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("train.py", TRAIN)
+    train = ("--", sys.executable, "train.py")
+    keepstep("run", "--persist-every", "1000", *train, "9", "5", code=137)
+    steps = keepstep.json("steps")["steps"]
+    wanted = next(one for one in steps if one["step"] == 3)
+    assert wanted["tiers"] == ["memory"], "only the newest two are flushed"
+    shown = keepstep("run", "--persist-every", "1000", "--restore-from", "3", *train, "7", "-1")
+    assert shown.stdout == "from 3\n"
+    newest = keepstep.json("status")["committed"]["id"]
+    assert newest.startswith("0002.")
+    assert newest.endswith("-000000006")
+
+
+def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", PATIENT)
+    train = ("--", sys.executable, "train.py")
+    keepstep("run", "--keep", "3", *train, "6", "-1")
+    keepstep.script("broken.py", "raise SystemExit(3)")
+    broken = ("--run", "train", "--", sys.executable, "broken.py")
+    keepstep("run", "--keep", "1", "--restore-from", "3", *broken, code=3)
+    assert [one["step"] for one in keepstep.json("steps")["steps"]] == [3, 5]
+    keepstep("stop")
+    shown = keepstep("run", "--keep", "1", "--restore-from", "3", *train, "6", "-1")
+    assert shown.stdout == "from 3\n"
+
+
+def test_a_step_that_is_not_there_is_no_reason_to_take_another(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    train = ("--", sys.executable, "train.py")
+    keepstep("run", *train, "3", "-1")
+    shown = keepstep("run", "--restore-from", "77", *train, "4", "-1", code=1)
+    assert "going back to step 77 was asked for" in shown.stderr
+    assert "from" not in shown.stdout
+    assert max(one["step"] for one in keepstep.json("steps")["steps"]) == 2
+
+
+def test_what_names_no_step_is_refused_at_once(keepstep: Keepstep) -> None:
+    shown = keepstep("run", "--restore-from", "latest", "--", sys.executable, "-V", code=2)
+    assert "--restore-from latest" in shown.stderr
+    assert keepstep.sidecars() == []

@@ -1,0 +1,87 @@
+"""A step that a person wants to go back to: all ranks use the same one, or none goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.agreement import choose, limit_of
+from keepstep.errors import RestoreError
+from keepstep.protocol import Candidate, Candidates
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep_sidecar.rollback import Rollback, Wish, parse
+
+FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")
+
+
+def step(number: int, epoch: EpochId = FIRST) -> StepId:
+    return StepId(epoch, number)
+
+
+def vote(*numbers: int, **told: object) -> Candidates:
+    held = tuple(Candidate(id=step(one), tier=Tier.LOCAL, world=2, bytes=1) for one in numbers)
+    return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **told)  # type: ignore[arg-type]
+
+
+def wants(number: int) -> dict[str, object]:
+    return {"wanted": str(step(number)), "limit": step(number), "exact": True}
+
+
+def test_what_one_vote_names_all_ranks_restore() -> None:
+    votes = [vote(3, 4, 5), vote(3, 4, 5, **wants(3))]
+    limit, exact = limit_of(votes)
+    decision = choose(votes, limit=limit, exact=exact)
+    assert (decision.id, decision.epoch_number) == (step(3), 2)
+
+
+def test_nothing_else_is_restored_instead() -> None:
+    votes = [vote(2, 4), vote(2, 3, 4, **wants(3))]
+    limit, exact = limit_of(votes)
+    with pytest.raises(RestoreError, match=rf"going back to step {step(3)} was asked for"):
+        choose(votes, limit=limit, exact=exact)
+
+
+def test_two_different_steps_are_refused() -> None:
+    with pytest.raises(RestoreError, match="different steps"):
+        limit_of([vote(3, 4, **wants(3)), vote(3, 4, **wants(4))])
+
+
+def test_a_step_that_nobody_knows_is_refused_with_what_there_is() -> None:
+    with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
+        limit_of([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
+
+
+def test_a_step_of_another_run_is_refused_and_never_begun_anew_over() -> None:
+    none = Candidates(answer=Answer.NONE)
+    told = Candidates(answer=Answer.NONE, limit=step(9), exact=True, limit_run="gpt")
+    with pytest.raises(RestoreError, match="a step of run gpt"):
+        limit_of([none, told])
+
+
+def test_without_a_wish_the_newest_step_wins() -> None:
+    assert limit_of([vote(3), vote(3)]) == (None, False)
+
+
+# --- when it is done with ------------------------------------------------------------------------
+
+
+def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
+    epochs = [Epoch(FIRST, None)]
+    rollback = Rollback(parse("3", since=1), lambda: epochs)
+    assert rollback.names(step(3))
+    assert not rollback.names(step(4))
+    epochs.append(Epoch(SECOND, step(3)))
+    assert rollback.wish is None
+    assert not rollback.names(step(3))
+
+
+def test_an_earlier_epoch_from_the_same_step_does_not_count() -> None:
+    epochs = [Epoch(FIRST, None), Epoch(SECOND, step(3))]
+    assert Rollback(parse("3", since=2), lambda: epochs).wish == Wish(number=3, since=2)
+
+
+def test_a_number_means_its_newest_whole_step() -> None:
+    rollback = Rollback(parse("3"), tuple)
+    held = [step(3), step(3, SECOND), step(4)]
+    assert rollback.resolve([step(3)], held) == step(3)
+    assert rollback.resolve([], held) == step(3, SECOND)
+    assert rollback.resolve([], [step(4)]) is None

@@ -1,0 +1,88 @@
+"""The last step is in the archive when `close` returns; a restore waits as long as it is told."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def archive(tmp_path):
+    path = tmp_path / "archive"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def archiving(sidecars, archive, monkeypatch):
+    """A sidecar that archives every 1000th step."""
+    one = sidecars().start("--archive", str(archive), "--archive-every", "1000")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
+    return one
+
+
+def train(steps, *, timeout=60.0, strict=False, unmount=None):
+    """One life; `unmount`: an archive that goes away in the middle."""
+    checkpointer = keepstep.Checkpointer({"model": nn.Linear(8, 8)}, strict=strict)
+    checkpointer.restore()
+    if unmount is not None:
+        shutil.rmtree(unmount)
+    for step in range(1, steps):
+        checkpointer.save(step)
+    checkpointer.close(timeout=timeout)
+
+
+def complete(archive):
+    return sorted(int(one.parent.name.rpartition("-")[2]) for one in archive.rglob("step.json"))
+
+
+def test_the_last_step_is_in_the_archive_when_close_returns_though_it_is_not_due(
+    archiving, archive
+):
+    train(8)
+    assert complete(archive) == [7]
+
+
+def test_an_archive_that_is_away_is_said_and_does_not_fail_a_run_that_is_committed(
+    archiving, archive, caplog
+):
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        train(4, timeout=5.0, unmount=archive)
+    (said,) = [one.getMessage() for one in caplog.records if "archive" in one.getMessage()]
+    for part in ("step 3 is committed", "goes on uploading", "the archive is behind"):
+        assert part in said
+    assert max(int(one.name.rpartition("-")[2]) for one in archiving.root.glob("0*")) == 3
+
+
+def test_strictly_a_last_step_that_is_not_archived_is_an_error(archiving, archive):
+    with pytest.raises(keepstep.NotDurableError, match="step 3 is not archived"):
+        train(4, timeout=5.0, strict=True, unmount=archive)
+
+
+def test_a_restore_that_takes_too_long_names_the_option_to_raise(sidecars, monkeypatch):
+    sidecar = sidecars().start()
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    train(3)
+    sidecar.kill()
+    shutil.rmtree(sidecar.memory)
+    sidecar.memory.mkdir()
+    sidecar.start("--memory-limit", "4096")  # the image waits for memory that never comes
+    monkeypatch.setenv("KEEPSTEP_RESTORE_TIMEOUT", "0.5")
+    checkpointer = keepstep.Checkpointer({"model": nn.Linear(8, 8)})
+    with pytest.raises(keepstep.RestoreError, match=r"in 0\.5 s; raise KEEPSTEP_RESTORE_TIMEOUT"):
+        checkpointer.restore()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_restore_timeout_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("KEEPSTEP_RESTORE_TIMEOUT", text)
+    with pytest.raises(keepstep.UsageError, match="KEEPSTEP_RESTORE_TIMEOUT"):
+        keepstep.Checkpointer({"model": torch.nn.Linear(1, 1)})

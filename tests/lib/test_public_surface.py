@@ -1,0 +1,20 @@
+"""What `import keepstep` offers: the errors that training code can meet, and what needs torch."""
+
+from __future__ import annotations
+
+import keepstep
+from keepstep import errors
+
+_NAMED_BY_OTHERS_ONLY = {
+    "ImageError", "FormatError", "TornError", "ForeignError", "VersionError",
+    "StorageError", "NoSpaceError", "ProtocolError", "NoMemoryError",
+}  # fmt: skip
+"""Of files and of the sidecar's own work: `keepstep.errors` has them for whoever looks closer."""
+
+
+def test_every_error_of_restore_wait_and_close_can_be_caught_by_its_name() -> None:
+    known = {one.__name__ for one in vars(errors).values() if isinstance(one, type)}
+    known -= {"Path", *_NAMED_BY_OTHERS_ONLY}
+    assert set(keepstep.__all__) == known | {"Checkpointer", "Restored"}
+    for name in known:
+        assert getattr(keepstep, name) is getattr(errors, name)
