@@ -6,8 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from scripts import guarantees
 
 ROOT = Path(__file__).resolve().parents[2]
