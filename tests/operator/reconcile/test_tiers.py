@@ -24,12 +24,11 @@ from keepstep_operator.reconcile.checkpoints import (
 from keepstep_operator.reconcile.conditions import PROTECTED
 from keepstep_operator.reconcile.farther import ARCHIVED, REPLICATED, RESTORE_FROM
 from keepstep_operator.reconcile.objects import as_json
-from keepstep_operator.reconcile.records import NodeRecord, RunKey, VolumeKind
+from keepstep_operator.reconcile.records import NodeRecord, VolumeKind
 from keepstep_operator.reconcile.spread import Lying, sole_nodes
 from tests.chart.charts import crds, schema_of
 from tests.chart.schemas import closed, json_schema
 from tests.operator.reconcile.samples import (
-    FIRST,
     KEY,
     T0,
     Play,
@@ -437,25 +436,12 @@ def test_a_wish_from_before_the_first_report_is_found_when_reports_come() -> Non
     assert play.book.reply(pods[0].uid, at=play.now).restore_from == step(80)
 
 
-def test_a_fork_names_a_step_of_another_runs_archive() -> None:
-    play, *_ = archived()
-    fork = RunKey(KEY.namespace, "fork")
-    newcomer = pod(0, run=fork, uid="fork-0", node="node-5")
-    play.note(play.book.object_seen(run_object(restore_from="gpt-1a2b3c4d/80", key=fork), at=T0))
-    play.see(newcomer)
-    play.hear(newcomer, Sidecar(rank=0, world=1, epochs=[]).report())
-    reply = play.book.reply(newcomer.uid, at=play.now)
-    assert (reply.restore_from, reply.restore_run) == (step(80), KEY.name)
-    begun = replace(later(2, 80), id=replace(FIRST.id, number=2))
-    sidecar = Sidecar(rank=0, world=1, started_at=T0 + 1, epochs=[]).restored(begun)
-    play.hear(newcomer, sidecar.report())
-    assert play.book.reply(newcomer.uid, at=play.now).restore_from is None
-
-
-def test_a_fork_needs_an_archive() -> None:
+def test_a_step_of_another_run_is_refused_and_changes_nothing() -> None:
     play, pods, _ = running(known=policy())
     play.find(run_object(restore_from="other/80", generation=2))
-    assert play.condition(RESTORE_FROM)[:2] == ("False", "NoArchive")
+    status, reason, message = play.condition(RESTORE_FROM)
+    assert (status, reason) == ("False", "OtherRun")
+    assert "other/80" in message
     assert play.book.reply(pods[0].uid, at=play.now).restore_from is None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepstep.reports import Report, ReportReply
-from keepstep.steps import StepId
 from keepstep_operator.reconcile.actions import Action
 from keepstep_operator.reconcile.objects import RunStatus
 from keepstep_operator.reconcile.records import (
@@ -171,11 +170,8 @@ class Book:
 
     def _run(self, key: RunKey) -> Run:
         if key not in self.runs:
-            self.runs[key] = Run(key, nodes=self._nodes, archive_of=self._archived)
+            self.runs[key] = Run(key, nodes=self._nodes)
         return self.runs[key]
-
-    def _archived(self, key: RunKey) -> tuple[StepId, ...]:
-        return self.runs[key].host.archived() if key in self.runs else ()
 
     def _drop_if_empty(self, key: RunKey) -> None:
         if key in self.runs and self.runs[key].is_empty:

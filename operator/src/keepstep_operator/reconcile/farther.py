@@ -72,27 +72,26 @@ def restore_from(run: Run) -> Verdict | None:
     if rollback.stage is Stage.UNRESOLVED:
         return _unresolved(run)
     step = rollback.id.step if rollback.id else 0
-    of = f" of run {rollback.run}" if rollback.run else ""
     if rollback.stage is Stage.DONE:
-        said = f"epoch {rollback.epoch} went on from step {step}{of}; later restarts are as usual"
+        said = f"epoch {rollback.epoch} went on from step {step}; later restarts are as usual"
         return Verdict("True", "Restored", said)
     return Verdict(
         "Unknown",
         "Waiting",
-        f"the next restart goes on from step {step}{of} ({rollback.id}), and the steps beyond it"
+        f"the next restart goes on from step {step} ({rollback.id}), and the steps beyond it"
         " are dead then: restart the job now; empty spec.restoreFrom to take it back",
     )
 
 
 def _unresolved(run: Run) -> Verdict:
     rollback = run.rollback
-    if rollback.run and (run.policy is None or run.policy.archive is None):
-        said = f"{rollback.asked} is of another run, and only an archive is shared: policy.archive"
-        return Verdict("False", "NoArchive", f"{said} names none. Nothing is changed")
-    if not rollback.run and not run.host.places:
+    if rollback.run:
+        said = f"{rollback.asked} is of another run, whose steps this version cannot bring"
+        return Verdict("False", "OtherRun", f"{said}; restarts are as usual")
+    if not run.host.places:
         return Verdict("Unknown", "NoReports", "no sidecar has told yet which steps there are")
     there = sorted(run.host.ledger.committed(Tier.LOCAL), reverse=True)
-    known = few([str(one) for one in there[:3]]) if there and not rollback.run else ""
+    known = few([str(one) for one in there[:3]]) if there else ""
     return Verdict(
         "False",
         "NotFound",

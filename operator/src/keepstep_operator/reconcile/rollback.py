@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepstep.steps import Epoch, EpochId, StepId
@@ -54,10 +54,6 @@ def parse_wanted(text: str) -> Wanted | None:
     )
 
 
-Held = Callable[[str], Iterable[StepId]]
-"""Steps that could be restored from: of a run of this name, '' for the own one."""
-
-
 class Rollback:
     """What is wanted, which step that is, and whether it came about."""
 
@@ -85,7 +81,7 @@ class Rollback:
         self.run = wanted.run if wanted is not None and wanted.run != own else ""
         self._since = newest.number if newest is not None else 0
 
-    def look(self, held: Held, epochs: Iterable[Epoch]) -> bool:
+    def look(self, held: Iterable[StepId], epochs: Iterable[Epoch]) -> bool:
         """Find the step, and see whether a life of the run began from it. True when that is new."""
         if self.stage is Stage.UNRESOLVED:
             self.id = self._resolve(held)
@@ -95,13 +91,11 @@ class Rollback:
         self.epoch = max(began, default=None)
         return self.epoch is not None
 
-    def _resolve(self, held: Held) -> StepId | None:
+    def _resolve(self, held: Iterable[StepId]) -> StepId | None:
         wanted = parse_wanted(self.asked)
-        if wanted is None:
-            return None
-        if wanted.id is not None and self.run:
-            return wanted.id  # its archive knows; this one need not
-        found = [id for id in held(self.run) if wanted.id == id or wanted.number == id.step]
+        if wanted is None or self.run:
+            return None  # a step of another run: no sidecar can bring it yet
+        found = [id for id in held if wanted.id == id or wanted.number == id.step]
         return max(found, default=None)
 
     @property

@@ -8,7 +8,7 @@ CheckpointRun's status.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -65,8 +65,7 @@ RESUME_S = 45.0
 class Run:
     """The state of one run. Methods named after events return what the shell has to do.
 
-    `nodes`: the cluster's, by name; empty where they are not watched. `archive_of`: steps that the
-    archive of another run is known to hold.
+    `nodes`: the cluster's, by name; empty where they are not watched.
     """
 
     def __init__(
@@ -74,11 +73,9 @@ class Run:
         key: RunKey,
         *,
         nodes: Mapping[str, NodeRecord] = MappingProxyType({}),
-        archive_of: Callable[[RunKey], Iterable[StepId]] = lambda key: (),
     ) -> None:
         self.key = key
         self.nodes = nodes
-        self._archive_of = archive_of
         self.host = Host()
         self.neighbours = Neighbours(self, nodes)
         self.rollback = Rollback()
@@ -221,17 +218,12 @@ class Run:
         """What the object asks for, with what is known of steps and epochs."""
         asked, before = self.object.restore_from if self.object else "", self.rollback.status()
         self.rollback.ask(asked, own=self.key.name, newest=self.host.ledger.lineage.current)
-        done = self.rollback.look(self._steps_of, self.host.ledger.epochs)
+        done = self.rollback.look(self.host.ledger.committed(Tier.LOCAL), self.host.ledger.epochs)
         if self.rollback.status() == before:
             return []
         self._configure()
         said = [self._event("RolledBack", texts.rolled_back(self.rollback))] if done else []
         return [WriteStatus(self.key), *said]
-
-    def _steps_of(self, run: str) -> Iterable[StepId]:
-        if run:
-            return self._archive_of(RunKey(self.key.namespace, run))
-        return self.host.ledger.committed(Tier.LOCAL)
 
     @property
     def generation(self) -> int:
@@ -302,7 +294,6 @@ class Run:
             pinned=self.pins,
             peers=self.neighbours.of(pod.node_rank),
             restore_from=self.rollback.wanted,
-            restore_run=self.rollback.run if self.rollback.wanted else "",
         )
 
     def _committed(self, at: float) -> Iterator[Action]:

@@ -64,8 +64,7 @@ def acknowledge(run: RunKey) -> str:
 def rolled_back(rollback: Rollback) -> str:
     """A life of the run began where somebody wanted it to."""
     step = rollback.id.step if rollback.id else 0
-    of = f" of run {rollback.run}" if rollback.run else ""
-    return f"epoch {rollback.epoch} went on from step {step}{of}, as spec.restoreFrom asked"
+    return f"epoch {rollback.epoch} went on from step {step}, as spec.restoreFrom asked"
 
 
 def draining(node: str, step: int | None) -> str:
