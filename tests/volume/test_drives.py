@@ -15,6 +15,7 @@ import pytest
 from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.engine import Engine, for_each_chunk, probe
 from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.preparing import prepare
 from keepstep_sidecar.volume import Volume
 from keepstep_sidecar.volumes import VolumeSet
 from tests.volume.images import RUN, empty_slot, make_layout, staged
@@ -213,3 +214,16 @@ def test_writers_give_way_to_training_and_others_do_not_notice() -> None:
     assert seen == [10] * 4
     assert niceness() == before
     assert 0 <= cpu_s < 1
+
+
+@pytest.mark.root
+def test_a_drive_that_turned_read_only_is_prepared_already(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
+    directory = drive / "team-a" / "gpt" / "0"
+    prepare(directory)
+    command("mount", "-o", "remount,ro", drive)
+    prepare(directory)
+    with pytest.raises(StorageError, match="Read-only"):
+        prepare(drive / "team-a" / "gpt" / "1")
