@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e import jobs, runs, stores
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
@@ -99,8 +99,10 @@ def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) ->
 
 @pytest.fixture
 def doomed(cluster: Cluster) -> Iterator[str]:
-    """A worker that the test may stop; it is started again."""
-    node = cluster.workers()[-1]
+    """A worker that the test may stop, without the reconciler; it is started again."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
+    node = next(one for one in cluster.workers() if one != pod["spec"]["nodeName"])
     yield node
     subprocess.run(["docker", "start", node], check=True, capture_output=True)
     cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=120s",
@@ -114,7 +116,7 @@ def test_a_lost_node_with_a_buddy_costs_no_committed_step(
     doomed: str,
     record_property: runs.Record,
 ) -> None:
-    safe = cluster.workers()[0]
+    safe = next(one for one in cluster.workers() if one != doomed)
     namespace.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
     runs.training_beyond(namespace, 20)
     namespace.eventually(
@@ -135,7 +137,7 @@ def test_a_lost_node_with_a_buddy_costs_no_committed_step(
 def test_a_lost_node_with_no_copy_elsewhere_is_said_and_nothing_starts_anew(
     cluster: Cluster, namespace: Kubectl, doomed: str
 ) -> None:
-    safe = cluster.workers()[0]
+    safe = next(one for one in cluster.workers() if one != doomed)
     namespace.apply(jobs.policy(), _spread(safe, doomed))
     runs.committed_beyond(namespace, 10)
     assert "NodeLoss" not in runs.status(namespace)["survives"], "the other replica serves nobody"
