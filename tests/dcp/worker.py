@@ -190,3 +190,5 @@ if __name__ == "__main__":
     globals()[command](*arguments)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort Python's own end

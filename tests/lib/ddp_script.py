@@ -28,6 +28,6 @@ with open(f"{log}.{rank}", "a") as out:
         print(json.dumps({"step": step, "loss": loss.item().hex()}), file=out, flush=True)
         checkpointer.save(step)
 checkpointer.close()
-# gloo may abort a process that leaves while its last reduction is still queued
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+os._exit(0)  # gloo's threads may abort Python's own end

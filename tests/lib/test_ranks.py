@@ -98,6 +98,7 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
         "    line = f'refused {torch.distributed.get_rank()} {type(error).__name__}\\n'\n"
         "    os.write(1, line.encode())\n"
         "torch.distributed.barrier()\n"
+        "os._exit(0)\n"
     )
     done = torchrun(2, script=script)
     assert "refused 0 RestoreError" in done.stdout, done.stderr
