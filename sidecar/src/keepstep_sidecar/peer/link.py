@@ -112,7 +112,9 @@ class Link:
         with self._translated():
             self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
             response = self._response((206,))
-            yield lambda into: _fill(response, into)
+            assert self._connection is not None
+            secure = self._connection.sock
+            yield lambda into: _fill(response, secure, into)
             if response.read(1):
                 raise http.client.HTTPException("more bytes than were asked for")
 
@@ -210,6 +212,21 @@ class Link:
             raise NoSpaceError(message)
         raise Refused(message, code=problem.code)
 
+    def _last_words(self) -> ssl.SSLError | None:
+        """The alert of a peer that has closed: with TLS 1.3 it looks at our certificate after our
+        side of the handshake is over, so that a request may meet a closed connection first."""
+        connection = self._connection
+        if connection is None or connection.sock is None:
+            return None
+        try:
+            connection.sock.settimeout(1.0)
+            connection.sock.recv(1)
+        except ssl.SSLError as error:
+            return error if error.reason and "ALERT" in error.reason else None
+        except (OSError, ValueError):
+            pass
+        return None
+
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         """What goes wrong ends the connection, and is a StorageError that names the peer."""
@@ -221,9 +238,10 @@ class Link:
         except StorageError:
             self.close()
             raise
-        except ssl.SSLError as error:
+        except (ssl.SSLError, ConnectionError) as error:
+            why = self._last_words() or error
             self.close()
-            raise StorageError(f"{self.name}: {_tls_text(error)}") from error
+            raise StorageError(f"{self.name}: {_tls_text(why)}") from error
         except TimeoutError as error:
             self.close()
             raise StorageError(f"{self.name} does not answer") from error
@@ -240,19 +258,26 @@ def _path(what: str, shard: Named) -> str:
     return f"{what}/{shard.id}/{shard_name(shard.rank, shard.world)}"
 
 
-def _fill(response: http.client.HTTPResponse, into: memoryview) -> None:
-    done = 0
+def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
+    """The next bytes of the body. All but what came with the head goes from OpenSSL straight into
+    the buffer: a record is 16 KiB, and the layers of http.client cost as much as its decryption."""
+    left = response.length or 0
+    done = min(len(response.fp.peek()) if left else 0, len(into), left)
+    into[:done] = response.fp.read(done)
     while done < len(into):
         with into[done:] as rest:
-            count = response.readinto(rest)
+            count = secure.recv_into(rest, len(rest))
         if not count:
             raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
         done += count
+    response.length = left - done
 
 
-def _tls_text(error: ssl.SSLError) -> str:
+def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
     """What to do about it: OpenSSL's words alone do not say which side is meant."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
+    if not isinstance(error, ssl.SSLError):
+        return str(error) or type(error).__name__
     reason = (error.reason or str(error)).replace("_", " ").lower()
     return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"
