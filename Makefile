@@ -40,8 +40,9 @@ bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floo
 bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
 	$(BIN)/python bench/gpu.py
 
-soak: $(READY) ## kill the trainer 200 times and check every invariant
+soak: $(READY) ## 200 kills on this machine, then 200 random faults over all tiers on a kind cluster
 	$(BIN)/python -m pytest -m soak tests/faults -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)
 
 attacks: $(READY) ## make the hostile files in attacks/ again
 	$(BIN)/python attacks/make.py

@@ -119,6 +119,44 @@ ROWS = (
         (_E2E + "test_12_tiers::test_an_archive_that_is_away_stops_nothing_and_catches_up",),
     ),
     Row(
+        "the sidecar of a buddy, or the copies that it keeps",
+        "`peers`",
+        "training goes on; the copies are sent again",
+        (
+            _E2E + "test_14_faults::"
+            "test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody"
+            "_and_is_brought_up_to_date",
+        ),
+    ),
+    Row(
+        "a node's drive, and the newest copy of it rots",
+        "`hostPath`, `peers`, `archive`",
+        "the newest step that verifies: an older copy, or the archive",
+        (
+            _E2E + "test_14_faults::"
+            "test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_is_restored",
+        ),
+    ),
+    Row(
+        "nothing: a drive is full",
+        "`hostPath`, `peers`",
+        "training and commits go on; copies for others go first",
+        (
+            _E2E + "test_14_faults::"
+            "test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_commits",
+        ),
+    ),
+    Row(
+        "nothing: somebody goes back to an older step",
+        "`archive`",
+        "that step, exactly; what was left is never mixed in",
+        (
+            _E2E + "test_14_faults::"
+            "test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line",
+        ),
+        lost="what lies beyond that step",
+    ),
+    Row(
         "a shard's bytes (bit rot)",
         "any",
         "the next tier or step that verifies; never those bytes",

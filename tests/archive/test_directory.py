@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES, chunk_bounds
 from keepstep.retention import Retention
 from keepstep.steps import Answer, StepId
+from keepstep_sidecar.archive.directory import DirectoryStore
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
 from tests.archive.conftest import commit, running, write_step
@@ -224,6 +229,26 @@ def test_old_steps_go_record_first_and_the_newest_stays(local: Volume, archive_d
     assert not (archive_dir / RUN / str(step_id(110))).exists()
 
 
+def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
+    local: Volume, archive_dir: Path
+) -> None:
+    """A sidecar that has just started, while the operator is away."""
+    pinned: set[StepId] | None = None
+
+    async def scenario() -> None:
+        nonlocal pinned
+        settings = config(archive_dir, retention=Retention(last=1))
+        async with running(settings, pinned=lambda: pinned) as depot:
+            for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
+                if step == 40:
+                    pinned = {step_id(10)}
+                commit(depot, write_step(local, step))
+                assert await depot.drain(timeout_s=10)
+                assert {id.step for id in (await depot.look()).complete} == left
+
+    asyncio.run(scenario())
+
+
 def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
     local: Volume, archive_dir: Path
 ) -> None:
@@ -265,3 +290,48 @@ def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
                 await depot.load(remote, empty_slot(layout))
 
     asyncio.run(scenario())
+
+
+def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
+    archive_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither writing nor tidying works any more, and none of it is done on the event loop."""
+    threads: list[str] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        threads.append(threading.current_thread().name)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    async def story() -> None:
+        async def pieces() -> AsyncIterator[memoryview]:
+            yield memoryview(b"x" * PAGE_BYTES)
+
+        store = DirectoryStore(archive_dir)
+        monkeypatch.setattr(store._filesystem, "write", refuse)
+        monkeypatch.setattr(Path, "unlink", refuse)
+        with pytest.raises(StorageError, match="Read-only"):
+            await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
+        await store.close()
+
+    asyncio.run(story())
+    assert len(threads) == 2
+    assert threading.main_thread().name not in threads
+
+
+def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
+    archive_dir: Path,
+) -> None:
+    async def story() -> None:
+        async def pieces() -> AsyncIterator[memoryview]:
+            yield memoryview(b"x" * PAGE_BYTES)
+            raise StorageError("the shard is gone")
+
+        store = DirectoryStore(archive_dir)
+        with pytest.raises(StorageError, match="gone"):
+            await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
+        await store.close()
+
+    before = os.listdir("/proc/self/fd")
+    asyncio.run(story())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert [path for path in archive_dir.rglob("*") if path.is_file()] == []

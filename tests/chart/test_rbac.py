@@ -123,3 +123,26 @@ def _documented() -> set[Grant]:
 
 def _listed(cell: str) -> frozenset[str]:
     return frozenset(one.strip() for one in cell.split(",") if one.strip())
+
+
+def test_without_helper_pods_no_right_to_make_pods_is_granted(chart: Chart) -> None:
+    objects = chart.render({"helpers": {"enabled": False}})
+    assert not any(
+        "create" in one.verbs and one.resources & {"pods", "configmaps"}
+        for one in _rendered(objects, "reconcile")
+    )
+    assert "keepstep-helpers" not in of_kind(objects, "ServiceAccount")
+    spec = of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
+    assert not any("helper" in one for one in spec["containers"][0]["args"])
+
+
+def test_helper_pods_have_an_account_that_nothing_is_granted_to(plain: list[Object]) -> None:
+    account = of_kind(plain, "ServiceAccount")["keepstep-helpers"]
+    assert account["automountServiceAccountToken"] is False
+    bound = {
+        subject["name"]
+        for kind in ("ClusterRoleBinding", "RoleBinding")
+        for one in of_kind(plain, kind).values()
+        for subject in one["subjects"]
+    }
+    assert "keepstep-helpers" not in bound

@@ -82,21 +82,30 @@ def test_a_newer_step_brings_no_retired_one_back(
     assert gone <= set(retired(after, policy, written_at=after))
 
 
-@given(held=_HELD, policy=_POLICIES, limits=st.tuples(st.integers(-10, 900), st.integers(-10, 900)))
+@given(
+    held=_HELD,
+    policy=_POLICIES,
+    limits=st.tuples(st.integers(-10, 900), st.integers(-10, 900)),
+    torn=st.sets(st.integers(0, 60), max_size=6),
+)
 def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
-    held: dict[int, int], policy: Retention, limits: tuple[int, int]
+    held: dict[int, int], policy: Retention, limits: tuple[int, int], torn: set[int]
 ) -> None:
     sizes, low, high = {_ids(step)[0]: size for step, size in held.items()}, *sorted(limits)
-    gone = evicted(sizes, policy, limit_bytes=low)
+    unfinished = set(_ids(*torn))
+    gone = evicted(sizes, policy, limit_bytes=low, unfinished=unfinished)
     left = {id: size for id, size in sizes.items() if id not in gone}
-    kept = policy.pinned | {max(sizes)}
+    whole = sizes.keys() - unfinished
+    kept = policy.pinned | ({max(whole)} if whole else set())
     assert not kept.intersection(gone)
     assert len(set(gone)) == len(gone)
     assert sum(left.values()) <= low or set(left) <= kept
     if gone:
         assert sum(left.values()) + sizes[gone[-1]] > low, "the last of them had to go, too"
-    assert evicted(left, policy, limit_bytes=low) == ()
-    fewer = evicted(sizes, policy, limit_bytes=high)
+    if set(gone) - unfinished:
+        assert not (left.keys() & unfinished) - kept, "what nobody can restore goes first"
+    assert evicted(left, policy, limit_bytes=low, unfinished=unfinished) == ()
+    fewer = evicted(sizes, policy, limit_bytes=high, unfinished=unfinished)
     assert gone[: len(fewer)] == fewer, "a wider limit evicts the same steps, but not as many"
 
 
@@ -107,6 +116,8 @@ def test_under_a_limit_what_the_policy_keeps_goes_last_and_the_oldest_first() ->
     assert _steps(evicted(sizes, policy, limit_bytes=60)) == [250]
     assert _steps(evicted(sizes, policy, limit_bytes=41)) == [250, 100, 200]
     assert _steps(evicted(sizes, policy, limit_bytes=0)) == [250, 100, 200, 300, 310]
+    torn = evicted(sizes, policy, limit_bytes=50, unfinished=_ids(310))
+    assert _steps(torn) == [310, 250]
 
 
 def test_every_k_steps_are_kept_beside_the_last() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,15 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a command of `worker.py` on `world` ranks; returns what each wrote to stderr.
 
     The first rank that fails ends the others. `killed`: a rank that must end by SIGKILL.
+    `sockets`: of each rank's own sidecar, if they have different ones.
     """
 
     def run(
-        world: int, *command: object, killed: int | None = None, **environment: str
+        world: int,
+        *command: object,
+        killed: int | None = None,
+        sockets: Sequence[Path] = (),
+        **environment: str,
     ) -> list[str]:
         name, *arguments = map(str, command)
         store = tmp_path / f"store-{time.monotonic_ns()}"
@@ -33,6 +38,8 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
         processes = []
         for rank, log in enumerate(logs):
             words = [name, str(rank), str(world), str(store), *arguments]
+            if sockets:
+                variables["KEEPSTEP_SOCKET"] = str(sockets[rank])
             with log.open("w") as out:
                 processes.append(
                     subprocess.Popen(

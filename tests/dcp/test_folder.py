@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
-from keepstep.dcp.contents import Contents
 from keepstep.dcp.folder import Folder
 from keepstep.dcp.tree import Tree
 from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
@@ -155,7 +154,7 @@ def test_two_shapes_of_one_name_are_named_with_their_files(tmp_path: Path) -> No
     shard(tmp_path, 0, 2, [(0, 2)])
     shard(tmp_path, 1, 2, [(2, 2)], rows=5)
     with pytest.raises(CoverageError, match="rank-00001-of-00002"):
-        Contents.of(Folder.open(tmp_path))
+        Folder.open(tmp_path).contents()
 
 
 def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:

@@ -35,3 +35,14 @@ def test_two_ranks_that_save_asynchronously_and_one_that_saves_alone(sidecar, ra
     steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
     assert steps[5]["world"] == 2
     assert steps[5]["committed"]
+
+
+def test_a_rank_that_saves_alone_does_not_do_so_in_the_epoch_of_the_others(sidecar, ranks) -> None:
+    ranks(2, "alone_in_between", sidecar.root)
+    steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
+    assert steps[6]["world"] == 2
+    assert steps[6]["committed"]
+    worlds = {}
+    for one in steps.values():
+        worlds.setdefault(one["id"]["epoch"]["number"], set()).add(one["world"])
+    assert all(len(each) == 1 for each in worlds.values()), worlds

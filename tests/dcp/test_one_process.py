@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,12 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import keepstep.dcp
+from keepstep.dcp import session as sessions
 from keepstep.errors import DigestError, RestoreError, UsageError
 from keepstep.image import read_layout
 
@@ -217,6 +223,59 @@ def test_async_saves_that_overtake_each_other_are_never_torn(sidecar) -> None:
         assert torch.equal(target["w"], torch.full((1 << 20,), float(one["id"]["step"])))
 
 
+class _Held(DefaultSavePlanner):
+    """Plans only when `go` is set."""
+
+    def __init__(self, go: threading.Event) -> None:
+        super().__init__()
+        self._go = go
+
+    def create_local_plan(self) -> SavePlan:
+        assert self._go.wait(60)
+        return super().create_local_plan()
+
+
+def test_saves_of_one_writer_that_overlap_never_mix_their_steps(sidecar) -> None:
+    state, writer = {"w": torch.full((1000,), 1.0)}, keepstep.dcp.StorageWriter()
+    dcp.async_save(state, checkpoint_id="step-1", storage_writer=writer).result(60)
+    futures, go = {}, {2: threading.Event(), 3: threading.Event()}
+    for step, event in go.items():
+        state["w"].fill_(float(step))
+        futures[step] = dcp.async_save(
+            state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=_Held(event)
+        )
+    go[2].set()
+    assert isinstance(futures[2].exception(60), CheckpointException), "its slot was taken back"
+    go[3].set()
+    assert futures[3].exception(60) is None
+    target = {"w": torch.zeros(1000)}
+    load(target, directory(sidecar, 3))
+    assert target["w"].eq(3.0).all()
+    assert not list(sidecar.root.glob("0*-000000002"))
+
+
+def test_a_tensor_that_lies_where_a_slot_was_is_no_part_of_it(sidecar) -> None:
+    """A layout that changes unmaps its slots, and the allocator may put anything there."""
+    state = {"w": torch.ones(1 << 20)}
+    for step in (1, 2):
+        writer = keepstep.dcp.StorageWriter(step=step)
+        dcp.async_save(state, storage_writer=writer).result(60)
+    [(address, size)] = sessions.session().staged_ranges()
+    save({"w": torch.ones(10)}, 3)
+    gc.collect()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    fixed = 0x100000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED_NOREPLACE
+    words = [ctypes.c_void_p(address), ctypes.c_size_t(size), 3, fixed, -1, ctypes.c_long(0)]
+    assert libc.mmap(*words) == address, os.strerror(ctypes.get_errno())
+    there = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32)
+    there.fill_(5.0)
+    save({"w": there}, 4)
+    target = {"w": torch.zeros(there.shape)}
+    load(target)
+    assert target["w"].eq(5.0).all()
+
+
 def test_async_save_in_another_process_is_refused(sidecar) -> None:
     with pytest.raises(UsageError, match="THREAD"):
         pickle.dumps(keepstep.dcp.StorageWriter(step=1))
@@ -304,7 +363,7 @@ def test_a_step_that_was_committed_and_is_gone_is_no_fresh_start(sidecars, monke
         keepstep.dcp.newest_step()
 
 
-def test_a_step_that_was_only_staged_is_made_durable_and_loaded(sidecars, monkeypatch) -> None:
+def test_a_step_that_was_only_staged_is_loaded_from_memory(sidecars, monkeypatch) -> None:
     """As a Checkpointer leaves it: here its own image, which has the same names."""
     sidecar = sidecars().start("--persist-every", "1000")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))

@@ -55,6 +55,41 @@ def load(seed: str, directory: str) -> None:
                 assert (target["epoch"], target["names"]) == (3, ["a", "b"])
 
 
+def alone_in_between(root: str) -> None:
+    """Rank 0 saves for itself in the middle; nobody loads anything in between."""
+    save_rows("1", "2")
+    if dist.get_rank() == 0:
+        alone = {"v": torch.full((3,), 4.0)}
+        dcp.save(alone, storage_writer=keepstep.dcp.StorageWriter(step=4), no_dist=True)
+    dist.barrier()
+    save_rows("5", "6")
+    load_rows("6")
+
+
+def save_rows(*steps: str) -> None:
+    """Each step a tensor of its own number; that of `7+` has another one before it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for word in steps:
+        step = word.rstrip("+")
+        whole = torch.full((5, 3), float(step))
+        state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": int(step)}
+        if word != step:
+            state["before"] = torch.ones(1000)
+        dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=int(step)))
+
+
+def load_rows(expected: str, saves: str = "") -> None:
+    """The step that must come back, on every rank alike; then goes on from it, if told so."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)]), "step": -1}
+    reader = keepstep.dcp.StorageReader()
+    dcp.load(state, storage_reader=reader)
+    assert state["step"] == reader.loaded_step == int(expected), state["step"]
+    assert state["w"].to_local().eq(float(expected)).all()
+    if saves:
+        dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=int(saves)))
+
+
 def _readers(directory: str) -> list[dcp.StorageReader]:
     if directory == "-":
         return [keepstep.dcp.StorageReader()]

@@ -96,8 +96,9 @@ def reference(cluster: Cluster, measured: dict[str, float]) -> dict[int, str]:
 
     As long as the tests' jobs, since the learning rate depends on the number of steps; ended early.
     """
-    kubectl = cluster.kubectl.namespaced("reference")
-    cluster.kubectl("create", "namespace", "reference")
+    name = _namespace_name("reference")
+    kubectl = cluster.kubectl.namespaced(name)
+    cluster.kubectl("create", "namespace", name)
     job = jobs.pytorch_job("gpt", policy=None)
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         arguments = replica["template"]["spec"]["containers"][0]["args"]
@@ -108,5 +109,5 @@ def reference(cluster: Cluster, measured: dict[str, float]) -> dict[int, str]:
         measured["pod to trainer, without keepstep"] = runs.scheduled_to_start_s(kubectl)
         measured["trainer to first step, without keepstep"] = runs.start_to_step_s(kubectl, life)
     finally:
-        cluster.kubectl("delete", "namespace", "reference", "--wait=false")
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
     return dict(life.losses)

@@ -193,7 +193,8 @@ def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
 class Life:
     """One life of rank 0, from its log. `losses`: step -> exact loss; `first`: its first step.
 
-    `restore_s`: what the restore took; `ended_at`: step -> unix seconds of its end.
+    `restore_s`: what the restore took; `ended_at`: step -> unix seconds of its end. `began_at`: of
+    the life, which tells it from others that began with the same step.
     """
 
     first: int
@@ -201,6 +202,7 @@ class Life:
     losses: dict[int, str]
     restore_s: float
     ended_at: dict[int, float]
+    began_at: float = 0.0
 
     @property
     def last(self) -> int:
@@ -212,7 +214,8 @@ def read_life(log: str) -> Life | None:
     life: Life | None = None
     for event in _events(log):
         if "first" in event:
-            life = Life(event["first"], event["tier"], {}, event["restore_s"] or 0.0, {})
+            restore_s = event["restore_s"] or 0.0
+            life = Life(event["first"], event["tier"], {}, restore_s, {}, event["wall"])
         elif life is not None and "step" in event:
             life.losses[event["step"]] = event["loss_hex"]
             life.ended_at[event["step"]] = event["wall"]

@@ -85,7 +85,9 @@ class ApiServer:
         return self.objects[resource.path(name, namespace=namespace)]
 
     def delete(self, resource: Resource, name: str, *, namespace: str | None = None) -> None:
-        path = resource.path(name, namespace=namespace)
+        self._forget(resource.path(name, namespace=namespace))
+
+    def _forget(self, path: str) -> None:
         body = self.objects.pop(path)
         self._version += 1
         body["metadata"]["resourceVersion"] = str(self._version)
@@ -133,8 +135,13 @@ class ApiServer:
             path = f"{path}/{body['metadata']['name']}"
             if path in self.objects:
                 return _status(409, "AlreadyExists", f"{path} exists")
+            body["metadata"].setdefault("uid", f"{path}-{self._version}")
         elif path not in self.objects:
             return _status(404, "NotFound", f"{path} not found")
+        if method == "DELETE":
+            gone = self.objects[path]
+            self._forget(path)
+            return web.json_response(gone)
         old = self.objects.get(path, {})
         if method == "PUT":
             wanted = body["metadata"].get("resourceVersion")

@@ -65,12 +65,15 @@ class Run:
         store = str(self._directory / f"store-{self._lives}")
         order = {"action": action, "layout": layout, "world": world, "store": store, **more}
         answers = self._zygote.live({**self._common, **order, "socket": str(self._sidecar.socket)})
+        if "die" in more:
+            assert "without an answer" in answers.pop(more["die"])["crash"]
         crashes = [one["crash"] for one in answers if isinstance(one, dict) and "crash" in one]
         assert not crashes, "\n".join(crashes) + self._sidecar.text()[-3000:]
         return answers
 
-    def save(self, layout: str, world: int, **more) -> None:
-        self._live("save", layout, world, **more)
+    def save(self, layout: str, world: int, **more) -> int:
+        """The step that is kept: 7, or what `step` says, or a later one."""
+        return self._live("save", layout, world, **more)[0]
 
     def restore(self, layout: str, world: int, **more) -> list:
         return self._live("restore", layout, world, **more)

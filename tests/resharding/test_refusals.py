@@ -46,3 +46,42 @@ def test_a_damaged_chunk_is_never_restored_and_an_older_step_is_taken(run_of, si
     for answer in run.restore("plain", 1):
         assert (answer["step"], answer["wrong"]) == (7, [])
     assert list(sidecar.root.rglob("*quarantine*")) or "quarantin" in sidecar.text()
+
+
+def shards(sidecar, step):
+    [directory] = sidecar.root.glob(f"0*-{step:09d}")
+    return directory, sorted(directory.glob("rank-*.safetensors"))
+
+
+def test_a_shard_of_another_epoch_in_a_steps_directory_is_refused_and_kept(run_of, sidecar):
+    run = run_of()
+    older = run.save("fsdp", 2)
+    newer = run.save("fsdp", 2, step=older + 1, scale=2)
+    _, (_, old) = shards(sidecar, older)
+    _, (_, new) = shards(sidecar, newer)
+    mixed = old.read_bytes()
+    new.unlink()  # a file of its own: what is committed may be linked elsewhere
+    new.write_bytes(mixed)
+    run.lose_memory()
+    for answer in run.restore("plain", 1):
+        assert (answer["step"], answer["wrong"]) == (older, [])
+    assert str(new) in sidecar.text(), "the culprit is named"
+    kept = [one for one in sidecar.volume.rglob("*") if one.is_file()]
+    assert any(one.read_bytes() == mixed for one in kept if one != old), "nothing is deleted"
+
+
+def test_a_foreign_file_in_a_steps_directory_is_left_alone_and_not_read(run_of, sidecar):
+    run = run_of()
+    step = run.save("fsdp", 2)
+    directory, (first, _) = shards(sidecar, step)
+    foreign = directory / "model.safetensors"
+    foreign.write_bytes(first.read_bytes())
+    stray = directory / "rank-00000-of-00003.safetensors"
+    stray.write_bytes(first.read_bytes())
+    run.lose_memory()
+    for answer in run.restore("plain", 1):
+        assert (answer["step"], answer["wrong"]) == (step, [])
+    assert f"{stray}: holds rank 0 of 2, unlike its name" in sidecar.text()
+    assert list(sidecar.volume.rglob("*rank-00000-of-00003.foreign*")), "kept, under another name"
+    assert foreign.exists()
+    assert str(foreign) in sidecar.text()

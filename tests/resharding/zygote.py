@@ -5,10 +5,13 @@ model of some layout with known values and keep one step; or `restore`: fill it 
 the step back, and compare every tensor, gathered by torch's `full_tensor`, with what it must be.
 """
 
+import itertools
 import json
 import os
 import random
+import signal
 import sys
+import time
 import traceback
 
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
+from keepstep.resharding.sources import WindowReader
 
 BIG, LARGE_ROWS = 999, 9973
 """This seed's model has shards of 62 MB: seven chunks and a half."""
@@ -122,15 +126,27 @@ def save(order, rank, world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     optimizer.param_groups[0]["lr"] = 0.0625
     for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.mul_(order.get("scale", 1))
         state = {part: parameter.detach() * factor for part, factor in PARTS.items()}
         optimizer.state[parameter] = {"step": torch.tensor(3.0), **state}
     (model.module if hasattr(model, "module") else model).count.fill_(5)
     progress = {"tokens": 12345, "where": torch.arange(3)}
     parts = {"model": model, "optimizer": optimizer, "progress": progress}
-    with keepstep.Checkpointer(parts, strict=True) as checkpointer:
+    with keepstep.Checkpointer(parts) as checkpointer:
         checkpointer.restore()
-        checkpointer.save(order.get("step", 7))
-    return "saved"
+        return kept_step(checkpointer, order.get("step", 7))
+
+
+def kept_step(checkpointer, step):
+    """Save until all ranks have kept a step, and say which: large slots are not made at once."""
+    while True:
+        kept = torch.tensor(int(checkpointer.save(step)))
+        dist.all_reduce(kept, dist.ReduceOp.MIN)
+        if kept:
+            return step
+        step += 1
+        time.sleep(0.1)
 
 
 def restore(order, rank, world):
@@ -146,10 +162,12 @@ def restore(order, rank, world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     progress = {"tokens": 0}
     parts = {"model": model, "optimizer": optimizer, "progress": progress}
+    if order.get("die") == rank:
+        die_in_the_middle()
     checkpointer = keepstep.Checkpointer(parts, strict=True)
     try:
         at = checkpointer.restore()
-    except keepstep.KeepstepError as error:
+    except (keepstep.KeepstepError, RuntimeError) as error:
         changed = [
             name
             for name, parameter in named(model).items()
@@ -157,7 +175,9 @@ def restore(order, rank, world):
         ]
         if optimizer.state:
             changed.append("optimizer")
-        return {"error": f"{type(error).__name__}: {error}", "changed": changed}
+        spoiled = [name for name, one in named(model).items() if bool(whole_of(one).isnan().all())]
+        told = f"{type(error).__name__}: {error}"
+        return {"error": told, "changed": changed, "spoiled": spoiled}
     finally:
         checkpointer.close()
     wrong = []
@@ -183,6 +203,19 @@ def restore(order, rank, world):
     return {"step": at.step if at else None, "tier": str(at.tier) if at else None, "wrong": wrong}
 
 
+def die_in_the_middle():
+    """Of the fifth chunk that comes through a window."""
+    stream, chunks = WindowReader.stream, itertools.count(1)
+
+    def dying(self, wanted):
+        for one in stream(self, wanted):
+            if next(chunks) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield one
+
+    WindowReader.stream = dying
+
+
 def check(wrong, name, tensor, wanted):
     found = whole_of(tensor)
     same = found.dtype == wanted.dtype and found.shape == wanted.shape
@@ -203,7 +236,7 @@ def rank_main(order, rank, world):
         answer = {"crash": traceback.format_exc()}
     with open(f"{order['store']}.{rank}", "w") as file:
         json.dump(answer, file)
-    if "crash" not in answer:
+    if not (isinstance(answer, dict) and "crash" in answer):
         dist.barrier()
         dist.destroy_process_group()
 

@@ -88,6 +88,10 @@ class OperatorHost:
     ) -> None:
         self.seen = Seen()
         self.restore_from: StepId | None = None
+        self.awaits = ""
+        self.pinned: tuple[StepId, ...] = ()
+        self.all_peers = False
+        self.interval_s = 2.0
         self.port = port
         self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
         self._ledger = Ledger(
@@ -161,11 +165,14 @@ class OperatorHost:
         plan = ledger.plan(range(self._world))
         ranks = {one.rank for one in report.ranks}
         return ReportReply(
-            interval_s=2.0,
+            interval_s=self.interval_s,
             least_gap_s=self._least_gap_s,
             committed={tier: id for tier, id in marks.items() if id is not None},
             plan=plan.id if isinstance(plan, RestorePlan) else None,
             restore_from=self.restore_from,
+            awaits=self.awaits,
+            pinned=self.pinned,
+            all_peers=self.all_peers,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,21 @@ def test_an_archive_that_is_away_is_no_reason_to_start_over(
     assert str(archive) in found.reason
     away.rename(archive)
     eventually(lambda: trainer.candidates().candidates, what="the archive is back")
+
+
+def test_a_rank_with_nothing_is_not_turned_away_by_a_first_look_that_came_too_early(
+    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
+) -> None:
+    sidecar, id = archived
+    lose(sidecar, volume=True)
+    away = archive.rename(archive.with_name("not-mounted"))
+    sidecar.start("--archive", str(archive), "--archive-every", "1")
+    trainer = come(sidecar, trainers, 0)
+    back = threading.Timer(1.0, away.rename, [archive])
+    back.start()
+    found = trainer.candidates()  # one call, which begins while the archive is away
+    back.join()
+    assert [one.id for one in found.candidates] == [id]
 
 
 def test_an_empty_archive_allows_a_fresh_start(

@@ -427,6 +427,58 @@ def test_a_full_volume_of_one_of_many_pods_keeps_the_last_commit_and_goes_on(
     assert {1, 11} <= both[0].steps()
 
 
+def test_pods_whose_volumes_are_full_let_the_same_steps_go(
+    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+) -> None:
+    """Each sees its own part only, and still the steps that stay are whole."""
+    size = 1 << 20
+    operator = operators(keep=10).start()
+    limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
+    both = [pod.start(*limits) for pod in pods(operator.url)]
+    ranks = [
+        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
+        for rank, pod in enumerate(both)
+    ]
+    for step in range(1, 10):
+        id = stage(ranks, step)
+        for one in ranks:
+            assert one.wait(id, "committed", flush=True).reached
+    assert [pod.published() for pod in both] == [{5, 6, 7, 8, 9}] * 2
+    eventually(lambda: any("volumes are full" in one for one in operator.newest(0).warnings))  # type: ignore[union-attr]
+
+
+def test_a_pin_outlives_a_full_volume_also_where_nobody_can_repeat_it(
+    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+) -> None:
+    """The operator is away, and the sidecar that heard of the pin is dead."""
+    size = 1 << 20
+    operator = operators(keep=10).start()
+    limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
+    both = [pod.start(*limits) for pod in pods(operator.url)]
+    ranks = [
+        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
+        for rank, pod in enumerate(both)
+    ]
+    for step in range(1, 4):
+        id = stage(ranks, step)
+        operator.pinned = (StepId(id.epoch, 1),)
+        for one in ranks:
+            assert one.wait(id, "committed", flush=True).reached
+    record = both[0].root / "run.json"
+    eventually(lambda: "pinned" in json.loads(record.read_text()))
+    operator.stop()
+    both[0].kill()
+    both[0].start(*limits)
+    trainer = ranks[0]
+    trainer.connect(local_world=1)
+    trainer.register()
+    trainer.slot = None
+    for step in range(4, 10):
+        assert trainer.wait(trainer.stage(step), "durable", flush=True).reached
+    assert {1, 8, 9} <= both[0].steps()
+    assert 2 not in both[0].steps()
+
+
 def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(
     pods: Callable[[str], list[Pod]], trainers: Trainers
 ) -> None:
@@ -568,3 +620,17 @@ def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_f
         one.disconnect()
     # the operator may not have heard yet, but this is done with
     assert [one.candidates().limit for one in come_back(both, trainers)] == [None, None]
+
+
+def test_a_vote_waits_for_shards_that_the_operator_makes_reachable_and_never_denies_them(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    operator.awaits = "shards of node rank 0 lie on node b"
+    pod = pods(operator.url)[0].start(KEEPSTEP_PEER_FETCH="true")
+    trainer = trainers(pod.socket, 0, 2)
+    trainer.connect()
+    vote = trainer.candidates(timeout_s=1.0)
+    assert (vote.answer, vote.candidates) == (Answer.UNKNOWN, ())
+    assert "node b" in vote.reason
+    operator.awaits = ""
+    assert trainer.candidates(timeout_s=10.0).answer is Answer.NONE, "it went on when told"

@@ -149,8 +149,9 @@ class FakeTrainer:
 
     # --- restore -----------------------------------------------------------------------------
 
-    def candidates(self) -> Candidates:
-        return self.call("/v1/candidates", CandidatesRequest(lease=self.lease), Candidates)
+    def candidates(self, timeout_s: float = 10.0) -> Candidates:
+        request = CandidatesRequest(lease=self.lease, timeout_s=timeout_s)
+        return self.call("/v1/candidates", request, Candidates)
 
     def open(self, id: StepId) -> Opened:
         return self.call("/v1/restore", OpenRequest(lease=self.lease, id=id), Opened)

@@ -57,7 +57,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
         recorder.note("losing 2")
         volume.quarantine(volume.root / str(step_id(2)) / shard_name(1, WORLD), "digest")
         recorder.note("recording 2")
-        volume.save_record(volume.record.with_epoch(LATER_EPOCH))
+        volume.save_record(volume.record.with_epochs(LATER_EPOCH))
         recorder.note("recorded 2")
     volume.close()
     return recorder.log

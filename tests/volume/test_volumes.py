@@ -129,8 +129,8 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
 ) -> None:
     later = Epoch(EpochId(2, "00000000"), step_id(4))
     armed("record.write:eio@3")
-    volumes.save_epoch(EPOCH)
-    volumes.save_epoch(later)
+    volumes.save_epochs(EPOCH)
+    volumes.save_epochs(later)
     one, two = volumes.volumes
     assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.epochs() == (EPOCH, later)
@@ -142,7 +142,7 @@ def test_an_epoch_that_no_volume_can_record_is_an_error(
 ) -> None:
     armed("record.write:eio@1,record.write:eio@2")
     with pytest.raises(StorageError):
-        volumes.save_epoch(EPOCH)
+        volumes.save_epochs(EPOCH)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_a_record_that_is_not_ours_is_an_error_that_names_it(
 
 
 def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    record = RunRecord(run=RUN).with_epoch(Epoch(EpochId(2, "0badcafe"), step_id(3)))
-    record = record.with_epoch(EPOCH)
-    assert record.with_epoch(EPOCH) is record
+    record = RunRecord(run=RUN).with_epochs(Epoch(EpochId(2, "0badcafe"), step_id(3)))
+    record = record.with_epochs(EPOCH)
+    assert record.with_epochs(EPOCH) is record
     runrecord.save(tmp_path / "run.json", record, filesystem=Filesystem())
     assert runrecord.load(tmp_path / "run.json", run=RUN) == record
     assert [epoch.id.number for epoch in record.epochs] == [1, 2]

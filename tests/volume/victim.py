@@ -15,7 +15,7 @@ from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
 
 def main(root: Path) -> None:
     volume = Volume(root, run=RUN)
-    volume.save_record(volume.record.with_epoch(Epoch(EpochId(1, "1f9c2d7a"))))
+    volume.save_record(volume.record.with_epochs(Epoch(EpochId(1, "1f9c2d7a"))))
     print("recorded", flush=True)
     for step in (1, 2):
         for rank in range(2):

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import time
 import weakref
@@ -30,12 +29,14 @@ from keepstep.agreement import Decision
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.imaging import Imaging
-from keepstep.protocol import RESTORE_TIMEOUT_ENV, SOCKET_ENV
-from keepstep.restoring import OPEN_S, Restoring
+from keepstep.protocol import SOCKET_ENV
+from keepstep.restoring import Restoring
 from keepstep.stager import Stager
 from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
+from keepstep.timeouts import restore_timeout_s
 from keepstep.topology import ALONE
+from keepstep.torn import Torn
 from keepstep.voting import Gather, Voter
 
 log = logging.getLogger("keepstep")
@@ -90,7 +91,7 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._stage_every = 1
         self._last_step = -1
-        self._restore_timeout_s = _restore_timeout_s()
+        self._restore_timeout_s = restore_timeout_s()
         self._socket = os.environ.get(SOCKET_ENV, "")
         if self._socket:
             self._stager = Stager(self._socket, rank=self._rank, world=self._world)
@@ -122,7 +123,9 @@ class Checkpointer:
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
         voter = Voter(self._stager, rank=self._rank, world=self._world)
-        decision = voter.restore(self._restoring, timeout_s=_CONNECT_S, meet=self._meet)
+        with Torn() as torn:
+            begin = functools.partial(self._restoring, torn)
+            decision = voter.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
         if decision is None:
             return None
         self._stage_every = decision.stage_every
@@ -165,7 +168,7 @@ class Checkpointer:
     def _take(self) -> state.Taken:
         return state.take(self._components, self._topology)
 
-    def _restoring(self, decision: Decision) -> Restoring:
+    def _restoring(self, torn: Torn, decision: Decision) -> Restoring:
         assert self._stager is not None
         return Restoring(
             self._components,
@@ -175,6 +178,8 @@ class Checkpointer:
             take=self._take,
             rng=self._rng,
             trusted=self._trusted,
+            torn=torn,
+            reader=self._topology.first_here,
             timeout_s=self._restore_timeout_s,
         )
 
@@ -392,17 +397,6 @@ def _rank_and_world() -> tuple[int, int]:
             " torch.distributed.init_process_group() before you make the Checkpointer"
         )
     return int(os.environ.get("RANK", "0")), 1
-
-
-def _restore_timeout_s() -> float:
-    text = os.environ.get(RESTORE_TIMEOUT_ENV) or str(OPEN_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise UsageError(f"{RESTORE_TIMEOUT_ENV}={text}: it is a number of seconds above 0")
-    return seconds
 
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -1,7 +1,8 @@
 """From a verified slot back into the live objects, in place.
 
-Two phases: `plan` compares everything and changes nothing (a MismatchError lists all differences at
-once); `Loading.run` then copies, and cannot fail half-way for a reason that could have been seen.
+Three phases: `plan` compares everything and changes nothing (a MismatchError lists all differences
+at once); `Loading.copy` then fills tensors, and cannot fail half-way for a reason that could have
+been seen; `Loading.finish` hands each component its tree.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ class Loading:
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
 
-    def run(self) -> int:
-        """Do it; returns the bytes copied. Raises MismatchError if a component refuses its tree."""
+    @property
+    def targets(self) -> list[Tensor]:
+        """What `copy` fills."""
+        return [target for target, _ in self.pairs]
+
+    def copy(self) -> int:
+        """Fill all tensors; returns the bytes copied."""
         moves, copies, total = [], [], 0
         for target, source in self.pairs:
             total += source.numel() * source.element_size()
@@ -56,9 +62,12 @@ class Loading:
                 torch.autograd.graph.increment_version(target)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        return total
+
+    def finish(self) -> None:
+        """Raises MismatchError if a component refuses its tree."""
         for finish in self.finishers:
             finish()
-        return total
 
 
 def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> Loading:

@@ -150,10 +150,6 @@ class PersistPlanner:
             self._drop_target()
         return self._advance()
 
-    def regrid(self, grid: Grid) -> None:
-        """Rank 0 lives elsewhere and changed the grid."""
-        self.grid = grid
-
     def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> tuple[Write, ...]:
         """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says.
 

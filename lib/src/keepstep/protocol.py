@@ -324,15 +324,30 @@ class Chunk:
     frame: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkRun:
+    """Chunks `first` to `end` (which is not one of them) of the saved rank `rank`."""
+
+    rank: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunksRequest:
     """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time,
-    as long as they use other frames."""
+    as long as they use other frames.
+
+    `announced`: all that this rank will ask for of this step from now on, in the order of (saved
+    rank, chunk); what other ranks of the machine announced, too, is read once for all of them.
+    Empty: it will ask for nothing; None: what was announced still holds.
+    """
 
     lease: str
     id: StepId
     chunks: tuple[Chunk, ...]
     timeout_s: float = 600.0
+    announced: tuple[ChunkRun, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

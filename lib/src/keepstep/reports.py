@@ -155,6 +155,10 @@ class ReportReply:
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
     `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
     candidate; of another run's archive where `restore_run` names one. None: nobody wants that.
+    `awaits`: shards of this pod's ranks that are being made reachable, '' when none are: a vote
+    waits for them a while, and does not say "nothing is there" meanwhile.
+    `all_peers`: every pod of the run has reported, so `peers` names all that serve; else a pod that
+    it does not name may hold something, too.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
     """
 
@@ -167,6 +171,8 @@ class ReportReply:
     peers: tuple[Peer, ...] = ()
     restore_from: StepId | None = None
     restore_run: str = ""
+    awaits: str = ""
+    all_peers: bool = False
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

@@ -4,7 +4,9 @@ A rank whose own image fits its live tensors maps that image and copies it (*dir
 assembles its state from the images of all ranks that saved the step (`keepstep.resharding`): after
 a change of world size or of layout, where its own image holds only its part of a replica, or where
 its own image is lost and a twin's is not. Ranks may differ in that; what counts is that all come to
-the same step. Nothing is changed before every rank knows that it can get all that it needs.
+the same step. Nothing is changed before every rank knows that it can get all that it needs, and
+no component gets its values before every rank has filled its tensors: what a failure in between
+leaves behind are tensors that the next attempt fills, or nobody can train on (`torn`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from keepstep import loading, rng
 from keepstep.agreement import Decision
 from keepstep.errors import KeepstepError
 from keepstep.image import Layout, TensorSpec, extras
+from keepstep.kinds import refuse_dcp
 from keepstep.link import Link
 from keepstep.mapping import SlotMapping
 from keepstep.protocol import Opened, OpenRequest, Sources, SourcesRequest
@@ -25,9 +28,10 @@ from keepstep.resharding.loader import Loader, check_unused
 from keepstep.resharding.sources import Images
 from keepstep.state import Taken, TensorLeaf
 from keepstep.steps import StepId, Tier
+from keepstep.timeouts import RESTORE_S
+from keepstep.torn import Torn
 from keepstep.wrappers import after_loading
 
-OPEN_S = 600.0
 _SOURCES_S = 120.0
 
 Stage = Callable[[Sequence[Any]], Any]
@@ -47,9 +51,12 @@ class Restoring:
         take: Callable[[], Taken],
         rng: bool,
         trusted: bool,
-        timeout_s: float = OPEN_S,
+        torn: Torn,
+        reader: int | None = None,
+        timeout_s: float = RESTORE_S,
     ) -> None:
-        """`timeout_s`: for fetching this rank's image, or one window of others'."""
+        """`timeout_s`: for fetching this rank's image, or one window of others'. `torn`: what
+        earlier attempts have changed. `reader`: the first rank of this node."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
@@ -58,14 +65,15 @@ class Restoring:
         self._id: StepId = decision.id
         self._direct = decision.direct[rank]
         self._rank, self._rng, self._trusted = rank, rng, trusted
+        self._torn, self._reader = torn, reader
         self._slot: SlotMapping | None = None
-        self._run: Callable[[], int]
+        self._loader: Loader | loading.Loading
         self._rng_state: dict[str, Any] = {}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """Each may raise; then no rank goes on to the next."""
-        return self._open, self._plan, self._copy
+        return self._open, self._plan, self._copy, self._finish
 
     def _open(self, _: Sequence[Any]) -> None:
         if not self._direct:
@@ -84,34 +92,47 @@ class Restoring:
     def _plan(self, _: Sequence[Any]) -> bytes:
         """Returns the names that this rank has no place for."""
         taken = self._take()
+        unused = b""
         if self._slot is not None and fits(self._slot.layout, taken):
-            self._plan_direct(self._slot)
-            return b""
+            self._loader = self._plan_direct(self._slot)
+        else:
+            self._loader = loader = self._plan_assembly(taken)
+            unused = loader.unused()
+        self._torn.check(
+            self._id, (one.whole.detach() for one in taken.tensors), self._loader.targets
+        )
+        return unused
+
+    def _plan_assembly(self, taken: Taken) -> Loader:
         request = SourcesRequest(lease=self._link.lease, id=self._id)
         found = self._link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
-        loader = Loader(
-            self._components, taken, Images(self._link, found, self._timeout_s), rank=self._rank
-        )
+        images = Images(self._link, found, self._timeout_s)
+        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        loader = Loader(self._components, taken, images, rank=self._rank, reader=self._reader)
         loader.plan(trusted=self._trusted)
         self._rng_state = loader.rng or {}
-        self._run = loader.run
-        return loader.unused()
+        return loader
 
-    def _plan_direct(self, slot: SlotMapping) -> None:
+    def _plan_direct(self, slot: SlotMapping) -> loading.Loading:
+        refuse_dcp(slot.layout.skeleton, self._id)
         begin = slot.layout.extras_begin
         size = slot.control().extras_bytes
         kept = extras.decode(bytes(slot.memory[begin : begin + size]), trusted=self._trusted)
         plan = loading.plan(self._components, slot, kept["values"])
         self._rng_state = kept.get("rng", {})
-        self._run = plan.run
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             slot.register()
+        return plan
 
     def _copy(self, unused: Sequence[Any]) -> None:
         # a rank that went on from its own image has compared all names with it already
         if all(unused):
             check_unused(unused)
-        self.bytes = self._run()
+        self._torn.begin(self._loader.targets)
+        self.bytes = self._loader.copy()
+
+    def _finish(self, _: Sequence[Any]) -> None:
+        self._loader.finish()
         after_loading(self._components)
         if self._rng:
             rng.apply(self._rng_state)

@@ -53,20 +53,24 @@ def evicted(
     policy: Retention,
     *,
     limit_bytes: int,
+    unfinished: Collection[StepId] = (),
     written_at: Mapping[StepId, float] | None = None,
 ) -> tuple[StepId, ...]:
-    """Which of these committed steps go, in this order, so that the rest fits into `limit_bytes`.
+    """Which of these steps go, in this order, so that the rest fits into `limit_bytes`.
 
-    First what the policy does not keep, then what it keeps beside the last ones, then of the last
-    ones: each time the oldest first. Never the newest, never a pin: when these alone are too large,
-    the rest does not fit, and it is for the caller to say so.
+    First the `unfinished` ones, which nobody can restore; then what the policy does not keep, then
+    what it keeps beside the last ones, then of the last ones: each time the oldest first. Never the
+    newest finished one, never a pin: when these alone are too large, the rest does not fit, and it
+    is for the caller to say so.
     """
-    first = retired(sizes, policy, written_at=written_at)
-    last = sorted(sizes)[-policy.last :]
-    beside = [id for id in sorted(sizes) if id not in first and id not in last]
+    whole = sorted(sizes.keys() - set(unfinished))
+    useless = sorted(sizes.keys() - set(whole))
+    first = retired(whole, policy, written_at=written_at)
+    last = whole[-policy.last :]
+    beside = [id for id in whole if id not in first and id not in last]
     excess = sum(sizes.values()) - limit_bytes
     gone: list[StepId] = []
-    for id in (*first, *beside, *last[:-1]):
+    for id in (*useless, *first, *beside, *last[:-1]):
         if excess <= 0:
             break
         if id not in policy.pinned:

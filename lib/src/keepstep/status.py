@@ -96,7 +96,8 @@ class StepStatus:
 class Status:
     """GET /v1/status: everything a person asks first. Times are unix seconds.
 
-    `reported_at`: when the operator last answered a report, None without one.
+    `reported_at`: when the operator last answered a report, None without one. `evicted`: steps that
+    were deleted because the volumes were full.
     """
 
     run: str
@@ -116,9 +117,12 @@ class Status:
     persist_skipped: int = 0
     persist_seconds: float = 0.0
     persist_bytes: int = 0
+    evicted: int = 0
     ranks: tuple[RankStatus, ...] = ()
     volumes: tuple[VolumeStatus, ...] = ()
     depots: tuple[DepotStatus, ...] = ()
     steps: tuple[StepStatus, ...] = ()
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    window_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    window_shared_bytes: int = 0

@@ -53,10 +53,14 @@ class StepId:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An epoch and the step it went on from. Steps of older epochs that lie beyond are dead."""
+    """An epoch and the step it went on from. Steps of older epochs that lie beyond are dead.
+
+    `origin`: the other run that the parent is a step of, where this epoch began a fork.
+    """
 
     id: EpochId
     parent: StepId | None = None
+    origin: str = ""
 
 
 class Tier(str, enum.Enum):

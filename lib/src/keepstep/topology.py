@@ -40,6 +40,11 @@ class Topology:
     holders: dict[Claim, tuple[int, ...]] = field(default_factory=dict, repr=False)
     lowest: dict[str, int] = field(default_factory=dict, repr=False)
 
+    @property
+    def first_here(self) -> int:
+        """The lowest rank of this node."""
+        return self.nodes.index(self.nodes[self.rank])
+
     def owner(self, claim: Claim) -> int | None:
         """The rank that a stored name must carry; None: the bare name is this rank's to use."""
         name, members = claim

@@ -17,6 +17,8 @@ CONTAINER_ANNOTATION = "keepstep.dev/container"
 """The training container's name, where it is not the one that the job kind fixes or the first."""
 RUN_LABEL = "keepstep.dev/run"
 """Continues one run over several jobs."""
+RESTORE_FROM_ANNOTATION = "keepstep.dev/restore-from"
+"""`RUN/STEP`: a run that has no step of its own begins from that one of the archive."""
 FRESH_START_ANNOTATION = "keepstep.dev/fresh-start"
 """On a CheckpointRun: the epoch (or "newest") that rightly began anew; older steps may go."""
 

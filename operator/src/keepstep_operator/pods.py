@@ -89,6 +89,11 @@ class Pod:
         return self.annotations.get(names.POLICY_ANNOTATION)
 
     @property
+    def restore_from(self) -> str | None:
+        """The step, of another run, that the pod's run begins from; None: it begins by itself."""
+        return self.annotations.get(names.RESTORE_FROM_ANNOTATION)
+
+    @property
     def has_sidecar(self) -> bool:
         """Whether the sidecar is really there, whatever labels say."""
         return names.SIDECAR_CONTAINER in self.init_containers

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 LONGEST = 4096
 """Characters that the schema allows for such a field."""
+MOST = 65_536
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -23,6 +25,12 @@ def spans(numbers: Iterable[int]) -> str:
 def within(text: str, number: int) -> bool:
     """Whether the number is in the set; what cannot be read holds nothing."""
     return any(a <= number <= b for a, b in map(_ends, text.split(",")))
+
+
+def numbers(text: str) -> Iterator[int]:
+    """The numbers of the set, at most `MOST`; what cannot be read holds none."""
+    found = (number for a, b in map(_ends, text.split(",")) for number in range(a, b + 1))
+    return islice(found, MOST)
 
 
 def _ends(part: str) -> tuple[int, int]:

@@ -26,6 +26,8 @@ from keepstep_sidecar.peer.options import peer_options
 
 SOCKET_NAME = "sidecar.sock"
 _PROBE_EVERY_S = 0.02
+_OF_DIRECTORIES = ("prepare", "serve", "clean")
+_ACTIONS = ("probe", "flush", *_OF_DIRECTORIES)
 
 
 def _paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
@@ -82,8 +84,9 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
 )
 @click.option(
     "--restore-from",
-    metavar="STEP",
-    help="The next restart goes back to this step, a number or an id; later ones are dead then.",
+    metavar="[RUN/]STEP",
+    help="The next restart goes back to this step, a number or an id; later ones are dead then. Of"
+    " another RUN, from its archive: where this run begins.",
 )
 @click.option(
     "--restore-since",
@@ -101,10 +104,10 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
 @duration_option("--probe-timeout", default="3s", help="How long --probe waits for an answer.")
 @_action("--flush", "Make the sidecar of --memory-dir write its newest steps, and print them.")
 @_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
+@_action("--serve", "Serve what pods that left this node have in each DIR, for the run's others.")
+@_action("--clean", "Remove each DIR, <volume>/<namespace>/<run> of a run that is gone; as root.")
 @click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
-def main(
-    probe: bool, flush: bool, prepare: bool, directories: tuple[Path, ...], **options: Any
-) -> None:
+def main(directories: tuple[Path, ...], **options: Any) -> None:
     """Keep one run's steps on this machine: slots in shared memory, shards on volumes.
 
     Every option can come from the environment, as KEEPSTEP_ and its name: KEEPSTEP_MEMORY_LIMIT,
@@ -117,22 +120,40 @@ def main(
       keepstep-sidecar --flush --flush-timeout 60s
       keepstep-sidecar --prepare /host/nvme0/team-a/gpt/0
     """
-    if directories and not prepare:
-        raise click.UsageError(f"{directories[0]}: a directory goes with --prepare only")
-    if probe + flush + prepare > 1:
-        raise click.UsageError("choose one of --probe, --flush and --prepare")
+    chosen = [name for name in _ACTIONS if options.pop(name)]
+    if len(chosen) > 1:
+        raise click.UsageError(f"choose one of {_flags(_ACTIONS)}")
+    action = chosen[0] if chosen else ""
+    if bool(directories) is not (action in _OF_DIRECTORIES):
+        raise click.UsageError(
+            f"--{action} needs at least one DIR"
+            if action
+            else f"{directories[0]}: a directory goes with {_flags(_OF_DIRECTORIES)} only"
+        )
     try:
-        if prepare:
-            _prepare(directories)
-        elif probe:
-            sys.exit(0 if _answers(_socket(options), options["probe_timeout"]) else 1)
-        elif flush:
-            _flush(_socket(options), timeout_s=options["flush_timeout"])
-        else:
-            _serve(options)
+        _do(action, directories, options)
     except KeepstepError as error:
         click.echo(f"keepstep-sidecar: {error}", err=True)
         sys.exit(1)
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
+def _do(action: str, directories: tuple[Path, ...], options: dict[str, Any]) -> None:
+    if action == "prepare":
+        _prepare(directories)
+    elif action == "clean":
+        _clean(directories)
+    elif action == "serve":
+        _serve_left(directories, options)
+    elif action == "probe":
+        sys.exit(0 if _answers(_socket(options), options["probe_timeout"]) else 1)
+    elif action == "flush":
+        _flush(_socket(options), timeout_s=options["flush_timeout"])
+    else:
+        _serve(options)
 
 
 def _socket(options: dict[str, Any]) -> Path:
@@ -155,17 +176,39 @@ def _require(options: dict[str, Any], *names: str) -> None:
     for name in names:
         if not options[name]:
             flag = "--" + name.replace("_", "-").replace("volumes", "volume")
+            flag = flag.replace("--peers", "--peer-listen")
             raise click.UsageError(f"Missing option '{flag}' (or KEEPSTEP_{name.upper()}).")
 
 
 def _prepare(directories: Sequence[Path]) -> None:
     from keepstep_sidecar.preparing import prepare
 
-    if not directories:
-        raise click.UsageError("--prepare needs at least one DIR")
     for directory in directories:
         prepare(directory)
         click.echo(f"{directory} is ready")
+
+
+def _clean(directories: Sequence[Path]) -> None:
+    from keepstep_sidecar.helper.cleaning import clean
+
+    for directory in directories:
+        click.echo(f"{directory}: {clean(directory)} files removed")
+
+
+def _serve_left(directories: tuple[Path, ...], options: dict[str, Any]) -> None:
+    from keepstep_sidecar.helper.serving import Serving, serve
+
+    _require(options, "run", "peers", "report_url")
+    reporting = _reporting(options)
+    assert reporting is not None, "required above"
+    serve(
+        Serving(
+            run=options["run"],
+            directories=directories,
+            peers=options["peers"],
+            reporting=reporting,
+        )
+    )
 
 
 def _flush(path: Path, *, timeout_s: float) -> None:
@@ -183,18 +226,10 @@ def _flush(path: Path, *, timeout_s: float) -> None:
 
 def _serve(options: dict[str, Any]) -> None:
     _require(options, "run", "memory_dir", "volumes")
-    from keepstep_sidecar.config import Config, Reporting
+    from keepstep_sidecar.config import Config
     from keepstep_sidecar.daemon import serve
     from keepstep_sidecar.shardfile import Verify
 
-    reporting = None
-    if options["report_url"]:
-        _require(options, "report_ca", "report_token_file")
-        reporting = Reporting(
-            url=options["report_url"],
-            ca=options["report_ca"],
-            token_file=options["report_token_file"],
-        )
     serve(
         Config(
             run=options["run"],
@@ -213,18 +248,35 @@ def _serve(options: dict[str, Any]) -> None:
             linger_s=options["linger"],
             owner_pid=options["owner_pid"],
             metrics_port=options["metrics_port"],
-            reporting=reporting,
+            reporting=_reporting(options),
             archive=options["archive"],
             peers=options["peers"],
-            wish=_wish(options["restore_from"], since=options["restore_since"]),
+            **_restore_from(options),
         )
     )
 
 
-def _wish(text: str | None, *, since: int) -> Any:
-    from keepstep_sidecar import rollback
+def _reporting(options: dict[str, Any]) -> Any:
+    from keepstep_sidecar.config import Reporting
 
-    return rollback.parse(text, since=since) if text else None
+    if not options["report_url"]:
+        return None
+    _require(options, "report_ca", "report_token_file")
+    return Reporting(
+        url=options["report_url"],
+        ca=options["report_ca"],
+        token_file=options["report_token_file"],
+    )
+
+
+def _restore_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Back to a step of this run, or on from one of another."""
+    from keepstep_sidecar import fork, rollback
+
+    text: str = (options["restore_from"] or "").removeprefix(f"{options['run']}/")
+    if "/" in text:
+        return {"fork": fork.parse(text)}
+    return {"wish": rollback.parse(text, since=options["restore_since"])} if text else {}
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from keepstep.reports import Peer
@@ -34,6 +34,12 @@ _PATIENCE_S = 5.0
 """A rank that holds something here waits so long to hear whether there is something newer."""
 
 _LONGEST_LOOK_S = 20.0
+_ASK_FOR_S, _ASK_AGAIN_S = 6.0, 0.5
+"""A rank that holds nothing is told that this is unknown only after so long."""
+
+_SOON_S = 0.3
+
+_LONGEST_PAUSE_S = 30.0
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
@@ -46,7 +52,9 @@ class Beyond:
         self._remotes = catalog.remotes
         self._changes = changes
         self._looked_at = -_STALE_S
-        self._peers: tuple[Peer, ...] = ()
+        self._told: tuple[tuple[Peer, ...], str, bool] | None = None
+        self._asking = 0
+        self.awaits = ""
 
     @property
     def depots(self) -> tuple[Depot, ...]:
@@ -61,9 +69,18 @@ class Beyond:
                 depot.pinned = self._catalog.pinned
             if isinstance(depot, Noticing):
                 depot.changed = lambda: spawn(self.look(), "look at what is new")
-            spawn(depot.run(), f"depot {depot.tier}")
+            spawn(self._run(depot), f"depot {depot.tier}")
         if self.depots:
             spawn(self._watch(looked), "look at depots")
+
+    async def _run(self, depot: Depot) -> None:
+        """A depot that fails in a way nobody thought of begins again: its tier is not given up."""
+        for failures in itertools.count():
+            try:
+                return await depot.run()
+            except Exception as error:
+                warn("depot failed", tier=str(depot.tier), reason=_reason(error))
+            await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE_S))
 
     async def _watch(self, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.look()
@@ -84,20 +101,71 @@ class Beyond:
             return
         wait_s = min(timeout_s, _PATIENCE_S) if held else timeout_s
         await self._changes.until(lambda: self._remotes.looked, timeout_s=wait_s)
-        if not held and time.monotonic() - self._looked_at > _STALE_S:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(timeout_s, _LONGEST_LOOK_S)):
-                    await self.look()
-
-    def meet(self, peers: tuple[Peer, ...], spawn: Spawn) -> None:
-        """The operator names the run's other pods."""
-        if peers == self._peers:
+        if held:
             return
-        self._peers = peers
+        self._asking += 1
+        self._changes.ring()
+        try:
+            async with asyncio.timeout(min(timeout_s, _LONGEST_LOOK_S)):
+                await self._seen()
+        except TimeoutError:
+            pass
+        finally:
+            self._asking -= 1
+
+    async def _seen(self) -> None:
+        """Look, and look again while nothing is known: where all pods of a run begin at once, one
+        is asked before it serves, and before the operator has told it of the others."""
+        if time.monotonic() - self._looked_at > _STALE_S:
+            await self.look()
+        deadline = time.monotonic() + _ASK_FOR_S
+        while self._remotes.unknown and not self._remotes.ids:
+            if not self._awaits_others and time.monotonic() > deadline:
+                return
+            await asyncio.sleep(_ASK_AGAIN_S)
+            await self.look()
+
+    @property
+    def _awaits_others(self) -> bool:
+        """The operator has not heard of all pods yet: some began a moment later."""
+        return any(isinstance(one, Acquainted) and not one.introduced for one in self.depots)
+
+    @property
+    def asking(self) -> bool:
+        """A vote waits for what the operator answers next."""
+        return self._asking > 0 and bool(self._remotes.unknown)
+
+    def meet(
+        self, peers: tuple[Peer, ...], spawn: Spawn, *, awaits: str = "", complete: bool = True
+    ) -> None:
+        """The operator names the run's other pods, and what it is making reachable. `complete`: all
+        pods have reported to it."""
+        if self._told == (told := (peers, awaits, complete)):
+            return
+        self._told, self.awaits = told, awaits
+        self._changes.ring()
         for depot in self.depots:
             if isinstance(depot, Acquainted):
-                depot.peers_are(peers)
+                depot.peers_are(peers, awaits=awaits, complete=complete)
                 spawn(self.look(), "look at peers")
+
+    async def arrival(self, *, timeout_s: float) -> None:
+        """Before a vote: wait for what the operator is making reachable, and look at it.
+
+        A pod that serves nobody asks for its first certificate only then, so its first look may
+        come too early.
+        """
+        if not any(isinstance(one, Acquainted) for one in self.depots):
+            return
+        if self.awaits:
+            await self._changes.until(lambda: not self.awaits, timeout_s=timeout_s)
+            await self.look()
+        deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
+        while not self.address and self._told and self._told[0] and self._remotes.unknown:
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(_SOON_S)
+            await self.look()
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -148,3 +216,9 @@ class Beyond:
         """Where other pods find this one, '' when nothing is served."""
         found = (one.address for one in self.depots if isinstance(one, Acquainted))
         return next(found, "")
+
+
+def _reason(error: BaseException) -> str:
+    while group := getattr(error, "exceptions", None):  # of a task group: its first says why
+        error = group[0]
+    return str(error) or type(error).__name__

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from keepstep.errors import UsageError
 from keepstep.reports import PATH
 from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.fork import Fork, require_archive
 from keepstep_sidecar.peer.settings import PeerSettings
 from keepstep_sidecar.rollback import Wish
 from keepstep_sidecar.shardfile import Verify
@@ -50,7 +51,8 @@ class Config:
     `bytes_per_second`: limit of all writes together. `linger_s`: end by itself when no trainer was
     there for so long, and the process `owner_pid` is gone; None: never. `reporting` None: nobody
     but this sidecar sees the run, so its ranks are all there are, unless a trainer says otherwise.
-    `wish`: the step that the next epoch shall go on from.
+    `wish`: the step that the next epoch shall go on from. `fork`: the step of another run that this
+    one begins from.
     """
 
     run: str
@@ -73,6 +75,7 @@ class Config:
     archive: ArchiveConfig | None = None
     peers: PeerSettings | None = None
     wish: Wish | None = None
+    fork: Fork | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
@@ -89,6 +92,8 @@ class Config:
                 "--peer-listen without --report-url needs certificates: give --peer-cert,"
                 " --peer-key and --peer-ca"
             )
+        if self.fork is not None:
+            require_archive(self.fork, self.archive)
         if len(str(self.socket).encode()) > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"

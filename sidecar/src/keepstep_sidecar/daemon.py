@@ -16,7 +16,7 @@ from pathlib import Path
 from aiohttp import web
 
 from keepstep.errors import StorageError, UsageError
-from keepstep.steps import StepId
+from keepstep.steps import Epoch, StepId
 from keepstep_sidecar import journal, reporting
 from keepstep_sidecar.config import Config
 from keepstep_sidecar.depots import Depot
@@ -116,7 +116,12 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 async def _serve(config: Config) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
-        depots = _depots(config, volumes, pinned=lambda: service.catalog.pinned())
+        depots = _depots(
+            config,
+            volumes,
+            epochs=lambda: service.catalog.epochs(),
+            pinned=lambda: service.catalog.pinned(),
+        )
         service = Service(config, volumes, tasks, depots)
         service.reporter = _reporter(service)
         try:
@@ -128,14 +133,18 @@ async def _serve(config: Config) -> None:
 
 
 def _depots(
-    config: Config, volumes: VolumeSet, *, pinned: Callable[[], frozenset[StepId]]
+    config: Config,
+    volumes: VolumeSet,
+    *,
+    epochs: Callable[[], tuple[Epoch, ...]],
+    pinned: Callable[[], frozenset[StepId] | None],
 ) -> list[Depot]:
     """What is configured beyond this machine; nothing of it is even imported without."""
     depots: list[Depot] = []
     if config.archive is not None:
         from keepstep_sidecar.archive import opening
 
-        depots += opening.depots(config, epochs=volumes.epochs, pinned=pinned)
+        depots += opening.depots(config, epochs=epochs, pinned=pinned)
     if config.peers is not None:
         from keepstep_sidecar.peer import opening as peers
 

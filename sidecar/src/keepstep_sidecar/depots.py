@@ -132,20 +132,41 @@ class Acquainted(Protocol):
     def address(self) -> str:
         """`host:port` where they find this pod, '' when nothing is served."""
 
-    def peers_are(self, peers: tuple[Peer, ...]) -> None:
-        """All of them; whoever is missing is a peer no more."""
+    @property
+    def introduced(self) -> bool:
+        """Whether it is known who all the others are."""
+
+    def peers_are(
+        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
+    ) -> None:
+        """Whoever is missing is a peer no more. `awaits`: see `ReportReply`; `complete`: nobody
+        else can hold anything."""
 
 
 @runtime_checkable
 class Retaining(Protocol):
     """A depot that has a schedule and a retention of its own."""
 
-    pinned: Callable[[], Collection[StepId]]
+    pinned: Callable[[], Collection[StepId] | None]
     """Steps that it must not retire."""
 
     def want(self, id: StepId) -> None:
         """Send this step although it is not due: somebody waits for it. Every pod of the run must
         be told, as each sends its own ranks' shards."""
+
+
+@runtime_checkable
+class Ancestor(Protocol):
+    """A depot of steps of another run, `ancestor`. A run that has nothing of its own begins from
+    one of them instead of at step 0, and so only where step 0 would be allowed."""
+
+    ancestor: str
+    outgrown: Callable[[], bool]
+    """Whether the run has steps of its own to go on from: then nothing is asked or offered."""
+
+    @property
+    def ids(self) -> frozenset[StepId]:
+        """Steps that were offered, ever."""
 
 
 @runtime_checkable

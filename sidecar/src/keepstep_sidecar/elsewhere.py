@@ -13,8 +13,10 @@ from keepstep.steps import Answer, StepId, Tier
 from keepstep_sidecar.remotes import held
 from keepstep_sidecar.service import Service
 
-_STEPS_TOLD = 3
-"""Of the archive's complete steps, the newest: a report stays small."""
+_MOST_STEPS = 100
+_MOST_COPIES = 8192
+"""Told of the archive, newest steps first, so that a report stays well below the 4 MiB that the
+operator takes (a copy is some 230 bytes). In a run of more ranks each pod tells of its own only."""
 
 
 def others(service: Service) -> tuple[ReportedRank, ...]:
@@ -50,11 +52,14 @@ def _archived(service: Service) -> dict[int, list[Held]]:
     told: dict[int, list[Held]] = {}
     if Tier.ARCHIVE not in catalog.remotes.tiers:
         return told
-    for id in sorted(catalog.remotes.complete)[-_STEPS_TOLD:]:
+    left = _MOST_COPIES
+    for id in sorted(catalog.remotes.complete, reverse=True)[:_MOST_STEPS]:
         if _speaks_for_all(service, id):
+            if (left := left - len(catalog.remotes.of(id))) < 0:
+                break
             for rank, places in catalog.remotes.of(id).items():
                 found = [held(one.remote) for one in places if one.tier is Tier.ARCHIVE]
-                told.setdefault(rank, []).extend(found[:1])
+                told.setdefault(rank, []).extend(catalog.ancestry.own(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 
 

@@ -31,6 +31,8 @@ _LOW_PRIORITY = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = ctypes.c_void_p
 
 
 class SlotFile:
@@ -182,6 +184,12 @@ def _populate_failed(number: int, view: memoryview) -> None:
         raise OSError(number, os.strerror(number))
     for offset in range(0, len(view), PAGE_BYTES):  # a kernel before 5.14 does not know the advice
         view[offset] = view[offset]
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Bytes from one mapping to another of the same length, without the GIL."""
+    assert len(source) == len(target), "the same chunk of the same image"
+    _libc.memmove(_address(target), _address(source), len(target))
 
 
 def _address(view: memoryview) -> int:

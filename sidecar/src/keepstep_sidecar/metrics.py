@@ -132,6 +132,13 @@ TABLE = (
         _one(lambda status: status.persist_bytes),
     ),
     Row(
+        "keepstep_evicted_steps",
+        "counter",
+        "Steps deleted because the volumes were full",
+        (),
+        _one(lambda status: status.evicted),
+    ),
+    Row(
         "keepstep_persist_interval_steps",
         "gauge",
         "Steps between two persisted ones",
@@ -220,6 +227,20 @@ TABLE = (
         "1 when the last attempt failed",
         ("tier", "where"),
         _depots(lambda one: bool(one.trouble)),
+    ),
+    Row(
+        "keepstep_window_read_bytes",
+        "counter",
+        "Bytes read for restores into another layout",
+        ("tier",),
+        lambda status: (((tier,), float(size)) for tier, size in status.window_bytes.items()),
+    ),
+    Row(
+        "keepstep_window_shared_bytes",
+        "counter",
+        "Bytes that ranks got from the read of another one, instead",
+        (),
+        _one(lambda status: status.window_shared_bytes),
     ),
     Row(
         "keepstep_warnings",

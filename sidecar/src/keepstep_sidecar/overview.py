@@ -24,6 +24,7 @@ class Overview:
 
     def __init__(self, *, told: bool, clock: Callable[[], float]) -> None:
         self.told = told
+        self.heard = False
         self.commit: StepId | None = None
         self.memory: StepId | None = None
         self.plan: StepId | None = None
@@ -32,6 +33,16 @@ class Overview:
         self._clock = clock
         self._heard_at = clock()
 
+    @property
+    def word(self) -> tuple[StepId | None, frozenset[StepId]]:
+        """What a later sidecar of this place must know: the last commit, and the pins."""
+        return self.commit, self.pinned
+
+    @property
+    def pins_known(self) -> bool:
+        """Whether the operator has said in this life of the sidecar which steps stay."""
+        return self.heard or not self.told
+
     def remember(self, commit: StepId | None) -> None:
         """What an earlier sidecar wrote down."""
         if commit is not None:
@@ -39,7 +50,7 @@ class Overview:
 
     def hear(self, reply: ReportReply) -> None:
         """The operator has answered. One that has just started may not know what we know."""
-        self._heard_at = self._clock()
+        self._heard_at, self.heard = self._clock(), True
         self.remember(reply.committed.get(str(Tier.LOCAL)))
         self.memory = reply.committed.get(str(Tier.MEMORY))
         self.plan = reply.plan

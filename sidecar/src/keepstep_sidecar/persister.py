@@ -183,10 +183,12 @@ class Persister:
 
     async def _write_with_room(self, bank: Bank, index: int, control: ControlPage) -> Written:
         while True:
+            evictions = self.catalog.evictions.count
             try:
                 return await self._write_once(bank, index, control)
-            except NoSpaceError:  # noqa: PERF203 (a volume that is full is no hot loop)
-                if not await self.catalog.make_room(bank.layout.size_bytes):
+            except NoSpaceError:
+                size_bytes = bank.layout.size_bytes
+                if not await self.catalog.make_room(size_bytes, evictions=evictions):
                     raise
 
     async def _write_once(self, bank: Bank, index: int, control: ControlPage) -> Written:

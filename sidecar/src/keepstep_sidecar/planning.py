@@ -37,7 +37,7 @@ def _plan_beyond(catalog: Catalog) -> RestorePlan | None:
         return found
     if (id := catalog.last_commit()) is None:
         return None
-    ranks = [rank for rank in catalog.ranks() if id >= catalog.newest_in_memory(rank, id)]
+    ranks = [rank for rank in catalog.ranks() if id >= catalog.telling.newest_in_memory(rank, id)]
     return _plan_of(catalog, id, ranks)
 
 

@@ -95,7 +95,7 @@ class Progress:
         if state is State.STAGED:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
-            return lambda: self._catalog.durable_from(rank, id)
+            return lambda: self._catalog.stock.durable_from(rank, id)
         if state is State.ARCHIVED and not self._beyond.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self._catalog.committed_from(id)
@@ -104,7 +104,7 @@ class Progress:
         return (
             self._trainers.of(rank).staged == id
             or self._keeper.rank(rank).find(id) is not None
-            or self._catalog.holds(rank, id) is not None
+            or self._catalog.stock.holds(rank, id) is not None
         )
 
     def _missing(self, id: StepId) -> str:
@@ -114,7 +114,7 @@ class Progress:
         unstaged: list[int] = []
         unwritten: list[int] = []
         for rank in sorted(self._keeper.ranks):
-            if self._catalog.holds(rank, id) is None:
+            if self._catalog.stock.holds(rank, id) is None:
                 (unwritten if self._staged(rank, id) else unstaged).append(rank)
         if unstaged:
             return f"step {id} was not staged, or not kept, by ranks {unstaged}"
@@ -148,7 +148,7 @@ class Progress:
 
     def _durable(self, id: StepId) -> bool:
         ranks = [rank for rank, slots in self._keeper.ranks.items() if slots.banks]
-        return all(self._catalog.holds(rank, id) is not None for rank in ranks)
+        return all(self._catalog.stock.holds(rank, id) is not None for rank in ranks)
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. False when the time is up."""

@@ -13,11 +13,14 @@ from dataclasses import replace
 from keepstep.errors import ImageError
 from keepstep.ledger import NEAREST_FIRST, Held, RankReport
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep_sidecar.depots import Depot, Inventory, Remote
+from keepstep_sidecar.depots import Ancestor, Depot, Inventory, Remote
 from keepstep_sidecar.journal import warn
 from keepstep_sidecar.origins import RemoteOrigin
 
 _NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
+_TOO_EARLY = Inventory(
+    answer=Answer.UNKNOWN, reason="not before it is known what this run has of its own"
+)
 
 
 class Remotes:
@@ -28,6 +31,7 @@ class Remotes:
         self.depots = tuple(
             sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
         )  # nearest first
+        self.ancestor = next((one for one in depots if isinstance(one, Ancestor)), None)
         self.looked = not depots
         self.index = 0
         self._inventories = [_NOT_ASKED for _ in self.depots]
@@ -56,7 +60,7 @@ class Remotes:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> bool:
-        found = await asyncio.gather(*(one.look() for one in self.depots))
+        found = self._ancestor_last(await asyncio.gather(*(one.look() for one in self.depots)))
         before = (self._inventories, self.looked)
         self._inventories = [
             _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
@@ -68,6 +72,14 @@ class Remotes:
         if changed := before != (self._inventories, True):
             self._index()
         return changed
+
+    def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
+        """Another run's step counts once all others have told what this run has of its own."""
+        pairs = list(zip(self.depots, found, strict=True))
+        silent = any(
+            one.answer is Answer.UNKNOWN for depot, one in pairs if depot is not self.ancestor
+        )
+        return [_TOO_EARLY if silent and depot is self.ancestor else one for depot, one in pairs]
 
     def distrust(self, origin: RemoteOrigin, error: Exception) -> None:
         """This copy could not be used. One that did not pass its verification is not offered any
@@ -117,6 +129,11 @@ class Remotes:
         known = {epoch.id: epoch for each in self._inventories for epoch in each.epochs}
         return tuple(known[id] for id in sorted(known))
 
+    def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
+        """The epochs that depots of this tier know of."""
+        pairs = zip(self.depots, self._inventories, strict=True)
+        return tuple(epoch for depot, one in pairs if depot.tier is tier for epoch in one.epochs)
+
     @property
     def complete(self) -> frozenset[StepId]:
         """Steps of which a depot itself says that all shards are there."""
@@ -157,6 +174,7 @@ def held(one: Remote) -> Held:
         root=one.root,
         params_digest=one.params_digest,
         twins=one.twins,
+        bytes=one.bytes,
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from keepstep.ledger import RankReport
 from keepstep.reports import Report, ReportedDepot, ReportedRank, ReportedVolume
 from keepstep.status import DepotStatus, VolumeStatus
-from keepstep.steps import Epoch, Tier
+from keepstep.steps import Answer, Epoch, Tier
 from keepstep_sidecar import __version__
 from keepstep_sidecar import status as look
 from keepstep_sidecar.elsewhere import others
@@ -24,11 +25,14 @@ _WARNING_CHARACTERS = 500
 
 
 def urgent(service: Service) -> bool:
-    """Whether the operator's answer is wanted soon: a trainer waits for a commit, or a rank that
-    holds something has just lost its trainer and will restore whatever the other pods have, too."""
+    """Whether the operator's answer is wanted soon: a trainer waits for a commit or to hear what
+    the other pods have, or a rank that holds something has just lost its trainer and will restore
+    whatever they have, too."""
     recent = time.monotonic() - service.trainers.changed_at < _RESTART_S
     restoring = any(service.trainers.restores(rank) for rank in service.catalog.ranks())
-    return service.progress.awaited > 0 or (recent and restoring)
+    beyond = service.beyond
+    awaited = service.progress.awaited > 0 or bool(beyond.awaits) or beyond.asking
+    return awaited or (recent and restoring)
 
 
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
@@ -77,10 +81,10 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
 
 
 def _rank(service: Service, rank: int) -> ReportedRank:
-    held, counters = service.catalog.rank_report(rank), service.trainers.of(rank)
+    held, counters = _own(service, service.catalog.telling.of_rank(rank)), service.trainers.of(rank)
     return ReportedRank(
         rank=rank,
-        world=service.catalog.world(rank),
+        world=service.catalog.telling.world(rank),
         alive=service.trainers.leases.of(rank) is not None,
         memory=held.sealed[Tier.MEMORY],
         local=held.sealed[Tier.LOCAL],
@@ -96,6 +100,15 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         archive_answer=held.answers.get(Tier.ARCHIVE),
         # the pods that keep the copies list them; this one only says whether it knows of any
         peer_answer=held.answers.get(Tier.PEER),
+    )
+
+
+def _own(service: Service, held: RankReport) -> RankReport:
+    """Without the steps of another run that this one begins from."""
+    sealed = {tier: service.catalog.ancestry.own(found) for tier, found in held.sealed.items()}
+    emptied = [tier for tier, found in sealed.items() if not found and held.sealed[tier]]
+    return RankReport(
+        sealed=sealed, answers={**held.answers, **dict.fromkeys(emptied, Answer.NONE)}
     )
 
 

@@ -65,8 +65,9 @@ class Restorer:
         UNKNOWN, and the run does not start over in silence.
         """
         ledger = self._catalog.look()
-        offers = self._catalog.reach.offers(ledger.whole())
-        held = self.held(lease.rank)
+        hidden = self._hidden()
+        offers = self._catalog.reach.offers(set(ledger.whole()) - hidden)
+        held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
             # a step of another world stays on the list: the vote names the difference
@@ -82,6 +83,16 @@ class Restorer:
             offers=offers,
             **self._wanted(),
         )
+
+    def _hidden(self) -> set[StepId]:
+        """Steps of another run that this one must not begin from (any more)."""
+        catalog = self._catalog
+        in_doubt = bool(catalog.unreadable or self._failed())
+        return {id for id in catalog.reach.ids() if catalog.ancestry.hides(id, in_doubt=in_doubt)}
+
+    def _failed(self) -> list[Volume]:
+        """Volumes of which it could not be seen what is there."""
+        return [v for v in self._catalog.volumes.volumes if v.failed and not _is_read_only(v)]
 
     def _wanted(self) -> dict[str, Any]:
         """What a person wants to go back to. All is listed nonetheless: so that the vote can tell
@@ -120,13 +131,14 @@ class Restorer:
         catalog = self._catalog
         if catalog.unreadable:
             return Answer.UNKNOWN, catalog.unreadable
-        failed = [v for v in catalog.volumes.volumes if v.failed and not _is_read_only(v)]
-        if failed:
+        if failed := self._failed():
             return Answer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
         if catalog.remotes.unknown:
             return Answer.UNKNOWN, catalog.remotes.unknown
+        if refusal := catalog.ancestry.refusal():
+            return Answer.UNKNOWN, refusal
         kept = {id for id in catalog.remotes.complete if not catalog.ledger.is_dead(id)}
-        if committed := catalog.ever_published() | kept:
+        if committed := catalog.stock.ever_published() | kept:
             newest = max(committed)
             return Answer.UNKNOWN, (
                 f"step {newest} of {catalog.reach.world_of(newest)} ranks was committed, but it is "

@@ -1,7 +1,7 @@
 """`run.json`: what shards cannot tell, which epochs there were and their parents.
 
-And, in a run that spans several pods, the last step that is known to be committed: one pod's
-shards do not tell that.
+And, in a run that spans several pods, the last step that is known to be committed and those that
+people pinned: one pod's shards do not tell that.
 
 Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
 whoever reads it after a power cut finds one of the two.
@@ -28,30 +28,36 @@ _SIZE_LIMIT_BYTES = 16 << 20
 class RunRecord:
     """The run's name and the epochs it has lived through, oldest first.
 
-    `committed`: the last commit that somebody told this machine of, None for none.
+    `committed`: the last commit that somebody told this machine of, None for none. `pinned`: the
+    steps that were said to stay.
     """
 
     run: str
     epochs: tuple[Epoch, ...] = ()
     committed: StepId | None = None
+    pinned: frozenset[StepId] = frozenset()
 
-    def with_epoch(self, epoch: Epoch) -> RunRecord:
-        """This record and `epoch`; the same record when it is known already."""
-        if epoch in self.epochs:
-            return self
-        others = (one for one in self.epochs if one.id != epoch.id)
-        return replace(self, epochs=tuple(sorted((*others, epoch), key=lambda one: one.id)))
+    def with_epochs(self, *epochs: Epoch) -> RunRecord:
+        """This record and `epochs`; the same record when all are known already."""
+        known = {one.id: one for one in (*self.epochs, *epochs)}
+        merged = tuple(known[id] for id in sorted(known))
+        return self if merged == self.epochs else replace(self, epochs=merged)
 
     def to_json(self) -> bytes:
         """The text of `run.json`."""
         epochs = [
-            {"id": str(one.id), "parent": None if one.parent is None else str(one.parent)}
+            {
+                "id": str(one.id),
+                "parent": None if one.parent is None else str(one.parent),
+                **({"origin": one.origin} if one.origin else {}),
+            }
             for one in self.epochs
         ]
         record = {
             "format_version": FORMAT_VERSION,
             "run": self.run,
             "committed": None if self.committed is None else str(self.committed),
+            **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
             "epochs": epochs,
         }
         return json.dumps(record, indent=1).encode() + b"\n"
@@ -68,6 +74,7 @@ class RunRecord:
                 run=str(record["run"]),
                 epochs=tuple(map(_epoch, record["epochs"])),
                 committed=_step(record.get("committed")),
+                pinned=frozenset(map(StepId.parse, record.get("pinned") or ())),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             hint = "delete it if the epochs in the shards are enough"
@@ -75,7 +82,7 @@ class RunRecord:
 
 
 def _epoch(value: Any) -> Epoch:
-    return Epoch(EpochId.parse(value["id"]), _step(value["parent"]))
+    return Epoch(EpochId.parse(value["id"]), _step(value["parent"]), str(value.get("origin") or ""))
 
 
 def _step(value: Any) -> StepId | None:

@@ -100,6 +100,20 @@ def _files(tree: Tree) -> Iterator[Path]:
                     yield path
 
 
+def strangers(tree: Tree) -> list[Path]:
+    """`.safetensors` files among a step's shards that are none: not ours to read or to move, but
+    whoever reads the directory as it is would take them for a part of the step."""
+    found: list[Path] = []
+    for directory in step_directories(tree):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found += [
+                path
+                for path in sorted(directory.iterdir())
+                if path.suffix == ".safetensors" and not is_shard(path.name)
+            ]
+    return found
+
+
 def _look(path: Path, *, run: str, published: bool) -> Found | Refused | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile."""
     try:

@@ -56,6 +56,10 @@ _LAST_WORD_S = 3.0
 _FIRST_WORD_S = 3.0
 """How long a vote waits for the operator's first answer; without one, the newest step wins."""
 
+_ARRIVAL_S = 60.0
+"""How long a vote waits for shards that the operator is making reachable; then it says that it does
+not know, the trainer fails with that reason, and its next start waits again."""
+
 _RESTORES_KEPT = 16
 
 
@@ -202,7 +206,7 @@ class Service:
         """Tell the operator what the flush has made durable, and note what it answers."""
         if self.reporter is not None:
             await self.reporter.finish(timeout_s=_LAST_WORD_S)
-            await self.catalog.note_commit(at_once=True)
+            await self.catalog.notes.take(at_once=True)
 
     async def stop(self, request: StopRequest) -> Flushed:
         """End this sidecar; `forget` frees its memory."""
@@ -248,7 +252,9 @@ class Service:
         """What the operator answered to a report. A plan is fetched ahead of time, meanwhile."""
         before = self.catalog.overview.plan
         await self.catalog.hear(reply)
-        self.beyond.meet(reply.peers, self._tasks.spawn)
+        self.beyond.meet(
+            reply.peers, self._tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
+        )
         if reply.plan is not None and reply.plan != before and self.catalog.scanned:
             self._tasks.spawn(self.restorer.prefetch(), "prefetch")
 
@@ -263,6 +269,7 @@ class Service:
         await self.beyond.fresh(held=held, timeout_s=request.timeout_s)
         if (reporter := self.reporter) is not None:  # a person may want to go back
             await self.changes.until(lambda: reporter.tried, timeout_s=_FIRST_WORD_S)
+        await self.beyond.arrival(timeout_s=min(request.timeout_s, _ARRIVAL_S))
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:
@@ -295,13 +302,15 @@ class Service:
     def _note_restore(self, rank: int, request: RestoredRequest, lost: int) -> None:
         noted = ReportedRestore(
             rank=rank,
-            epoch=request.epoch,
+            epoch=self.catalog.ancestry.named(request.epoch),
             tier=request.tier,
             seconds=request.seconds,
             at=time.time(),
             lost_steps=lost,
         )
-        others = [one for one in self.restores if (one.rank, one.epoch) != (rank, request.epoch)]
+        others = [
+            one for one in self.restores if (one.rank, one.epoch.id) != (rank, request.epoch.id)
+        ]
         self.restores = [*others, noted][-_RESTORES_KEPT:]
 
     def _beyond(self, rank: int, parent: StepId | None) -> int:

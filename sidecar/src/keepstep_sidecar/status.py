@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from keepstep.image import PAGE_BYTES
 from keepstep.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from keepstep.slots import SlotState
 from keepstep.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
@@ -49,12 +48,15 @@ async def status(service: Service) -> Status:
         persist_skipped=persister.counts.skipped + persister.counts.abandoned,
         persist_seconds=persister.totals.seconds,
         persist_bytes=persister.totals.bytes,
+        evicted=catalog.evictions.count,
         ranks=tuple(_rank(service, one) for _, one in sorted(service.keeper.ranks.items())),
         volumes=volumes,
         depots=service.beyond.statuses(),
         steps=tuple(_steps(service)),
         survives=survives(marks),
         warnings=warnings(service),
+        window_bytes={str(tier): size for tier, size in service.windows.read_bytes.items()},
+        window_shared_bytes=service.windows.shared_bytes,
     )
 
 
@@ -182,7 +184,9 @@ def locked(service: Service) -> str:
 def warnings(service: Service) -> tuple[str, ...]:
     """What somebody should look at, each once."""
     found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]
-    found += [service.persister.trouble, service.catalog.unreadable, *service.catalog.alarms]
+    catalog = service.catalog
+    found += [service.persister.trouble, catalog.evictions.warning, catalog.unreadable]
+    found += catalog.alarms
     found += [one.failed for one in service.catalog.volumes.volumes]
     found += service.trainers.refused.values()
     found += [f"{one.where}: {one.trouble}" for one in service.beyond.statuses() if one.trouble]
@@ -190,10 +194,3 @@ def warnings(service: Service) -> tuple[str, ...]:
         bank.failure for slots in service.keeper.ranks.values() for bank in slots.banks.values()
     ]
     return tuple(dict.fromkeys(one for one in found if one))
-
-
-def resident_bytes() -> int:
-    """This process's own memory, without the shared memory of slots (see proc(5), statm)."""
-    with open("/proc/self/statm") as statm:
-        _, resident, shared, *_ = statm.read().split()
-    return (int(resident) - int(shared)) * PAGE_BYTES

@@ -5,18 +5,13 @@ Runs once per training step and rank, so nothing here touches a disk or lists a 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from keepstep.errors import ImageError, NoMemoryError, SidecarError
-from keepstep.image import Layout
+from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.protocol import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
     DiscardRequest,
     LayoutAccepted,
     LayoutRequest,
@@ -30,11 +25,12 @@ from keepstep.protocol import (
 )
 from keepstep.slots import SlotState
 from keepstep.steps import StepId
-from keepstep_sidecar import __version__, span
+from keepstep_sidecar import __version__, handshake, span
 from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.config import Config
+from keepstep_sidecar.counters import RankCounters
 from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.maker import Maker
@@ -43,20 +39,6 @@ from keepstep_sidecar.problems import refuse
 from keepstep_sidecar.restorer import Restorer
 from keepstep_sidecar.sizing import Sizing
 from keepstep_sidecar.slotkeeper import RankSlots, Slotkeeper
-
-
-@dataclass
-class RankCounters:
-    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed, at
-    `staged_at` (unix seconds)."""
-
-    saves: int = 0
-    discarded: int = 0
-    blocked_s: float = 0.0
-    copy_s: float = 0.0
-    staged: StepId | None = None
-    staged_at: float | None = None
-    skipped: dict[str, int] = field(default_factory=dict)
 
 
 class Trainers:
@@ -92,7 +74,7 @@ class Trainers:
     async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
         """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
         try:
-            version = _common_version(request)
+            version = handshake.common_version(request)
         except SidecarError as error:
             self.refused[request.rank] = str(error)
             self._changes.ring()
@@ -186,7 +168,7 @@ class Trainers:
         Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
         """
         lease = self.leases.require(request.lease)
-        layout = _parse_layout(request.header)
+        layout = handshake.parse_layout(request.header)
         if (layout.rank, layout.world) != (lease.rank, lease.world):
             raise refuse(
                 "bad-image",
@@ -332,23 +314,3 @@ class Trainers:
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""
         return self.counters.setdefault(rank, RankCounters())
-
-
-def _common_version(request: LeaseRequest) -> int:
-    version = min(PROTOCOL_MAX, request.protocol_max)
-    if version < max(PROTOCOL_MIN, request.protocol_min):
-        raise refuse(
-            "protocol",
-            f"the library {request.library} speaks protocol {request.protocol_min} to"
-            f" {request.protocol_max}, this sidecar ({__version__}) {PROTOCOL_MIN} to"
-            f" {PROTOCOL_MAX}: bring both within two minor versions of each other",
-        )
-    return version
-
-
-def _parse_layout(header: str) -> Layout:
-    try:
-        data = base64.b64decode(header, validate=True)
-        return Layout.parse(memoryview(data))
-    except (binascii.Error, ImageError) as error:
-        raise refuse("bad-image", f"the layout's header is not valid: {error}") from error

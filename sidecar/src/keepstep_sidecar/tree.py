@@ -79,9 +79,6 @@ class Tree:
         """Does `path` lie in a directory that readers see?"""
         return path.parent.parent == self.root and is_step(path.parent.name)
 
-    def owns(self, path: Path) -> bool:
-        return path.is_relative_to(self.root)
-
 
 def temporary_name(shard: str, *, pid: int, number: int) -> str:
     """Hidden from readers that look for `*.safetensors`, and told from a shard by a scan."""

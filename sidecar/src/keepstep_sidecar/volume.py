@@ -30,10 +30,11 @@ from keepstep.steps import StepId
 from keepstep_sidecar import runrecord
 from keepstep_sidecar.engine import Engine, Pace, probe
 from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.journal import warn
 from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.proofs import Proof, prove
 from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.scan import Refused, Scan, read_sealed, survey
+from keepstep_sidecar.scan import Refused, Scan, read_sealed, strangers, survey
 from keepstep_sidecar.shardfile import ShardFile, Verify, open_shard
 from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree
@@ -192,6 +193,8 @@ class Volume:
         with self._lock, self._translated(f"cannot scan {self.root}"):
             self._shelves.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)
+            for path in strangers(Tree(self.root)):
+                warn("foreign file in a step's directory: take it out", path=str(path))
             moved = [self._settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))

@@ -129,6 +129,15 @@ class VolumeSet:
         """Delete a step everywhere. Returns the bytes freed."""
         return sum(volume.retire(id) for volume in self.volumes)
 
+    def free_bytes(self) -> int:
+        """What the roomiest volume that works has left; 0 where none can tell."""
+        free = [0]
+        for volume in self.volumes:
+            if not volume.failed:
+                with contextlib.suppress(StorageError):
+                    free.append(volume.free_bytes())
+        return max(free)
+
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard aside and hide its step on every volume."""
         moved_to = self._holder(path).quarantine(path, reason)
@@ -140,18 +149,22 @@ class VolumeSet:
         known = {epoch.id: epoch for volume in self.volumes for epoch in volume.record.epochs}
         return tuple(known[id] for id in sorted(known))
 
-    def save_epoch(self, epoch: Epoch) -> None:
-        """Record an epoch, durably on every volume that works; StorageError when on none."""
-        self._save(lambda record: record.with_epoch(epoch))
+    def save_epochs(self, *epochs: Epoch) -> None:
+        """Record epochs, durably on every volume that works; StorageError when on none."""
+        self._save(lambda record: record.with_epochs(*epochs))
 
     def last_commit(self) -> StepId | None:
         """The newest commit that any volume has on record."""
         noted = (volume.record.committed for volume in self.volumes)
         return max((id for id in noted if id is not None), default=None)
 
-    def save_commit(self, id: StepId) -> None:
-        """Record what somebody else knows to be committed, as `save_epoch` does."""
-        self._save(lambda record: replace(record, committed=id))
+    def pinned(self) -> frozenset[StepId]:
+        """Steps that any volume has on record as pinned."""
+        return frozenset().union(*(volume.record.pinned for volume in self.volumes))
+
+    def save_word(self, committed: StepId, pinned: frozenset[StepId]) -> None:
+        """Record what somebody else knows to be committed and pinned, as `save_epochs` does."""
+        self._save(lambda record: replace(record, committed=committed, pinned=pinned))
 
     def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """Where nothing can be written at all, nothing durable will ever need the record."""

@@ -1,7 +1,8 @@
 """Chunks of saved shards, each verified, into shared memory that a trainer maps.
 
 A window belongs to one rank's restore. A copy that fails is quarantined or refused, and the same
-chunk comes from the next place that holds the very same image.
+chunk comes from the next place that holds the very same image. What several ranks have announced is
+read once for all of them (`broadcast`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.digests import CHUNK_BYTES
@@ -25,17 +27,23 @@ from keepstep.protocol import (
     WindowRequest,
 )
 from keepstep.steps import StepId, Tier
+from keepstep_sidecar.broadcast import Broadcast, Seat
 from keepstep_sidecar.gathering import all_of
 from keepstep_sidecar.leases import Leases
+from keepstep_sidecar.memory import copy
 from keepstep_sidecar.nearest import Nearest
 from keepstep_sidecar.origins import Origin
 from keepstep_sidecar.problems import refuse
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.window import LEAST_FRAMES, MOST_FRAMES, WindowFile, sweep, window_path
 
+PATIENCE_S = 15.0
+"""For a rank that does not come for a chunk that others wait for."""
+
 
 class Windows:
-    """`/v1/window` and `/v1/chunks`."""
+    """`/v1/window` and `/v1/chunks`. `read_bytes`: into windows, by the tier that they came from;
+    `shared_bytes`: those that came from another rank's frame instead."""
 
     def __init__(
         self,
@@ -45,8 +53,13 @@ class Windows:
         *,
         memory_dir: Path,
         limit_bytes: int | None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """`limit_bytes`: of slots and windows together."""
+        self.read_bytes: Counter[Tier] = Counter()
+        self.shared_bytes = 0
+        self._broadcast = Broadcast()
+        self._patience_s = patience_s
         self._keeper = keeper
         self._leases = leases
         self._nearest = nearest
@@ -95,6 +108,7 @@ class Windows:
 
     def let_go(self, rank: int) -> None:
         """The rank has restored, or will not."""
+        self._broadcast.leave(rank)
         if window := self._windows.pop(rank, None):
             window.close()
 
@@ -116,14 +130,11 @@ class Windows:
         if (window := self._windows.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
-        wanted: dict[int, list[Chunk]] = {}
-        for chunk in request.chunks:
-            wanted.setdefault(chunk.rank, []).append(chunk)
+        if request.announced is not None:
+            self._broadcast.announce(rank, request.id, request.announced)
         try:
             async with asyncio.timeout(request.timeout_s):
-                tiers = await all_of(
-                    [self._bring(request.id, saved, each, window) for saved, each in wanted.items()]
-                )
+                tiers = await self._fill(rank, request, window)
         except (TimeoutError, asyncio.CancelledError) as error:
             if self._windows.get(rank) is window:  # nobody knows what its frames hold
                 self.let_go(rank)
@@ -137,18 +148,76 @@ class Windows:
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
         return Chunks(seconds=time.monotonic() - started, tier=farthest)
 
-    async def _bring(
-        self, id: StepId, saved: int, chunks: Sequence[Chunk], window: WindowFile
-    ) -> Tier:
-        layout = await self._nearest.layout(id, saved)
-        wanted = [(one.chunk, _frame(window, one, layout)) for one in chunks]
+    async def _fill(self, rank: int, request: ChunksRequest, window: WindowFile) -> list[Tier]:
+        id = request.id
+        saved = sorted({one.rank for one in request.chunks})
+        found = await all_of([self._nearest.layout(id, one) for one in saved])
+        layouts = dict(zip(saved, found, strict=True))
+        wanted = [
+            ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
+            for one in request.chunks
+        ]
+        seats = self._broadcast.sit(rank, id, wanted)
+        try:
+            now = [one for one in seats if one.outcome.done()]
+            later = [one for one in seats if not one.outcome.done()]
+            leading = [[one for one in now if one.key[0] == each] for each in saved]
+            return await all_of(
+                [self._lead(id, each, layouts) for each in leading if each]
+                + [self._follow(id, one, layouts) for one in later]
+            )
+        finally:
+            self._broadcast.rise(id, seats)
 
+    async def _follow(self, id: StepId, seat: Seat, layouts: Mapping[int, Layout]) -> Tier:
+        """Wait until somebody has read the chunk, or read it when it is this rank's turn."""
+        await asyncio.wait([seat.outcome], timeout=self._patience_s)
+        if not seat.outcome.done():
+            self._broadcast.give_up(id, seat.key)
+        tier = await seat.outcome
+        return tier if tier is not None else await self._lead(id, [seat], layouts)
+
+    async def _lead(self, id: StepId, seats: Sequence[Seat], layouts: Mapping[int, Layout]) -> Tier:
+        """Read chunks of one saved rank, and give them to all who wait for them.
+
+        When it fails, each of those reads for itself: another's trouble is not theirs.
+        """
+        layout = layouts[seats[0].key[0]]
+        try:
+            tier = await self._bring(id, layout, [(one.key[1], one.frame) for one in seats])
+            self.read_bytes[tier] += sum(len(one.frame) for one in seats)
+            for seat in seats:
+                shared = await _share(seat, tier)
+                self.shared_bytes += shared
+        finally:
+            for other in _others(seats):
+                other.lead()
+        return tier
+
+    async def _bring(
+        self, id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
+    ) -> Tier:
         async def read(origin: Origin) -> None:
             if (await origin.layout()).id != layout.id:
-                raise StorageError(f"{origin.where}: another image of rank {saved} than elsewhere")
+                raise StorageError(
+                    f"{origin.where}: another image of rank {layout.rank} than elsewhere"
+                )
             await origin.chunks(wanted)
 
-        return (await self._nearest.ask(id, saved, read))[0].tier
+        return (await self._nearest.ask(id, layout.rank, read))[0].tier
+
+
+async def _share(seat: Seat, tier: Tier) -> int:
+    """Into the frames of those who still wait; returns the bytes copied."""
+    waiting = [one for one in seat.others if not one.outcome.done()]
+    for one in waiting:
+        await asyncio.to_thread(copy, seat.frame, one.frame)
+        one.filled(tier)
+    return len(waiting) * len(seat.frame)
+
+
+def _others(seats: Iterable[Seat]) -> list[Seat]:
+    return [other for seat in seats for other in seat.others]
 
 
 def _check_frames(chunks: Sequence[Chunk], window: WindowFile) -> None:

@@ -149,8 +149,16 @@ def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
 
 def test_without_them_a_pod_has_no_word_of_either() -> None:
     pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
-    for word in ("KEEPSTEP_ARCHIVE", "KEEPSTEP_PEER", "keepstep-peer", "POD_IP", "affinity"):
+    for word in ("KEEPSTEP_ARCHIVE", "PEER_LISTEN", "keepstep-peer", "POD_IP", "affinity"):
         assert word not in str(pod)
+
+
+def test_a_pod_on_a_drive_of_its_node_can_have_what_it_left_on_another_one() -> None:
+    """And it serves nobody for that; a pod whose volumes go with it leaves nothing."""
+    pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
+    assert _environment(_sidecar(pod))["KEEPSTEP_PEER_FETCH"] == "true"
+    fleeting = inject(pytorch_job(), policy(), DEFAULTS)
+    assert "KEEPSTEP_PEER" not in str(fleeting)
 
 
 def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:
@@ -212,3 +220,33 @@ def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
     assert not within(text, 1)
     for wrong in ("", "a", "1-", "-1", "1-b", "3-1"):
         assert not within(wrong, 2), wrong
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("gpt-1a2b3c4d/1200", "gpt-1a2b3c4d/1200"),
+        ("gpt-1a2b3c4d/latest", "gpt-1a2b3c4d/latest"),
+        ("1200", "./1200"),
+        ("$(HOME)/1", "$$(HOME)/1"),
+    ],
+)
+def test_a_fork_reaches_the_sidecar_as_it_is_written_and_what_is_none_names_no_run(
+    asked: str, told: str
+) -> None:
+    job = pytorch_job()
+    job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = asked
+    made = _environment(_sidecar(inject(job, policy(archive=S3), DEFAULTS)))
+    assert made["KEEPSTEP_RESTORE_FROM"] == told
+    assert "KEEPSTEP_RESTORE_FROM" not in _given(archive=S3)
+
+
+def test_a_step_of_the_run_itself_is_not_asked_for_in_the_template() -> None:
+    job = pytorch_job()
+    key = inject(job, policy(), DEFAULTS)["metadata"]["labels"]["keepstep.dev/run-key"]
+    job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = f"{key}/1200"
+    made = _environment(_sidecar(inject(job, policy(archive=S3), DEFAULTS)))
+    assert made["KEEPSTEP_RESTORE_FROM"] == "./1200"

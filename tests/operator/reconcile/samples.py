@@ -27,6 +27,9 @@ T0 = 1_790_000_000.0
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
 
 
+IMAGE_BYTES = 1 << 20
+
+
 def step(number: int, epoch: Epoch = FIRST) -> StepId:
     return StepId(epoch.id, number)
 
@@ -164,7 +167,13 @@ class Sidecar:
 
     def _held(self, ids: list[StepId], *, root: bool) -> tuple[Held, ...]:
         return tuple(
-            Held(id=id, world=self.world, root=f"{id}/{self.rank}" if root else None) for id in ids
+            Held(
+                id=id,
+                world=self.world,
+                root=f"{id}/{self.rank}" if root else None,
+                bytes=IMAGE_BYTES,
+            )
+            for id in ids
         )
 
 

@@ -118,13 +118,18 @@ def test_a_lean_node_is_what_is_read_of_it() -> None:
     body = {
         "metadata": {"name": "a", "labels": {"zone": "z"}, "managedFields": [{}], "uid": "1"},
         "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
-        "status": {"images": [{}]},
+        "status": {
+            "images": [{}],
+            "conditions": [{"type": "Ready", "status": "Unknown", "message": "silent"}],
+        },
     }
     lean = lean_node(body)
-    assert set(lean) == {"metadata", "spec"}
+    assert set(lean) == {"metadata", "spec", "status"}
+    assert set(lean["status"]) == {"conditions"}
     assert set(lean["metadata"]) == {"name", "labels"}
     assert parse_node(lean) == parse_node(body)
     assert parse_node(lean).cordoned
+    assert not parse_node(lean).ready
 
 
 def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from keepstep.reports import Report, ReportReply
+from keepstep.steps import Answer
 from keepstep_operator.reconcile.reports import LARGEST_REPORT_BYTES
 from tests.operator.reconcile.samples import Sidecar, later, step
 from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting, until
@@ -213,6 +214,24 @@ def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status:
         answered, problem = await served.post(body, token=GOOD)
         assert answered == status
         assert set(problem) == {"code", "message"}
+
+    play(tmp_path, scene)
+
+
+def test_the_first_pod_may_tell_of_the_archive_for_any_number_of_ranks(tmp_path: Path) -> None:
+    async def scene(served: Served) -> None:
+        report = Sidecar(rank=0, world=1500).durable(5).report()
+        (own,) = report.ranks
+        archived = replace(own, alive=False, memory=(), local=(), archive=own.local)
+        others = [
+            replace(archived, rank=rank, archive_answer=Answer.STEPS) for rank in range(1, 1500)
+        ]
+        body = msgspec.json.encode(replace(report, ranks=(own, *others)))
+        assert (await served.post(body, token=GOOD))[0] == 200
+
+        crowd = [replace(own, rank=rank) for rank in range(1025)]
+        body = msgspec.json.encode(replace(report, ranks=tuple(crowd), sequence=2))
+        assert (await served.post(body, token=GOOD))[0] == 400
 
     play(tmp_path, scene)
 

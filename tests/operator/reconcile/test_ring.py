@@ -91,3 +91,15 @@ def test_the_order_in_which_pods_were_seen_changes_nothing(
     seed.shuffle(ranks)  # type: ignore[attr-defined]
     shuffled = {rank: spots[rank] for rank in ranks}
     assert buddies(shuffled, replicas=replicas) == buddies(spots, replicas=replicas)
+
+
+@given(nodes=st.integers(2, 12), replicas=st.integers(1, 3), lost=st.integers(0, 11))
+def test_with_a_pod_on_each_node_the_loss_of_one_moves_only_the_copies_that_it_kept(
+    nodes: int, replicas: int, lost: int
+) -> None:
+    spots = _by_node(*(f"node-{at:02d}" for at in range(nodes)))
+    before = buddies(spots, replicas=replicas)
+    after = buddies({rank: spots[rank] for rank in spots if rank != lost}, replicas=replicas)
+    for rank, chosen in after.items():
+        stay = [one for one in before[rank] if one != lost]
+        assert list(chosen[: len(stay)]) == stay

@@ -15,7 +15,16 @@ from keepstep_operator.reconcile.pacing import Pacer
 from keepstep_operator.reconcile.records import NodeRecord
 from keepstep_operator.reconcile.shelf import AT_ONCE, Shelf
 from keepstep_operator.reconcile.watching import NodeClient
-from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod, policy, run_object, step
+from tests.operator.reconcile.samples import (
+    IMAGE_BYTES,
+    KEY,
+    T0,
+    Sidecar,
+    pod,
+    policy,
+    run_object,
+    step,
+)
 from tests.operator.reconcile.serving import until
 from tests.operator.reconcile.standin import StandIn
 from tests.operator.reconcile.test_tiers import ARCHIVE
@@ -84,7 +93,8 @@ def test_archived_and_pinned_steps_become_objects_and_go_with_their_step() -> No
         bench.archive([70, 80])
         await until(lambda: len(bench.there()) == 3)
         body = bench.cluster.objects[path(80)]
-        assert body["spec"] == {"run": KEY.name, "step": str(step(80)), "ranks": 1}
+        spec = {"run": KEY.name, "step": str(step(80)), "ranks": 1, "bytes": IMAGE_BYTES}
+        assert body["spec"] == spec
         assert "ownerReferences" not in body["metadata"]
         await until(lambda: bench.cluster.objects[path(80)].get("status"))
         assert bench.cluster.objects[path(80)]["status"]["tiers"] == ["archive"]

@@ -102,6 +102,23 @@ def test_a_pod_that_is_made_again_moves_no_copies() -> None:
     assert {one.node_rank for one in play.book.reply(pods[0].uid, at=play.now).peers} == {2}
 
 
+def test_a_sidecar_is_told_that_it_knows_all_peers_once_every_rank_was_heard() -> None:
+    pods = [pod(rank) for rank in (0, 1)]
+    play = Play(*pods, known_policy=policy(peers=Peers()))
+    play.hear(pods[0], Sidecar(rank=0, address="10.0.0.0:9465").report())
+    assert not play.book.reply(pods[0].uid, at=play.now).all_peers
+    play.hear(pods[1], Sidecar(rank=1, address="10.0.0.1:9465").report())
+    told = play.book.reply(pods[0].uid, at=play.now)
+    assert (told.all_peers, [one.node_rank for one in told.peers]) == (True, [1])
+
+
+def test_a_run_of_one_pod_knows_all_its_peers_which_are_none() -> None:
+    play = Play(pod(), known_policy=policy(peers=Peers()))
+    play.hear(pod(), Sidecar(rank=0, world=1, address="10.0.0.0:9465").report())
+    told = play.book.reply(pod().uid, at=play.now)
+    assert (told.all_peers, told.peers) == (True, ())
+
+
 def test_buddies_leave_the_zone_where_nodes_are_known_to_be_in_one() -> None:
     zone = "topology.kubernetes.io/zone"
     play, *_ = running(known=policy(peers=Peers(topology_key=zone)))
@@ -442,6 +459,7 @@ def test_a_step_of_another_run_is_refused_and_changes_nothing() -> None:
     status, reason, message = play.condition(RESTORE_FROM)
     assert (status, reason) == ("False", "OtherRun")
     assert "other/80" in message
+    assert "keepstep.dev/restore-from" in message, "how a fork is asked for"
     assert play.book.reply(pods[0].uid, at=play.now).restore_from is None
 
 

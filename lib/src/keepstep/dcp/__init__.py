@@ -6,15 +6,16 @@
 
     state = {"app": AppState(model, optimizer)}        # as for any other storage
     if keepstep.dcp.newest_step() is not None:
-        dcp.load(state, storage_reader=keepstep.dcp.StorageReader())
+        reader = keepstep.dcp.StorageReader()
+        dcp.load(state, storage_reader=reader)          # reader.loaded_step: from where to go on
     dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=100))
     future = dcp.async_save(state, checkpoint_id="step-200",
                             storage_writer=keepstep.dcp.StorageWriter())
 
 Each rank's plan items become one image in a slot, and the sidecar does the rest, as for a
 `Checkpointer`; `dcp.save` returns when the step is committed. DCP's pickled `.metadata` is not
-written: what it would say stands in the images' headers, so a committed step's directory is all
-there is, and `StorageReader(directory)` needs no sidecar.
+written: what it would say stands in the images' headers. `StorageReader()` gets these, and the
+bytes, from the sidecar, wherever the step is; `StorageReader(directory)` needs none.
 
 What differs from a `Checkpointer`: the planner decides what is saved and by whom, nothing of it is
 fail-open (`dcp.save` raises), values that are no tensors are pickled and unpickled by DCP's planner

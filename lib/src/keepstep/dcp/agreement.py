@@ -20,11 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """What one rank knows. `epoch`: the one it is in, if it saved before; `loaded`: the step that
-    it goes on from; `highest_epoch`: the highest epoch number that its sidecar ever saw."""
+    """What one rank knows. `epoch`: the one it is in, if it saved before, in a `world` of so many;
+    `loaded`: the step that it goes on from; `highest_epoch`: the highest epoch number that its
+    sidecar ever saw."""
 
     step: int
     epoch: Epoch | None
+    world: int
     loaded: StepId | None
     highest_epoch: int
 
@@ -42,16 +44,17 @@ class Agreed:
 def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
     """Decide from the ballots of all ranks, in rank order. Pure.
 
-    Ranks that are in one epoch stay in it, else a new one begins, with the step that all of them
-    loaded as its parent. Raises UsageError when the ranks save, or loaded, different steps.
+    The ranks of an epoch stay in it, else a new one begins, with the step that all of them loaded
+    as its parent: an epoch has one world, or a rank that saves alone would commit a step of the
+    others by itself. Raises UsageError when the ranks save, or loaded, different steps.
     """
     step = _same([one.step for one in ballots], "save steps")
     loaded = _same([one.loaded for one in ballots], "loaded")
     epoch = ballots[0].epoch
-    if epoch is None or any(one.epoch != epoch for one in ballots):
+    world = len(ballots)
+    if epoch is None or any((one.epoch, one.world) != (epoch, world) for one in ballots):
         number = max(one.highest_epoch for one in ballots) + 1
         epoch = Epoch(EpochId(number, nonce), loaded)
-    world = len(ballots)
     return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
 

@@ -1,8 +1,8 @@
-"""DCP's `Metadata` of a step, rebuilt from the headers of its shards, and where each box lies."""
+"""DCP's `Metadata` of a step, rebuilt from the headers of its images, and where each box lies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,87 +13,112 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from keepstep.dcp.folder import Folder, Shard
+from keepstep.dcp.tree import Tree
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import CoverageError, FormatError
-from keepstep.image import Entry
 from keepstep.resharding.boxes import Box, cover
+from keepstep.steps import StepId, shard_name
 
 _SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A box at rest: the entry of a shard."""
+    """A box at rest: bytes `[begin, end)` of the image of the saved rank `rank`. `dtype` in
+    safetensors' spelling."""
 
-    shard: Shard
-    entry: Entry
+    rank: int
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        spec = self.entry.spec
-        return spec.offsets or (0,) * len(spec.shape)
 
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        spec = self.entry.spec
-        return spec.shape if spec.global_shape is None else spec.global_shape
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What the image of one saved rank holds; `boxes` under the names of its entries."""
+
+    rank: int
+    tree: Tree
+    boxes: Iterable[tuple[str, Stored]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """All that a step holds. `boxes`: per tensor, by offsets; equal boxes of several ranks count
-    once. `values`: in which shard each value that is no tensor is."""
+    """All that a step holds. `where`: for messages. `boxes`: per tensor, by offsets; equal boxes of
+    several ranks count once. `values`: in whose image each value that is no tensor is."""
 
-    folder: Folder
+    where: str
+    id: StepId
+    world: int
     boxes: dict[str, dict[tuple[int, ...], Stored]] = field(default_factory=dict)
-    values: dict[str, Shard] = field(default_factory=dict)
-    paths: dict[str, tuple[str | int, ...]] | None = None
+    values: dict[str, int] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] | None = None
+    foreign: bool = False
+    """Whether a `Checkpointer` saved it: there are no values then that DCP could load."""
 
     @classmethod
-    def of(cls, folder: Folder) -> Contents:
-        """Join the headers. Raises CoverageError for boxes that are missing, overlap, or contradict
-        each other, with all names and files."""
-        contents = cls(folder=folder, paths=_paths(folder))
-        problems: list[str] = []
-        for shard in folder.shards:
-            problems += contents._add(shard)
-        problems += contents._uncovered()
-        if problems:
-            more = f"\n  ... and {len(problems) - _SHOWN} more" if problems[_SHOWN:] else ""
-            raise CoverageError(
-                f"{folder.path}: the shards of step {folder.id} do not make up its tensors:\n  "
-                + "\n  ".join(problems[:_SHOWN])
-                + more
-                + "\nUse another copy of this step, or load another step."
-            )
+    def of(
+        cls,
+        parts: Sequence[Part],
+        *,
+        where: str,
+        id: StepId,
+        world: int,
+        aliases: Mapping[str, str],
+        problems: Sequence[str] = (),
+    ) -> Contents:
+        """Join the parts; of equal boxes the first part's counts, of values the lowest rank's.
+
+        Raises CoverageError for boxes that are missing, overlap, or contradict each other, with all
+        names and files; `problems`: what of that is known already.
+        """
+        trees = [one.tree for one in sorted(parts, key=lambda one: one.rank)]
+        foreign = all(one.foreign for one in trees)
+        contents = cls(where=where, id=id, world=world, paths=_paths(trees), foreign=foreign)
+        found = list(problems)
+        for part in parts:
+            found += contents._add(part)
+        for alias, name in aliases.items():
+            contents.boxes.setdefault(alias, contents.boxes.get(name, {}))
+        found += contents._uncovered()
+        contents._raise(found)
         return contents
 
-    def _add(self, shard: Shard) -> Iterator[str]:
-        for entry_name, entry in shard.layout.entries.items():
-            stored = Stored(shard, entry)
-            name = shard.tree.boxes.get(entry_name, entry_name)
+    def _raise(self, problems: Sequence[str]) -> None:
+        if not problems:
+            return
+        more = f"\n  ... and {len(problems) - _SHOWN} more" if problems[_SHOWN:] else ""
+        raise CoverageError(
+            f"{self.where}: the shards of step {self.id} do not make up its tensors:\n  "
+            + "\n  ".join(problems[:_SHOWN])
+            + more
+            + "\nUse another copy of this step, or load another step."
+        )
+
+    def _add(self, part: Part) -> Iterator[str]:
+        for entry_name, stored in part.boxes:
+            name = part.tree.boxes.get(entry_name, entry_name)
             held = self.boxes.setdefault(name, {})
             first = next(iter(held.values()), stored)
-            if (first.entry.spec.dtype, first.global_shape) != (
-                entry.spec.dtype,
-                stored.global_shape,
-            ):
-                yield f"{name}: {_said(first)}, but {_said(stored)}"
+            if (first.dtype, first.global_shape) != (stored.dtype, stored.global_shape):
+                yield f"{name}: {self._said(first)}, but {self._said(stored)}"
                 continue
             other = held.setdefault(stored.offsets, stored)
-            if 0 in other.entry.spec.shape:  # ranks without a part of it begin where the next does
+            if 0 in other.shape:  # ranks without a part of it begin where the next does
                 held[stored.offsets] = stored
-            elif 0 not in entry.spec.shape and other.entry.spec.shape != entry.spec.shape:
-                yield f"{name}: {_said(other)} and {_said(stored)} overlap"
-        for alias, name in shard.layout.aliases.items():
-            self.boxes.setdefault(alias, self.boxes.get(name, {}))
-        for name in shard.tree.values:
-            self.values.setdefault(name, shard)
+            elif 0 not in stored.shape and other.shape != stored.shape:
+                yield f"{name}: {self._said(other)} and {self._said(stored)} overlap"
+        for name in part.tree.values:
+            self.values[name] = min(part.rank, self.values.get(name, part.rank))
 
     def _uncovered(self) -> Iterator[str]:
         for name, held in self.boxes.items():
@@ -101,25 +126,52 @@ class Contents:
             if first is not None:
                 yield from _gaps(name, first, held)
 
+    def _said(self, one: Stored) -> str:
+        return (
+            f"{one.dtype}{list(one.shape)} at {list(one.offsets)} of {list(one.global_shape)}"
+            f" in {shard_name(one.rank, self.world)}"
+        )
+
     def metadata(self) -> Metadata:
         """For DCP's planners."""
         held: dict[str, STORAGE_TYPES] = {
             name: _tensor_metadata(list(boxes.values())) for name, boxes in self.boxes.items()
         }
         held |= {name: BytesStorageMetadata() for name in self.values}
-        return Metadata(state_dict_metadata=held, planner_data=self.paths)
+        return Metadata(
+            state_dict_metadata=held,
+            planner_data=self.paths,
+            storage_meta=StorageMeta(checkpoint_id=self.where),
+        )
 
     def stored(self, index: MetadataIndex) -> Stored:
         """The box that a read item means. Raises FormatError."""
         box = self.boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
         if box is None:
-            raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.folder.path)
+            raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.where)
         return box
 
+    def holder(self, item: ReadItem) -> int:
+        """The saved rank whose image holds what a read item means. Raises FormatError."""
+        index = item.storage_index
+        if item.type is not LoadItemType.BYTE_IO:
+            return self.stored(index).rank
+        if index.fqn not in self.values:
+            raise FormatError(f"no value {index.fqn}", path=self.where)
+        return self.values[index.fqn]
 
-def _paths(folder: Folder) -> dict[str, tuple[str | int, ...]] | None:
+
+def dtype_of(stored: Stored, where: object) -> torch.dtype:
+    """Raises FormatError for one that this torch lacks."""
+    dtype: torch.dtype | None = DTYPE_OF.get(stored.dtype)
+    if dtype is None:
+        raise FormatError(f"{where}: this torch has no dtype for {stored.dtype}")
+    return dtype
+
+
+def _paths(trees: Sequence[Tree]) -> dict[str, tuple[str | int, ...]] | None:
     """As DefaultSavePlanner merges the mappings of all ranks: the first rank's counts."""
-    given = [shard.tree.paths for shard in folder.shards if shard.tree.paths is not None]
+    given = [tree.paths for tree in trees if tree.paths is not None]
     if not given:
         return None
     merged: dict[str, tuple[str | int, ...]] = {}
@@ -129,15 +181,12 @@ def _paths(folder: Folder) -> dict[str, tuple[str | int, ...]] | None:
 
 
 def _tensor_metadata(boxes: list[Stored]) -> TensorStorageMetadata:
-    spec = boxes[0].entry.spec
-    dtype: Any = DTYPE_OF.get(spec.dtype, torch.uint8)
+    dtype: Any = DTYPE_OF.get(boxes[0].dtype, torch.uint8)
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype),
         size=torch.Size(boxes[0].global_shape),
         chunks=[
-            ChunkStorageMetadata(
-                offsets=torch.Size(one.offsets), sizes=torch.Size(one.entry.spec.shape)
-            )
+            ChunkStorageMetadata(offsets=torch.Size(one.offsets), sizes=torch.Size(one.shape))
             for one in boxes
         ],
     )
@@ -145,12 +194,12 @@ def _tensor_metadata(boxes: list[Stored]) -> TensorStorageMetadata:
 
 def _gaps(name: str, first: Stored, held: dict[tuple[int, ...], Stored]) -> Iterator[str]:
     whole = Box((0,) * len(first.global_shape), first.global_shape)
-    boxes = [one for one in held.values() if 0 not in one.entry.spec.shape]
-    if whole.empty or (len(boxes) == 1 and boxes[0].entry.spec.shape == whole.sizes):
+    boxes = [one for one in held.values() if 0 not in one.shape]
+    if whole.empty or (len(boxes) == 1 and boxes[0].shape == whole.sizes):
         return
     dims = len(whole.sizes)
     lows = torch.tensor([one.offsets for one in boxes], dtype=torch.int64).view(-1, dims)
-    sizes = torch.tensor([one.entry.spec.shape for one in boxes], dtype=torch.int64)
+    sizes = torch.tensor([one.shape for one in boxes], dtype=torch.int64)
     found = cover(lows, lows + sizes.view(-1, dims), whole)
     if found is None:
         yield f"{name}: cut so irregularly that nobody can tell whether all of it is there"
@@ -159,11 +208,3 @@ def _gaps(name: str, first: Stored, held: dict[tuple[int, ...], Stored]) -> Iter
         yield f"{name}: nobody holds {list(box.sizes)} at {list(box.offsets)}"
     for box in found.overlaps():
         yield f"{name}: held twice: {list(box.sizes)} at {list(box.offsets)}"
-
-
-def _said(one: Stored) -> str:
-    spec = one.entry.spec
-    return (
-        f"{spec.dtype}{list(spec.shape)} at {list(one.offsets)} of {list(one.global_shape)}"
-        f" in {one.shard.path.name}"
-    )

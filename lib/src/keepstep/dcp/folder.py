@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from keepstep.dcp.contents import Contents, Part, Stored, dtype_of
 from keepstep.dcp.tree import Tree
 from keepstep.digests import CHUNK_BYTES
-from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import ForeignError, FormatError, RestoreError, StorageError, TornError
 from keepstep.image import (
     ControlPage,
-    Entry,
     Layout,
     check_chunk,
     check_table,
@@ -80,19 +79,32 @@ class Shard:
         check_chunk(layout, chunk, view[begin:end], table, path=self.path)
         self._verified.add(chunk)
 
-    def tensor(self, entry: Entry) -> Tensor:
-        """The stored box over the mapped bytes, which `verify` has seen. To be read only."""
-        dtype = DTYPE_OF.get(entry.spec.dtype)
-        if dtype is None:
-            raise FormatError(
-                f"{entry.spec.name}: this torch has no dtype for {entry.spec.dtype}",
-                path=self.path,
+    def boxes(self) -> Iterator[tuple[str, Stored]]:
+        """All of them, under the names of their entries."""
+        for name, entry in self.layout.entries.items():
+            spec = entry.spec
+            shape = spec.shape if spec.global_shape is None else spec.global_shape
+            yield (
+                name,
+                Stored(
+                    rank=self.layout.rank,
+                    begin=entry.begin,
+                    end=entry.end,
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    offsets=spec.offsets or (0,) * len(shape),
+                    global_shape=shape,
+                ),
             )
-        if entry.begin == entry.end:
-            return torch.empty(entry.spec.shape, dtype=dtype)
-        count = entry.end - entry.begin
-        flat = torch.frombuffer(self._map(), dtype=torch.uint8, count=count, offset=entry.begin)
-        return flat.view(dtype).view(entry.spec.shape)
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """The stored box over the mapped bytes, which `verify` has seen. To be read only."""
+        dtype = dtype_of(stored, self.path)
+        if stored.begin == stored.end:
+            return torch.empty(stored.shape, dtype=dtype)
+        count = stored.end - stored.begin
+        flat = torch.frombuffer(self._map(), dtype=torch.uint8, count=count, offset=stored.begin)
+        return flat.view(dtype).view(stored.shape)
 
     def value(self, name: str) -> bytes:
         """What the planner saved under this name that is no tensor. Raises ImageError."""
@@ -154,6 +166,19 @@ class Folder:
             _check_alike(shard, first)
         _check_complete(path, shards)
         return cls(path=path, id=first.control.id, run=first.control.run, shards=tuple(shards))
+
+    def contents(self) -> Contents:
+        """All that is in it. Raises CoverageError, see `Contents.of`."""
+        aliases: dict[str, str] = {}
+        for shard in self.shards:
+            aliases |= shard.layout.aliases
+        return Contents.of(
+            [Part(rank=one.layout.rank, tree=one.tree, boxes=one.boxes()) for one in self.shards],
+            where=str(self.path),
+            id=self.id,
+            world=len(self.shards),
+            aliases=aliases,
+        )
 
 
 def verify(ranges: Iterable[tuple[Shard, int, int]]) -> None:

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from keepstep.dcp import session as sessions
-from keepstep.dcp.contents import Contents
-from keepstep.dcp.folder import Folder, Shard, verify
+from keepstep.dcp.choice import LoadAgreed, LoadBallot, choose
+from keepstep.dcp.directory import Directory
 from keepstep.dcp.names import names_step, step_of
 from keepstep.dcp.place import group_place
-from keepstep.digests import HAVE_FAST
-from keepstep.errors import MismatchError, RestoreError, UsageError
+from keepstep.dcp.reach import Reached
+from keepstep.errors import (
+    CoverageError,
+    ImageError,
+    RestoreError,
+    SidecarAbsent,
+    SidecarError,
+    UsageError,
+)
 from keepstep.steps import StepId
 
 log = logging.getLogger("keepstep")
 
+_LOST = "rank {}: its plan holds no ballot: it loads by a path, or not at all, or its planner loses"
+_LOST += " LoadPlan.storage_data; all ranks must load alike, and a planner keep what is in a plan"
+
 
 def newest_step() -> int | None:
-    """The step that `StorageReader()` would load; None at the very beginning of a run.
+    """The step that `StorageReader()` would load, as this rank's sidecar knows it; None at the very
+    beginning of a run.
 
-    Raises RestoreError when steps were committed but cannot be found now: None always means that a
-    start at step 0 loses nothing. Asks this rank's sidecar; no collective.
+    Raises RestoreError when steps were kept but cannot be found now: None always means that a start
+    at step 0 loses nothing. Waits until the sidecar has looked everywhere; no collective, so ranks
+    on several machines may see different steps, and `dcp.load` takes the newest that all have.
     """
-    found = _joined().committed(None)
-    return None if found is None else found[0].step
+    session = _joined()
+    found = choose([_ballot(session, None)])
+    return None if found is None else found.step
 
 
 def _joined() -> sessions.Session:
@@ -43,19 +55,26 @@ def _joined() -> sessions.Session:
     return session
 
 
+def _ballot(session: sessions.Session, step: int | None) -> LoadBallot:
+    failed = frozenset() if step is not None else frozenset(session.failed)
+    return LoadBallot(vote=session.candidates(), step=step, failed=failed)
+
+
 class StorageReader(storage.StorageReader):
     """Loads a committed step.
 
     With `path`, or a `checkpoint_id` that is a directory: that directory, whoever it belongs to;
-    no sidecar is needed, and nothing follows from it for the steps that are saved later.
+    no sidecar is needed, and nothing follows from it for the steps that are saved later. Every
+    chunk that any rank needs is verified *before* any rank loads anything. Without the `xxhash`
+    package that is very slow.
 
-    Without: the run's newest committed step, or the one with the number `step` (or the number that
-    `checkpoint_id` ends with), as this process's sidecar knows it. The next `dcp.save` goes on from
-    it in a new epoch: later steps of the old one are dead.
-
-    Every chunk that any rank needs is verified against its digest *before* any rank loads anything
-    (in `prepare_local_plan`, whose errors DCP brings to all ranks). Memory: the files are mapped,
-    nothing is held beside the tensors. Without the `xxhash` package verifying is very slow.
+    Without: the run's newest step that the sidecars of all ranks can bring, from memory, local
+    volumes, other pods or the archive; or the one with the number `step` (or the number that
+    `checkpoint_id` ends with). The ranks agree on it. What is not in memory is verified chunk by
+    chunk on its way; a step that cannot be read to the end raises on all ranks, tensors may be
+    changed in part then, and the next `dcp.load` takes another step. `KEEPSTEP_RESTORE_TIMEOUT`
+    bounds each fetch, as for a `Checkpointer`. The next `dcp.save` goes on from the loaded step in
+    a new epoch: later steps of the old one are dead.
     """
 
     def __init__(
@@ -65,13 +84,19 @@ class StorageReader(storage.StorageReader):
             raise UsageError("either a path or a step: a directory holds one step only")
         self._path = None if path is None else Path(path)
         self._step = step
-        self._place: tuple[int, int] = (0, 1)
-        self._contents: Contents | None = None
-        self._resumes: StepId | None = None
+        self._is_coordinator = False
+        self._ballot: LoadBallot | None = None
+        self._opened: Directory | Reached | None = None
+        self._loaded: StepId | None = None
+
+    @property
+    def loaded_step(self) -> int | None:
+        """The step that was loaded last, the same on all ranks; None before."""
+        return None if self._loaded is None else self._loaded.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """A load begins. Raises UsageError for an id that is no directory and names no step."""
-        self._contents = None
+        self._opened = self._ballot = self._loaded = None
         if checkpoint_id is None:
             return
         is_path = not isinstance(checkpoint_id, int) and Path(checkpoint_id).is_dir()
@@ -80,110 +105,154 @@ class StorageReader(storage.StorageReader):
 
     # no **kwargs: DCP would call it a second time, for metadata of one rank, and hide the error
     def read_metadata(self) -> Metadata:
-        """Read all headers of the step.
+        """Read all headers of the step: of the newest that this rank's sidecar can bring.
 
         Raises RestoreError (no such step, or incomplete), ImageError, CoverageError, SidecarError;
         newer versions of torch wrap it in an AssertionError with its text.
         """
-        self._contents = Contents.of(Folder.open(self._directory()))
-        metadata = self._contents.metadata()
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self._contents.folder.path))
-        return metadata
-
-    def _directory(self) -> Path:
-        self._resumes = None
         if self._path is not None:
-            return self._path
-        session = _joined()
-        found = session.committed(self._step)
-        if found is None:
-            which = "no committed step" if self._step is None else f"no committed step {self._step}"
-            raise RestoreError(
-                f"{which} to load: `keepstep steps` lists what is there, and"
-                " keepstep.dcp.newest_step() is None when a run begins"
-            )
-        self._resumes, path = found
-        return path
+            self._opened = Directory(self._path)
+        else:
+            self._opened = self._newest(_joined())
+        return self._opened.contents.metadata()
+
+    def _newest(self, session: sessions.Session) -> Reached:
+        """The newest step whose headers can be read; the others do not get this rank's vote."""
+        self._ballot = _ballot(session, self._step)
+        why: Exception | None = None
+        while True:
+            try:
+                id = choose([self._ballot])
+            except RestoreError as error:
+                raise (type(error)(f"{error}. The last attempt: {why}") if why else error) from why
+            if id is None:
+                raise RestoreError(
+                    "no committed step to load: keepstep.dcp.newest_step() is None when a run"
+                    " begins, and `keepstep steps` lists what is there"
+                )
+            try:
+                return _reach(session, id)
+            except SidecarAbsent:
+                raise
+            except (SidecarError, CoverageError, ImageError) as error:
+                log.warning("keepstep: step %d is not used: %s", id.step, error)
+                why = error
+                self._ballot = replace(self._ballot, failed=self._ballot.failed | {id})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Nothing to set up: `read_metadata` has read it."""
+        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify all that this rank is going to read. Raises DigestError; nothing is loaded then.
+        """Check all that this rank is going to read; put its ballot into its plan.
 
-        MismatchError for a box that does not fit the plan.
+        Raises DigestError: then nothing is loaded, on any rank.
         """
-        if not HAVE_FAST:
-            log.warning("keepstep: without the xxhash package, verifying is very slow")
-        verify(self._ranges(plan))
-        return replace(plan, storage_data=self._read.folder.id)
+        self._step_at_hand.check(plan)
+        return replace(plan, storage_data=self._ballot or self._step_at_hand.contents.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See that all ranks load the same step (coordinator). Raises UsageError."""
-        for rank, plan in enumerate(plans):
-            if plan.storage_data != plans[0].storage_data:
-                raise UsageError(
-                    f"rank 0 loads step {plans[0].storage_data}, rank {rank} step"
-                    f" {plan.storage_data}: name one, StorageReader(step=...)"
-                )
-        return plans
+        """Decide on the step for all ranks (coordinator). Raises UsageError, RestoreError."""
+        if self._path is not None:
+            _check_same(plans)
+            return plans
+        ballots = [one.storage_data for one in plans]
+        for rank, ballot in enumerate(ballots):
+            if not isinstance(ballot, LoadBallot):
+                raise UsageError(_LOST.format(rank))
+        id = choose(ballots)
+        assert id is not None, "this rank has planned for one"
+        return [replace(one, storage_data=LoadAgreed(id=id)) for one in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy from the mapped files into the planner's tensors. Raises ImageError."""
-        verify(self._ranges(plan))  # again only what a global plan added
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                planner.load_bytes(item, io.BytesIO(self._read.values[name].value(name)))
-            else:
-                self._copy(item, planner)
-        if self._resumes is not None:
-            sessions.session().resume(self._resumes)
+        """Bring what was agreed on into the planner's tensors. Raises ImageError, RestoreError."""
+        opened = self._step_at_hand
+        if isinstance(opened, Reached):
+            self._read_agreed(opened, plan, planner)
+        else:
+            opened.load(plan, planner)
+        self._loaded = self._step_at_hand.contents.id
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
-        stored = self._read.stored(item.storage_index)
-        source = stored.shard.tensor(stored.entry)
-        for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dim, begin, length)
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != source.size():
-            raise MismatchError(
-                f"{item.storage_index.fqn}: {list(source.size())} in {stored.shard.path},"
-                f" {list(target.size())} here"
-            )
-        target.copy_(source)
-        planner.commit_tensor(item, target)
+    def _read_agreed(self, opened: Reached, plan: LoadPlan, planner: LoadPlanner) -> None:
+        if not isinstance(plan.storage_data, LoadAgreed):
+            raise UsageError(_LOST.format("this one"))
+        session, id = sessions.session(), plan.storage_data.id
+        try:
+            if opened.contents.id != id:
+                opened, plan = self._again(session, opened, plan, planner)
+            opened.load(plan, planner)
+        except (SidecarError, CoverageError, ImageError) as error:
+            session.failed.add(id)
+            raise RestoreError(
+                f"step {id} was not read to the end: {error}. Tensors may be changed in part: call"
+                " dcp.load again, which takes another step, or StorageReader(step=...) to try this"
+                " one again"
+            ) from error
+        finally:
+            opened.close()
+        session.resume(id, opened.tier)
 
-    def _ranges(self, plan: LoadPlan) -> Iterator[tuple[Shard, int, int]]:
-        """The bytes that a plan reads, whole rows of the first dimension at least."""
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                shard = self._read.values[item.storage_index.fqn]
-                begin = shard.layout.extras_begin
-                yield shard, begin, begin + shard.control.extras_bytes
-            else:
-                stored = self._read.stored(item.storage_index)
-                entry = stored.entry
-                rows = entry.spec.shape[0] if entry.spec.shape else 1
-                row_bytes = (entry.end - entry.begin) // max(rows, 1)
-                first, count = (
-                    (item.storage_offsets[0], item.lengths[0]) if entry.spec.shape else (0, 1)
-                )
-                begin = entry.begin + first * row_bytes
-                yield stored.shard, begin, begin + count * row_bytes
+    def _again(
+        self, session: sessions.Session, planned: Reached, plan: LoadPlan, planner: LoadPlanner
+    ) -> tuple[Reached, LoadPlan]:
+        """The agreed step, and a plan for it: the one at hand if both steps look alike."""
+        planned.close()
+        id = plan.storage_data.id
+        self._opened = opened = _reach(session, id)
+        metadata = opened.contents.metadata()
+        before = planned.contents.metadata()
+        if (metadata.state_dict_metadata, metadata.planner_data) == (
+            before.state_dict_metadata,
+            before.planner_data,
+        ):
+            return opened, plan
+        return opened, self._replanned(planner, metadata, id)
+
+    def _replanned(self, planner: LoadPlanner, metadata: Metadata, id: StepId) -> LoadPlan:
+        if not isinstance(planner, DefaultLoadPlanner):
+            raise UsageError(
+                f"all ranks have step {id}, this one planned for a newer step of other shapes or"
+                f" names, and {type(planner).__name__} cannot plan again: name the step,"
+                f" StorageReader(step={id.step})"
+            )
+        planner.set_up_planner(planner.original_state_dict, metadata, self._is_coordinator)
+        plan = planner.finish_plan(planner.create_local_plan())
+        self._step_at_hand.check(plan)
+        return plan
 
     @property
-    def _read(self) -> Contents:
-        if self._contents is None:
+    def _step_at_hand(self) -> Directory | Reached:
+        if self._opened is None:
             raise UsageError("read_metadata() comes first")
-        return self._contents
+        return self._opened
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory, or names a step."""
         return Path(checkpoint_id).is_dir() or names_step(checkpoint_id)
+
+
+def _reach(session: sessions.Session, id: StepId) -> Reached:
+    reached = session.reach(id)
+    if reached.contents.foreign:
+        log.warning(
+            "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"
+            " its names (component.parameter), nothing else of it; keepstep.Checkpointer restores"
+            " all",
+            id,
+        )
+    return reached
+
+
+def _check_same(plans: list[LoadPlan]) -> None:
+    for rank, plan in enumerate(plans):
+        if plan.storage_data != plans[0].storage_data:
+            raise UsageError(
+                f"rank 0 loads step {plans[0].storage_data}, rank {rank} step"
+                f" {plan.storage_data}: name one, StorageReader(step=...)"
+            )

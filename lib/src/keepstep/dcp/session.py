@@ -11,12 +11,12 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
-from keepstep.client import Client
 from keepstep.dcp.agreement import Agreed, Ballot
-from keepstep.errors import KeepstepError, NotDurableError, RestoreError, UsageError
+from keepstep.dcp.reach import Reached
+from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.mapping import SlotMapping
 from keepstep.pending import Pending, Verdict
@@ -24,20 +24,17 @@ from keepstep.protocol import (
     SOCKET_ENV,
     Candidates,
     CandidatesRequest,
-    Flushed,
-    FlushRequest,
     RestoredRequest,
     SlotGranted,
 )
 from keepstep.stager import Stager
-from keepstep.status import Status, StepStatus
-from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
+from keepstep.steps import Epoch, EpochId, State, StepId, Tier
+from keepstep.timeouts import restore_timeout_s
 
 _CONNECT_S = 30.0
 _SCAN_S = 600.0
 _SLOT_S = 600.0
 _DURABLE_S = 1800.0
-_FLUSH_S = 60.0
 _EXTRAS_BYTES = 64 << 10
 
 Taken = tuple[SlotGranted, SlotMapping]
@@ -54,13 +51,14 @@ class Session:
         self._over: set[EpochId] = set()
         self._loaded: tuple[StepId, Tier] | None = None
         self._last_step = -1
+        self.failed: set[StepId] = set()
+        """Steps that a load could not read to the end, since the last one that did."""
         self.last: object = None
         """What the writer remembers of the last save, as long as the lease lasts."""
         self.turn = threading.RLock()
         self.staged: object = None
         """What an `async_save` filled and nobody writes yet; taken away by `claim`."""
-        self.staged_at: set[tuple[int, int]] = set()
-        """Addresses and sizes of all slots that an `async_save` ever filled."""
+        self._staged_at: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._saved: StepId | None = None
         self._layout: Layout | None = None
         self._shape: tuple[Sequence[TensorSpec], str] | None = None
@@ -74,6 +72,18 @@ class Session:
         """Take `staged` away: the save's own thread and the next save never both have it."""
         staged, self.staged = self.staged, None
         return staged
+
+    def note_staged(self, slot: SlotMapping) -> None:
+        """An `async_save` has filled this slot, and DCP has views of it."""
+        self._staged_at[slot.address, slot.layout.size_bytes] = weakref.ref(slot.memory)
+
+    def staged_ranges(self) -> list[tuple[int, int]]:
+        """Addresses and sizes of all slots that an `async_save` ever filled, as long as they are
+        mapped: afterwards other tensors may lie there."""
+        gone = [one for one, memory in self._staged_at.items() if memory() is None]
+        for one in gone:
+            del self._staged_at[one]
+        return list(self._staged_at)
 
     def holds(self, taken: Taken) -> bool:
         """Whether this slot is still the one that was taken and neither staged nor put back."""
@@ -95,17 +105,23 @@ class Session:
         """Hold the lease of this rank of this world. Raises SidecarError."""
         if self._stager is not None and self._place == (rank, world):
             return
-        self.leave()
+        self._let_go()
         stager = Stager(self.socket_path, rank=rank, world=world)
         stager.connect(timeout_s=_CONNECT_S)
         self._stager, self._place = stager, (rank, world)
 
     def leave(self) -> None:
-        """Give the lease back; what was loaded or saved last stays known."""
-        if self._stager is not None:
-            self._stager.close()
+        """Give the lease back; whoever takes it again goes on from what was loaded or saved last.
+
+        All ranks must do so, or none: they go on from one step.
+        """
         if self._saved is not None:
             self._loaded = (self._saved, Tier.LOCAL)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
         self._stager = self._place = self._layout = self._shape = self.last = None
         self._end_epoch()
 
@@ -122,39 +138,16 @@ class Session:
         request = CandidatesRequest(lease=link.lease, timeout_s=_SCAN_S)
         return link.call("/v1/candidates", request, Candidates, timeout_s=_SCAN_S + 10)
 
-    def committed(self, step: int | None) -> tuple[StepId, Path] | None:
-        """The newest committed step, or the newest with the number `step`, and its directory.
+    def reach(self, id: StepId) -> Reached:
+        """The images of this step, for a load. Raises SidecarError, ImageError, CoverageError."""
+        link = self.stager.link
+        return Reached(link, id, rank=link.rank, timeout_s=restore_timeout_s())
 
-        A newer step that all ranks only staged is made durable first. None: nothing was ever
-        committed here, or no step has that number. Raises RestoreError when the sidecar cannot
-        tell what there is.
-        """
-        candidates = self.candidates()
-        best = self._listed(step)
-        if any(best is None or one.id > best[0] for one in candidates.candidates):
-            request = FlushRequest(timeout_s=_FLUSH_S)
-            self.stager.link.call("/v1/flush", request, Flushed, timeout_s=_FLUSH_S + 10)
-            best = self._listed(step)
-        if best is None and candidates.answer is Answer.UNKNOWN:
-            raise RestoreError(
-                f"nobody can tell what there is to load: {candidates.reason}; bring that storage"
-                " back, or load a copy by its path"
-            )
-        return best
-
-    def _listed(self, step: int | None) -> tuple[StepId, Path] | None:
-        client = Client(self.socket_path)
-        try:
-            steps = client.get("/v1/status", Status).steps
-        finally:
-            client.close()
-        fit = [one for one in steps if _readable(one) and step in (None, one.id.step)]
-        newest = max(fit, key=lambda one: one.id, default=None)
-        return (newest.id, Path(newest.path)) if newest else None
-
-    def resume(self, id: StepId) -> None:
-        """This step was loaded as the run's own: the next save begins an epoch that follows it."""
-        self._loaded = (id, Tier.LOCAL)
+    def resume(self, id: StepId, tier: Tier) -> None:
+        """This step was loaded, from `tier`, as the run's own: the next save begins an epoch that
+        follows it."""
+        self._loaded = (id, tier)
+        self.failed.clear()
         self._end_epoch()
 
     # --- saving ------------------------------------------------------------------------------
@@ -168,15 +161,21 @@ class Session:
             )
         highest = self._epoch.id.number if self._epoch else self.candidates().highest_epoch
         loaded = self._loaded[0] if self._loaded else None
-        return Ballot(step=step, epoch=self._epoch, loaded=loaded, highest_epoch=highest)
+        world = self._place[1] if self._epoch and self._place else 0
+        return Ballot(
+            step=step, epoch=self._epoch, world=world, loaded=loaded, highest_epoch=highest
+        )
 
     def again(self, step: int, *, world: int) -> list[Agreed]:
         """What `agree` would say to ranks that are all in this epoch. Raises UsageError if none is.
 
         For plans that a planner took from its cache: the ballots are not in them.
         """
-        if self._epoch is None:
-            raise UsageError("a cached plan is older than the last load: make the planner anew")
+        if self._epoch is None or self._place is None or self._place[1] != world:
+            raise UsageError(
+                "a cached plan is older than the last load, or of another group: make the planner"
+                " anew"
+            )
         epoch = self._epoch
         return [Agreed(step=step, epoch=epoch, rank=one, world=world) for one in range(world)]
 
@@ -264,10 +263,6 @@ class Session:
     def await_commit(self, id: StepId) -> None:
         """Return when the step is committed, and visible to readers. Raises NotDurableError."""
         self.stager.link.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
-
-
-def _readable(one: StepStatus) -> bool:
-    return one.committed and not one.dead and bool(one.path)
 
 
 _SESSION: Session | None = None

@@ -24,7 +24,7 @@ from keepstep.dcp.items import Items
 from keepstep.dcp.session import Session, Taken
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import KeepstepError
-from keepstep.image import TensorSpec
+from keepstep.image import Entry, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,18 @@ class LastSave:
 
 @dataclass(kw_only=True, eq=False)
 class Staged:
-    """A slot that holds the tensors of `items`, not sealed yet. `owner`: the save it is for."""
+    """A slot that holds the tensors of `items`, not sealed yet. `flat`: its bytes; the tensors that
+    DCP got share its storage, which no other save's do, also where the slot is the same."""
 
     taken: Taken
     items: Items
-    owner: object
+    flat: Tensor
+
+    def is_for(self, items: Items, planner: SavePlanner) -> bool:
+        """Whether what is planned here was staged by this very `stage`."""
+        mine = self.flat.untyped_storage()._cdata
+        planned = [tensor for _, tensor in items.resolved(planner) if tensor.numel()]
+        return not planned or any(one.untyped_storage()._cdata == mine for one in planned)
 
     def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
         """That this plan is the one that was staged. Raises KeepstepError: the step is lost."""
@@ -59,20 +66,19 @@ class Staged:
 
 def refuse_stale(session: Session, items: Items, planner: SavePlanner) -> None:
     """Raise KeepstepError for views of a slot that was taken back: whatever is in it now."""
-    if not session.staged_at:
+    mapped = session.staged_ranges()
+    if not mapped:
         return
     for spec, tensor in items.resolved(planner):
         at = tensor.data_ptr()
-        if tensor.numel() and any(a <= at < a + size for a, size in session.staged_at):
+        if tensor.numel() and any(a <= at < a + size for a, size in mapped):
             raise KeepstepError(
                 f"{spec.name}: this save was overtaken by the next; wait for the future of one"
                 " async_save before the next"
             )
 
 
-def stage(
-    session: Session, last: LastSave, state_dict: dict[str, Any], *, owner: object
-) -> tuple[Any, Any] | None:
+def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple[Any, Any] | None:
     """A `Staged` and the state dict over it; None for a state dict that looks different."""
     flat, paths = flatten_state_dict(state_dict)
     if flat.keys() != last.names or last.items.tree.boxes:
@@ -85,16 +91,24 @@ def stage(
         slot = taken[1]
         slot.erase()
         last.items.copy_resolved(slot, _local_of(flat))
+        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         for name, one in flat.items():
             if name in mine:
-                flat[name] = _over(one, slot.view(slot.layout.entries[name]))
+                flat[name] = _over(one, _view(memory, slot.layout.entries[name]))
             elif not isinstance(one, Tensor):
                 flat[name] = copy.deepcopy(one)
     except BaseException:
         session.stager.put_back()
         raise
-    session.staged_at.add((slot.address, slot.layout.size_bytes))
-    return Staged(taken=taken, items=last.items, owner=owner), unflatten_state_dict(flat, paths)
+    session.note_staged(slot)
+    return Staged(taken=taken, items=last.items, flat=memory), unflatten_state_dict(flat, paths)
+
+
+def _view(memory: Tensor, entry: Entry) -> Tensor:
+    dtype = DTYPE_OF[entry.spec.dtype]
+    if entry.begin == entry.end:
+        return torch.empty(entry.spec.shape, dtype=dtype)
+    return memory[entry.begin : entry.end].view(dtype).view(entry.spec.shape)
 
 
 def _local_of(flat: dict[str, Any]) -> Any:

@@ -24,11 +24,12 @@ Path = tuple[str | int, ...]
 class Tree:
     """`values`: names of what is no tensor. `boxes`: the tensor's name of each entry that has
     another one. `paths`: where each flat name stands in the nested state dict, None if the planner
-    did not flatten it."""
+    did not flatten it. `foreign`: a `Checkpointer` made the image; its tree is another one."""
 
     values: tuple[str, ...] = ()
     boxes: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, Path] | None = None
+    foreign: bool = False
 
     def render(self) -> str:
         """For the header. Raises UsageError for a path that JSON would change."""
@@ -44,11 +45,14 @@ class Tree:
 
     @classmethod
     def parse(cls, skeleton: str) -> Tree:
-        """Inverse of `render`; empty for an image that a `Checkpointer` made. Raises FormatError"""
+        """Inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
+
+        Raises FormatError.
+        """
         try:
             tree = json.loads(skeleton) if skeleton else None
             if not isinstance(tree, dict) or _MARK not in tree:
-                return cls()
+                return cls(foreign=True)
             paths = tree["paths"]
             return cls(
                 values=tuple(map(_text, tree["values"])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -28,6 +29,16 @@ from keepstep.steps import StepId
 _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in it"
 
 
+class _Save(threading.local):
+    """What belongs to one save: DCP runs each in one thread, and those of a writer may overlap."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self.checkpoint_id: str | os.PathLike[str] | int | None = None
+        self.place: tuple[int, int] = (0, 1)
+        self.agreed: Agreed | None = None
+
+
 class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     """Saves a step through the sidecar that `KEEPSTEP_SOCKET` names.
 
@@ -49,15 +60,13 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def __init__(self, *, step: int | None = None) -> None:
         BlockingAsyncStager.__init__(self)
-        self._step = step
-        self._checkpoint_id: str | os.PathLike[str] | int | None = None
-        self._place: tuple[int, int] = (0, 1)
+        self._save = _Save(step)
         self._names: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """A save begins. Raises UsageError for a checkpoint id without a step."""
         if checkpoint_id is not None:
-            self._checkpoint_id, self._step = checkpoint_id, step_of(checkpoint_id)
+            self._save.checkpoint_id, self._save.step = checkpoint_id, step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's place. Raises UsageError for `use_collectives=False`."""
@@ -66,26 +75,27 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
                 "use_collectives=False cannot be kept: the ranks must agree on the epoch of the"
                 " step; leave it out"
             )
-        self._place = group_place(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
+        self._save.place = group_place(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Put this rank's ballot into its plan. Raises UsageError, SidecarError."""
-        if self._step is None:
+        save = self._save
+        if save.step is None:
             raise UsageError(
                 "which step is this? StorageWriter(step=1200), or checkpoint_id='step-1200'"
             )
         session = sessions.session()
-        session.meet(*self._place)
+        session.meet(*save.place)
         if getattr(plan, "usable", True):
             self._names = frozenset(one.index.fqn for one in plan.items)
-        return replace(plan, storage_data=session.ballot(self._step))
+        return replace(plan, storage_data=session.ballot(save.step))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide on step and epoch for all ranks (coordinator). Raises UsageError."""
         ballots = [one.storage_data for one in plans]
         if not all(getattr(one, "usable", True) for one in plans):
             # the planner cached plans, and with them their answers: the epoch is still that one
-            agreed = sessions.session().again(self._step or 0, world=len(plans))
+            agreed = sessions.session().again(self._save.step or 0, world=len(plans))
         elif all(isinstance(one, Ballot) for one in ballots):
             agreed = agree(ballots, nonce=secrets.token_hex(4))
         else:
@@ -97,9 +107,10 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
         Raises UsageError for what cannot be kept, SidecarError, NotDurableError.
         """
-        if not isinstance(plan.storage_data, Agreed) or self._step is None:
+        save = self._save
+        if not isinstance(plan.storage_data, Agreed) or save.step is None:
             raise UsageError(_LOST)
-        self._agreed = agreed = replace(plan.storage_data, step=self._step)
+        save.agreed = agreed = replace(plan.storage_data, step=save.step)
         session = sessions.session()
         with session.turn:  # the next save stages when this one is durable, not into its slot
             session.begin(agreed)
@@ -113,16 +124,15 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Taken:
         """A slot with all tensors: the one that `stage` filled, or another."""
         session = sessions.session()
-        mine = isinstance(session.staged, Staged) and session.staged.owner is self
-        if not mine:
-            self._drop_staged()  # of a save that failed, or that this one overtakes
-        staged, taken = session.claim(), None
+        staged, taken = session.staged, None
         try:
-            if isinstance(staged, Staged):
+            if isinstance(staged, Staged) and staged.is_for(items, planner):
+                session.claim()
                 taken = staged.taken
                 staged.check(items, planner, extras_bytes=extras_bytes)
                 return taken
             refuse_stale(session, items, planner)
+            self._drop_staged()  # of a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
             taken[1].erase()
             items.copy_into(taken[1], planner)
@@ -139,7 +149,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         with session.turn:
             self._drop_staged()
             if isinstance(session.last, LastSave) and session.joined:
-                staged = stage(session, session.last, state_dict, owner=self)
+                staged = stage(session, session.last, state_dict)
                 if staged is not None:
                     session.staged, state_dict = staged
                     return state_dict
@@ -154,12 +164,15 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Return when the step is committed (coordinator). Raises NotDurableError."""
-        id = StepId(self._agreed.epoch.id, self._agreed.step)
-        sessions.session().await_commit(id)
+        agreed = self._save.agreed
+        if agreed is None:
+            raise UsageError("finish() comes after write_data(), in its thread")
+        sessions.session().await_commit(StepId(agreed.epoch.id, agreed.step))
 
     def storage_meta(self) -> StorageMeta | None:
         """The checkpoint's id, for planners that want it."""
-        checkpoint_id = self._checkpoint_id if self._checkpoint_id is not None else self._step
+        save = self._save
+        checkpoint_id = save.checkpoint_id if save.checkpoint_id is not None else save.step
         return StorageMeta(checkpoint_id=None if checkpoint_id is None else str(checkpoint_id))
 
     @classmethod

@@ -46,6 +46,7 @@ class Held:
 
     `params_digest`: of its section `params`. `written_at`: unix seconds, by its own control page.
     `twins`: ranks whose images hold the very same boxes; one of them is enough to restore them all.
+    `bytes`: of the whole image, 0 where nobody said; it makes no other image.
     """
 
     id: StepId
@@ -54,6 +55,7 @@ class Held:
     params_digest: str | None = None
     written_at: float | None = None
     twins: tuple[int, ...] = ()
+    bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,6 +123,15 @@ class Ledger:
         """The ranks of which this very tier holds the step."""
         return tuple(sorted(self._copies.ranks(id, (tier,))))
 
+    def size_bytes(self, id: StepId) -> int:
+        """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
+        largest: dict[int, int] = {}
+        for rank, _, held in self._copies.of(id):
+            largest[rank] = max(held.bytes, largest.get(rank, 0))
+        world = max(self._copies.worlds(id), default=0)
+        known = len(largest) >= world and all(largest.values())
+        return sum(largest.values()) if known else 0
+
     def expendable(self, tier: Tier, policy: Retention) -> list[StepId]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
 
@@ -227,7 +236,10 @@ class Ledger:
         parents.add(epoch.parent)
         # Of two parents (an alarm) the later one counts: it condemns fewer steps as dead.
         named = [parent for parent in parents if parent is not None]
-        self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None))
+        known = self._recorded.get(epoch.id)
+        # A control page names no origin: what was recorded once stays.
+        origin = epoch.origin or (known.origin if known is not None else "")
+        self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None), origin)
 
     def _acknowledge(self, epoch: EpochId | None) -> None:
         if (chosen := epoch or self._lineage.fresh) is not None:

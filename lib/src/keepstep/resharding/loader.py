@@ -35,22 +35,30 @@ from keepstep.resharding.targets import (
     raise_differences,
     target_of,
 )
-from keepstep.wrappers import after_loading, tree_of, unwrap
+from keepstep.wrappers import tree_of, unwrap
 
 
 class Loader:
     """One rank's share of a restore into another world or layout.
 
-    `plan` changes nothing; `unused` says what it left aside; `run` does it. `rng`: the random
-    states of the saved rank of the same number, None when there is none.
+    `plan` changes nothing; `unused` says what it left aside; `copy` fills tensors, and `finish`
+    hands each component its values. `rng`: the random states of the saved rank of the same number,
+    None when there is none.
     """
 
     def __init__(
-        self, components: Mapping[str, Any], taken: Taken, images: Images, *, rank: int
+        self,
+        components: Mapping[str, Any],
+        taken: Taken,
+        images: Images,
+        *,
+        rank: int,
+        reader: int | None = None,
     ) -> None:
+        """`reader`: see `plan.make`."""
         self._components = components
         self._images = images
-        self._rank = rank
+        self._rank, self._reader = rank, reader
         self.names = Names(images.index, images.stand_in(rank))
         self._taken = taken
         self._targets: list[Target] = []
@@ -72,8 +80,14 @@ class Loader:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
         raise_differences(self._differences)
         self._plan = make(
-            self._wants, self._images.index, rank=self._rank, nearness=self._images.nearness
+            self._wants,
+            self._images.index,
+            rank=self._rank,
+            nearness=self._images.nearness,
+            reader=self._reader,
         )
+        # before any rank begins to copy: all ranks of the node then know of each other
+        self._images.announce(transfer.chunk_runs(self._plan, self.targets, self._images))
 
     def unused(self) -> bytes:
         """Names that a module or optimizer here could hold and does not, compressed."""
@@ -85,16 +99,27 @@ class Loader:
         left = sorted(one for one in self.names.bases - self.names.used if one.startswith(keyed))
         return zlib.compress("\n".join(left).encode("utf-8", "surrogatepass"))
 
-    def run(self) -> int:
-        """Copy, and hand each component its values; returns the bytes copied."""
-        size = transfer.run(self._plan, [one.tensor for one in self._targets], self._images)
+    @property
+    def targets(self) -> list[Tensor]:
+        """What `copy` fills."""
+        return [one.tensor for one in self._targets]
+
+    def copy(self) -> int:
+        """Fill all tensors; returns the bytes. Raises SidecarError: then some of them are changed,
+        see `transfer.run`."""
+        try:
+            return transfer.run(self._plan, self.targets, self._images)
+        except BaseException:
+            self._images.retract()
+            raise
+
+    def finish(self) -> None:
+        """Hand each component its values."""
         for finish in self._finishers:
             finish()
-        after_loading(self._components)
         # finishers hold what holds them: let go of window and slots now, not at some collection
         self._finishers.clear()
         self._images.close()
-        return size
 
     def differ(self, text: str) -> None:
         """Note a difference between checkpoint and model."""
@@ -116,15 +141,16 @@ class Loader:
             self._targets.append(target)
             self._wants.append(Want(saved.name, target.box, own=target.own))
 
-    def fresh(self, name: str, device: torch.device) -> Tensor | None:
-        """A new tensor to be filled with all of a saved one; None when there is none."""
+    def fresh(self, name: str, device: torch.device, *, own: bool = True) -> Tensor | None:
+        """A new tensor to be filled with all of a saved one; None when there is none. `own`: see
+        `Want`."""
         saved = self.names.find(name)
         if saved is None:
             self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
         tensor = torch.empty(saved.shape, dtype=DTYPE_OF[saved.dtype], device=device)
         pages.prefer_huge_pages(tensor)
-        self.want(Target(name, tensor, (0,) * tensor.dim(), tuple(saved.shape), own=True))
+        self.want(Target(name, tensor, (0,) * tensor.dim(), tuple(saved.shape), own=own))
         return tensor
 
     # --- what is there, here and there ---------------------------------------------------------

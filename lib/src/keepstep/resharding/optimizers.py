@@ -87,7 +87,8 @@ class OptimizerLoader:
         # by convention of torch.optim: `step` stays on the CPU unless capturable or fused
         device = parameter.device if part != "step" or capturable else torch.device("cpu")
         if not sharding.is_dtensor(parameter):
-            return self._loader.fresh(name, device)
+            # replicas of it are bit-equal: all ranks of a node take the same one
+            return self._loader.fresh(name, device, own=False)
         if saved.shape == tuple(parameter.shape):
             return self._placed_as(parameter, name, saved, device)
         if saved.shape:

@@ -1,11 +1,11 @@
 """Which bytes of which image fill a rank's tensors: pure, and vectorised over the saved boxes.
 
 Every wanted box is intersected with the saved boxes of its name. Equal saved boxes hold equally
-good values (twins, replicas): the nearest is taken, and among equally near ones each rank begins
-its search elsewhere, so that the load is spread. Boxes that overlap without being equal are refused
-unless every element is held equally often: then they are whole replicas that were cut differently
-on different nodes, and any will do. Where images are absent that cannot be told any more, and the
-overlap is taken for such a replica.
+good values (twins, replicas): the nearest is taken, and among equally near ones each node begins
+its search elsewhere, so that the load is spread, and yet all ranks of a node read the same images.
+Boxes that overlap without being equal are refused unless every element is held equally often: then
+they are whole replicas that were cut differently on different nodes, and any will do. Where images
+are absent that cannot be told any more, and the overlap is taken for such a replica.
 
 Nothing is copied here. A plan that exists covers every wanted element.
 """
@@ -56,7 +56,8 @@ class Piece:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """All pieces. A row of `columns`: rank, begin, want, then the four tuples of `Piece`, padded in
-    front to `dims`. Rows are sorted by nearness, rank and begin: the order of the files."""
+    front to `dims`. Rows are sorted by rank and begin: the order of the files, and the same on all
+    ranks, so that those of a node can share what they read."""
 
     wants: Sequence[Want]
     columns: Tensor
@@ -83,22 +84,28 @@ class Plan:
         return Piece(row[0], row[1], row[2], *parts)
 
 
-def make(wants: Sequence[Want], index: Index, *, rank: int, nearness: Sequence[int]) -> Plan:
-    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer.
+def make(
+    wants: Sequence[Want],
+    index: Index,
+    *,
+    rank: int,
+    nearness: Sequence[int],
+    reader: int | None = None,
+) -> Plan:
+    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer. `reader`: the rank
+    of which every rank of this node takes the order among equal boxes; None: this one.
 
     Raises CoverageError that names every box that nobody holds, held twice, or contradictory.
     """
-    planner = _Planner(index, rank, nearness)
+    planner = _Planner(index, rank, rank if reader is None else reader, nearness)
     for number, want in enumerate(wants):
         planner.add(number, want)
     planner.raise_problems()
     dims = max((len(want.box.sizes) for want in wants), default=0)
     columns = [_padded(rows, dims) for rows in planner.rows]
     joined = torch.cat(columns) if columns else torch.empty(0, 3 + 4 * dims, dtype=torch.int64)
-    near = torch.tensor(nearness, dtype=torch.int64)[joined[:, 0]]
     order = joined[:, 1].argsort(stable=True)
-    for key in (joined[:, 0], near):
-        order = order[key[order].argsort(stable=True)]
+    order = order[joined[:, 0][order].argsort(stable=True)]
     return Plan(wants, joined[order], dims)
 
 
@@ -112,13 +119,13 @@ def _padded(rows: Tensor, dims: int) -> Tensor:
 
 
 class _Planner:
-    def __init__(self, index: Index, rank: int, nearness: Sequence[int]) -> None:
+    def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
         self.rows: list[Tensor] = []
         self._index = index
         saved = torch.arange(index.world, dtype=torch.int64)
-        turn = (saved - rank) % index.world
+        turn = (saved - reader) % index.world
         self._order = torch.tensor(nearness, dtype=torch.int64) * index.world + turn
-        self._own_order = torch.where(turn == 0, -1, self._order)
+        self._own_order = torch.where(saved == rank % index.world, -1, self._order)
         self._problems: list[str] = []
 
     def add(self, number: int, want: Want) -> None:

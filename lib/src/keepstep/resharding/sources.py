@@ -9,6 +9,7 @@ large the images are.
 from __future__ import annotations
 
 import base64
+import contextlib
 import mmap
 import os
 import warnings
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from keepstep.digests import CHUNK_BYTES
-from keepstep.errors import CoverageError, FormatError
+from keepstep.errors import CoverageError, FormatError, KeepstepError
 from keepstep.image import ControlPage, Layout, check_control
 from keepstep.link import Link
 from keepstep.protocol import (
     Chunk,
+    ChunkRun,
     Chunks,
     ChunksRequest,
     Headers,
@@ -133,9 +135,24 @@ class Images:
         """
         chunks = iter(wanted)
         for first in chunks:
-            if self._window is None:
-                self._window = WindowReader(self._link, self._id, timeout_s=self._timeout_s)
-            yield from self._window.stream(chain((first,), chunks))
+            yield from self._reader().stream(chain((first,), chunks))
+
+    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+        """Say what will be asked for, in this order: the sidecar reads what other ranks of the node
+        want, too, only once. Raises SidecarError."""
+        if runs:
+            self._reader().announce(runs)
+
+    def retract(self) -> None:
+        """Nothing will be asked for any more: nobody needs to wait for this rank."""
+        if self._window is not None:
+            with contextlib.suppress(KeepstepError):
+                self._window.announce(())
+
+    def _reader(self) -> WindowReader:
+        if self._window is None:
+            self._window = WindowReader(self._link, self._id, timeout_s=self._timeout_s)
+        return self._window
 
     def close(self) -> None:
         """Let go of the window and of what is mapped; nothing can be read any more."""
@@ -186,6 +203,11 @@ class WindowReader:
         self._half = max(1, window.frames // 2)
         self._frame_bytes = window.frame_bytes
         self._flat, _ = map_image(window.path)
+
+    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+        """See `Images.announce`."""
+        request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
+        self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """See `Images.stream`. Leaves no request behind, also when the caller stops early."""

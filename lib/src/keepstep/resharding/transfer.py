@@ -15,6 +15,7 @@ from torch import Tensor
 
 from keepstep import copying
 from keepstep.digests import CHUNK_BYTES
+from keepstep.protocol import ChunkRun
 from keepstep.resharding.blocks import Block, blocks, byte_range
 from keepstep.resharding.plan import Piece, Plan
 from keepstep.resharding.sources import Images
@@ -69,6 +70,30 @@ def loads(pieces: Iterable[Piece], targets: Sequence[Tensor]) -> Iterator[Load]:
             current.parts.extend((piece.want, one) for one in parts)
     if current is not None:
         yield current
+
+
+def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Images) -> tuple[ChunkRun, ...]:
+    """The chunks that `run` may ask for, in its order: no less, and hardly more."""
+    columns, dims = plan.columns, plan.dims
+    element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
+    stride = element[columns[:, 2]]
+    first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
+    sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
+    for dim in reversed(range(dims)):
+        held = extent[:, dim] > 0  # padding has none
+        first += torch.where(held, low[:, dim] * stride, 0)
+        last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
+        stride = torch.where(held, stride * sizes[:, dim], stride)
+    spans = torch.stack([columns[:, 0], first // CHUNK_BYTES, last // CHUNK_BYTES + 1], dim=1)
+    runs: list[ChunkRun] = []
+    for rank, begin, end in torch.unique(spans, dim=0).tolist():
+        if images.flat(rank) is not None:
+            continue
+        if runs and runs[-1].rank == rank and begin <= runs[-1].end:
+            begin, end = runs[-1].first, max(end, runs[-1].end)
+            runs.pop()
+        runs.append(ChunkRun(rank=rank, first=begin, end=end))
+    return tuple(runs)
 
 
 def put(target: Tensor, source: Tensor) -> int:

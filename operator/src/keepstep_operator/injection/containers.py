@@ -54,6 +54,7 @@ def sidecar(
     cost: Cost,
     storage: str | None = None,
     host_network: bool = False,
+    restore_from: str | None = None,
 ) -> Body:
     """The native sidecar: starts first, ends last, and never keeps a finished job alive.
 
@@ -62,7 +63,8 @@ def sidecar(
     at once; either way it starts when the sidecar answers, not before.
     `training`: the container whose ranks it serves. `storage`: the ephemeral storage it asks for,
     None for no limit. `host_network`: then no port is declared, as it would become the node's, and
-    two pods would not fit on one.
+    two pods would not fit on one. `restore_from`: as the pod's annotation has it. What is wrong
+    with it the sidecar says: a pod that is let through without one would begin at step 0.
     """
     resources = resources_of(cost)
     if storage is not None:
@@ -73,7 +75,7 @@ def sidecar(
         "image": defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
-        "env": _environment(policy, placement, defaults, training),
+        "env": _environment(policy, placement, defaults, training, restore_from),
         **({} if host_network else {"ports": [_metrics_port(), *ports_of(policy)]}),
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
@@ -127,14 +129,30 @@ def _metrics_port() -> Body:
 
 
 def _environment(
-    policy: Policy, placement: Placement, defaults: Defaults, training: Body
+    policy: Policy,
+    placement: Placement,
+    defaults: Defaults,
+    training: Body,
+    restore_from: str | None,
 ) -> list[Body]:
-    ours = _settings(policy, placement, defaults)
+    ours = {
+        **_settings(policy, placement, defaults),
+        "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
+    }
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
         *environment_of(policy),
         *_copied(training.get("env") or []),
     ]
+
+
+def _other_run(text: str | None, *, own: str) -> str | None:
+    """A step of the run itself is asked for in its CheckpointRun: an annotation of the template
+    would hold for every restart. `./` names no run, so the sidecar refuses it and says so."""
+    if text is None:
+        return None
+    step = text.removeprefix(f"{own}/").replace("$(", "$$(")  # it is not to be expanded
+    return step if "/" in step else f"./{step}"
 
 
 def _settings(

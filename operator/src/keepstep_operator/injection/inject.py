@@ -130,6 +130,7 @@ class _Injection:
             cost=self.cost,
             storage=storage,
             host_network=bool(spec.get("hostNetwork")),
+            restore_from=self.pod.restore_from,
         )
         return [added] if prepared is None else [prepared, added]
 

@@ -106,7 +106,9 @@ def _credentials(bucket: Bucket) -> list[Body]:
 def _of_peers(policy: Policy) -> list[Body]:
     """The address comes before what names it, or `$(...)` would stay as it is."""
     if (peers := policy.peers) is None:
-        return []
+        # what such a pod leaves behind on its node a helper pod serves to the next one
+        fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
+        return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {
         "KEEPSTEP_PEER_LISTEN": f":{SIDECAR_PEER_PORT}",
         "KEEPSTEP_PEER_ADVERTISE": f"$({_POD_IP}):{SIDECAR_PEER_PORT}",

@@ -5,7 +5,7 @@ Pure like `runs`: events in, actions out, time passed in. Nothing is indexed tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from keepstep.reports import Report, ReportReply
 from keepstep_operator.reconcile.actions import Action
@@ -33,7 +33,11 @@ LONGEST_GAP_S = 30.0
 class Book:
     """The state of all runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, helper_paths: tuple[str, ...] = ()) -> None:
+        """`helper_paths`: prefixes of node directories below which helper pods may be started."""
+        self.helpers: dict[str, PodRecord] = {}
+        """Helper pods by uid; in place of a node rank each has its number."""
+        self._helper_paths = helper_paths
         self.runs: dict[RunKey, Run] = {}
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
@@ -81,6 +85,19 @@ class Book:
         key = self._run_of_pod.pop(uid, None)
         return self.runs[key].pod_gone(uid, at=at) if key in self.runs else []
 
+    # --- helper pods ---------------------------------------------------------------------
+
+    def helper_seen(self, helper: PodRecord) -> None:
+        """A helper pod of ours is there: its reports are taken."""
+        self.helpers[helper.uid] = helper
+
+    def helper_gone(self, uid: str, *, at: float) -> list[Action]:
+        """A helper pod is deleted, or has ended."""
+        helper = self.helpers.pop(uid, None)
+        if helper is None or helper.run not in self.runs:
+            return []
+        return self.runs[helper.run].helper_gone(helper, at=at)
+
     # --- objects -------------------------------------------------------------------------
 
     def policy_seen(self, policy: PolicyRecord) -> list[Action]:
@@ -123,6 +140,11 @@ class Book:
         """A node is there, or has changed; the next tick tells whom that concerns."""
         self._nodes[node.name] = node
 
+    @property
+    def nodes(self) -> Mapping[str, NodeRecord]:
+        """By name; empty where they are not followed."""
+        return self._nodes
+
     def node_gone(self, name: str) -> None:
         """A node's object is deleted."""
         self._nodes.pop(name, None)
@@ -131,11 +153,15 @@ class Book:
 
     def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
         """What the sidecar of this pod said. Raises KeyError for a pod that is not known."""
+        if (helper := self.helpers.get(uid)) is not None:
+            return self.runs[helper.run].helped(helper, report, at=at)
         run = self.runs[self._run_of_pod[uid]]
         return run.reported(run.pods[uid], report, at=at)
 
     def reply(self, uid: str, *, at: float) -> ReportReply:
         """What to tell the sidecar of this pod. Raises KeyError."""
+        if uid in self.helpers:
+            return ReportReply()
         run = self.runs[self._run_of_pod[uid]]
         return run.reply(run.pods[uid], least_gap_s=self.least_gap_s(run), at=at)
 
@@ -171,6 +197,7 @@ class Book:
     def _run(self, key: RunKey) -> Run:
         if key not in self.runs:
             self.runs[key] = Run(key, nodes=self._nodes)
+            self.runs[key].host_paths = self._helper_paths
         return self.runs[key]
 
     def _drop_if_empty(self, key: RunKey) -> None:

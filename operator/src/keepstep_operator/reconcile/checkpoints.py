@@ -26,12 +26,14 @@ MANAGER = "keepstep"
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A step that is there whole. `tiers`: each of them holds all of it."""
+    """A step that is there whole. `tiers`: each of them holds all of it. `bytes`: of one copy, 0
+    while that is not known."""
 
     run: str
     step: str
     ranks: int
     tiers: tuple[str, ...]
+    bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -101,7 +103,12 @@ def body_of(one: Kept, *, namespace: str) -> Body:
             "namespace": namespace,
             "labels": {names.RUN_KEY_LABEL: one.run, MANAGED_BY: MANAGER},
         },
-        "spec": {"run": one.run, "step": one.step, "ranks": one.ranks},
+        "spec": {
+            "run": one.run,
+            "step": one.step,
+            "ranks": one.ranks,
+            **({"bytes": one.bytes} if one.bytes else {}),
+        },
     }
 
 
@@ -129,7 +136,13 @@ def _kept(run: Run, id: StepId) -> Kept:
     del holders[Tier.MEMORY]
     world = max(holders.values())
     tiers = tuple(str(tier) for tier, count in holders.items() if count >= world)
-    return Kept(run=run.key.name, step=str(id), ranks=max(1, world), tiers=tiers)
+    return Kept(
+        run=run.key.name,
+        step=str(id),
+        ranks=max(1, world),
+        tiers=tiers,
+        bytes=ledger.size_bytes(id),
+    )
 
 
 def _tiers(body: Body) -> list[str]:

@@ -13,9 +13,11 @@ from keepstep_operator import names
 from keepstep_operator.reconcile import texts
 from keepstep_operator.reconcile.farther import (
     ARCHIVED,
+    LEFT_SERVED,
     REPLICATED,
     RESTORE_FROM,
     archived,
+    left_served,
     replicated,
     restore_from,
 )
@@ -41,6 +43,7 @@ def verdicts(run: Run) -> dict[str, Verdict]:
         REPLICATED: replicated(run),
         ARCHIVED: archived(run),
         RESTORE_FROM: restore_from(run),
+        LEFT_SERVED: left_served(run),
     }
     return {type: verdict for type, verdict in said.items() if verdict is not None}
 

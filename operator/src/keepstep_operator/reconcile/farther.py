@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from keepstep.reports import ReportedDepot
 from keepstep.steps import Tier
+from keepstep_operator import names
+from keepstep_operator.reconcile import helpers
 from keepstep_operator.reconcile.objects import cut
 from keepstep_operator.reconcile.past import FINISHED
 from keepstep_operator.reconcile.rollback import Stage
@@ -18,6 +20,7 @@ from keepstep_operator.reconcile.verdict import Verdict, few
 REPLICATED = "Replicated"
 ARCHIVED = "Archived"
 RESTORE_FROM = "RestoreFrom"
+LEFT_SERVED = "LeftShardsServed"
 
 BEHIND_S = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
 """For so long a shard may wait to be sent before that is worth a word."""
@@ -86,8 +89,15 @@ def restore_from(run: Run) -> Verdict | None:
 def _unresolved(run: Run) -> Verdict:
     rollback = run.rollback
     if rollback.run:
-        said = f"{rollback.asked} is of another run, whose steps this version cannot bring"
-        return Verdict("False", "OtherRun", f"{said}; restarts are as usual")
+        said = (
+            f"{cut(rollback.asked, longest=128)} is of another run, and this one has begun already"
+        )
+        return Verdict(
+            "False",
+            "OtherRun",
+            f"{said}: a new job begins from there with the annotation"
+            f" {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are as usual",
+        )
     if not run.host.places:
         return Verdict("Unknown", "NoReports", "no sidecar has told yet which steps there are")
     there = sorted(run.host.ledger.committed(Tier.LOCAL), reverse=True)
@@ -99,6 +109,18 @@ def _unresolved(run: Run) -> Verdict:
         + (f"; there is {known}" if known else "; name it with its full id")
         + ". Restarts are as usual until it is found",
     )
+
+
+def left_served(run: Run) -> Verdict | None:
+    """Whether shards that pods left on another node can be reached; only while they are needed."""
+    wanted = helpers.wanted(run)
+    if not wanted:
+        return None
+    missing = [one.node for one in wanted if one.number not in run.host.helpers]
+    if missing:
+        said = f"a helper pod that serves what was left there is being started on {few(missing)}"
+        return Verdict("False", "Starting", said)
+    return Verdict("True", "Served", cut("; ".join(helpers.served(run))))
 
 
 def _early(run: Run) -> Verdict | None:

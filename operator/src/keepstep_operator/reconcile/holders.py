@@ -6,6 +6,9 @@ birth, and not about ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from keepstep_operator.reconcile.lefts import Left
 from keepstep_operator.reconcile.objects import MOST_HOLDERS, HolderStatus
 from keepstep_operator.reconcile.places import Place
 from keepstep_operator.reconcile.runs import Run
@@ -19,18 +22,29 @@ def holders(run: Run) -> list[HolderStatus]:
     for node_rank, place in run.host.places.items():
         if place.stays and place.node and not place.dropped:
             by_node.setdefault(place.node, {})[node_rank] = place
-    found = (_holder(node, places, place_of) for node, places in sorted(by_node.items()))
+    left: dict[str, list[Left]] = {}
+    for one in run.host.lefts:
+        by_node.setdefault(one.node, {})
+        left.setdefault(one.node, []).append(one)
+    found = (
+        _holder(node, places, place_of, left.get(node, ()))
+        for node, places in sorted(by_node.items())
+    )
     return [one for one in found if one.node_ranks or one.copies][:MOST_HOLDERS]
 
 
-def _holder(node: str, places: dict[int, Place], place_of: dict[int, int]) -> HolderStatus:
+def _holder(
+    node: str, places: dict[int, Place], place_of: dict[int, int], left: Iterable[Left]
+) -> HolderStatus:
+    """`left`: by places of the run that are elsewhere by now."""
     there = [one for place in places.values() for one in place.report.ranks]
     ids = [held.id for one in there for held in (*one.local, *one.peer)]
-    newest = max(ids, default=None)
+    newest = max((*ids, *(one.step for one in left)), default=None)
     return HolderStatus(
         node=node,
         node_ranks=spans(
-            rank for rank, place in places.items() if any(one.local for one in place.own)
+            {rank for rank, place in places.items() if any(one.local for one in place.own)}
+            | {one.node_rank for one in left}
         ),
         copies=spans(
             place_of[one.rank]

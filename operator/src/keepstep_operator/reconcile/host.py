@@ -26,8 +26,10 @@ from keepstep.ledger import (
 from keepstep.reports import Report, ReportedRank
 from keepstep.retention import Retention
 from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep_operator.reconcile.archived import Archived
+from keepstep_operator.reconcile.lefts import Lefts
 from keepstep_operator.reconcile.places import Place, Sender, overtaken, renewed
-from keepstep_operator.reconcile.spread import Lying, by_step, sole_nodes
+from keepstep_operator.reconcile.spread import Lying, by_step, refuges, sole_nodes
 
 _TIERS = (Tier.MEMORY, Tier.LOCAL)
 
@@ -35,11 +37,13 @@ _TIERS = (Tier.MEMORY, Tier.LOCAL)
 @dataclass(frozen=True, kw_only=True)
 class Safety:
     """`step`: the newest one that is left whichever single node is lost (or that is archived, which
-    `archived` names). `sole`: nodes that hold the only copy of something of the newest commit."""
+    `archived` names). `sole`: nodes that hold the only copy of something of the newest commit.
+    `refuges`: for each node the newest step that its loss would leave."""
 
     step: StepId | None = None
     archived: StepId | None = None
     sole: frozenset[str] = frozenset()
+    refuges: frozenset[StepId] = frozenset()
 
 
 class Host:
@@ -49,6 +53,10 @@ class Host:
         self._config = LedgerConfig(retention={Tier.LOCAL: Retention(last=keep)})
         self.ledger = Ledger(self._config)
         self.places: dict[int, Place] = {}
+        self.helpers: dict[int, Place] = {}
+        """Pods that serve what others left behind, by the number that stands for a node rank."""
+        self.lefts = Lefts()
+        self._archived = Archived()
         self.progress: StepId | None = None
         self._acknowledged: set[EpochId] = set()
         self._told: dict[int, set[int]] = {}
@@ -81,13 +89,18 @@ class Host:
             return None
         said: list[Action] = []
         if place is not None and place.pod != sender.pod:
+            commit = self.ledger.watermark(Tier.LOCAL)
+            self.lefts.moved(sender.node_rank, place, to=sender.node, commit=commit)
             stays = sender.local_stays and place.node == sender.node
             said += self.pod_gone(place.pod, local_stays=stays)
             place = None
+        if report.ready:
+            self.lefts.back(sender.node_rank, sender.node)
         said += self._forget_unnamed(sender.node_rank, report)
         self.places[sender.node_rank] = renewed(place, sender, report, at)
         self._ordered += 1
-        said += self.ledger.apply(report.as_reported(sender.node_rank, ordered=self._ordered))
+        believed = self._archived.believed(report, heard=self._heard(sender.node_rank))
+        said += self.ledger.apply(believed.as_reported(sender.node_rank, ordered=self._ordered))
         self._know_world()
         self._advance()
         return tuple(said)
@@ -105,6 +118,26 @@ class Host:
                 said = self.ledger.apply(NodeGone(node_rank))
                 return said + self._forget_epochs()
         return ()
+
+    def helped(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...]:
+        """What a helper pod serves: copies of other pods' shards, and nothing of its own."""
+        before = self.helpers.get(sender.node_rank)
+        if before is not None and overtaken(before, sender, report):
+            return ()
+        self._changes += 1
+        self._ordered += 1
+        said = list(self._forget_unnamed(sender.node_rank, report))
+        self.helpers[sender.node_rank] = renewed(before, sender, report, at)
+        event = report.as_reported(sender.node_rank, ordered=self._ordered)
+        return (*said, *self.ledger.apply(event))
+
+    def helper_gone(self, number: int) -> tuple[Action, ...]:
+        """It serves no more."""
+        self._changes += 1
+        self._told.pop(number, None)
+        if self.helpers.pop(number, None) is None:
+            return ()
+        return self.ledger.apply(NodeGone(number)) + self._forget_epochs()
 
     def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
         """Somebody knows that this epoch rightly began anew."""
@@ -138,7 +171,8 @@ class Host:
         """
         if self.archived():
             return ()
-        there = [one for one in self.places.items() if not one[1].dropped]
+        every = (*self.places.items(), *self.helpers.items())
+        there = [one for one in every if not one[1].dropped]
         recorded = {epoch.id for _, place in there for epoch in place.report.epochs}
         if all(epoch.id in recorded for epoch in self.ledger.epochs):
             return ()
@@ -152,6 +186,11 @@ class Host:
         for epoch in self._acknowledged:
             said += self.ledger.apply(FreshStartAcknowledged(epoch))
         return tuple(said)
+
+    def _heard(self, but: int) -> set[int]:
+        """Ranks whose own pods, all `but` one, are there and have told what is archived."""
+        there = (place for at, place in self.places.items() if at != but and not place.gone)
+        return {one.rank for place in there for one in place.own if one.archive_answer is not None}
 
     def _know_world(self) -> None:
         there = [(one.alive, one.world) for one in self.ranks()]
@@ -244,7 +283,8 @@ class Host:
 
     def _judge(self) -> Safety:
         archived = max(self.archived(), default=None)
-        lying, world = by_step(self._lying()), self.world or 0
+        places = (*self.places.values(), *self.helpers.values())
+        lying, world = by_step(_lying(places)), self.world or 0
         newest_first = sorted(self.ledger.committed(Tier.LOCAL), reverse=True)
         sole = {
             id: sole_nodes(lying.get(id, ()), world=_world_of(lying.get(id, ()), world))
@@ -254,24 +294,32 @@ class Host:
         apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
         safe = max((id for id in (apart, archived) if id is not None), default=None)
         alone = sole.get(newest_first[0]) if newest_first else None
-        return Safety(step=safe, archived=archived, sole=alone or frozenset())
+        return Safety(
+            step=safe, archived=archived, sole=alone or frozenset(), refuges=refuges(sole)
+        )
 
-    def _lying(self) -> Iterator[Lying]:
-        """Every durable image on a node's drive that is still there, also of pods that left it.
-
-        From a pod that serves no peers nobody else can have it: there it is no rank's twin.
-        """
-        for place in self.places.values():
-            serves = bool(place.report.peer_address)
-            for one in () if place.dropped else place.report.ranks:
-                for held in (*one.local, *one.peer):
-                    shown = held if serves or not held.twins else replace(held, twins=())
-                    yield Lying(place.node, one.rank, shown)
+    def unaided(self) -> StepId | None:
+        """The newest step that is whole on drives (or archived) without what helper pods serve."""
+        lying = by_step(_lying(self.places.values()))
+        whole = (
+            id
+            for id in sorted(lying, reverse=True)
+            if self.ledger.lineage.restorable(id)
+            and sole_nodes(lying[id], world=_world_of(lying[id], 0)) is not None
+        )
+        newest = (next(whole, None), *self.archived())
+        return max((id for id in newest if id is not None), default=None)
 
     def expendable(self) -> tuple[StepId, ...]:
-        """Steps of which no copy on local is needed, oldest first."""
+        """Steps of which no copy on local is needed, oldest first.
+
+        Not those that the loss of a node would leave: where a link is slower than the steps these
+        are older than what retention keeps.
+        """
         policy = self._config.retention[Tier.LOCAL]
-        return tuple(self.ledger.expendable(Tier.LOCAL, policy))
+        gone = self.ledger.expendable(Tier.LOCAL, policy)
+        kept = self.safety().refuges if gone else ()
+        return tuple(id for id in gone if id not in kept)
 
     def local(self, node_rank: int) -> set[StepId]:
         """Steps of which this node rank has a shard on its volumes."""
@@ -279,6 +327,19 @@ class Host:
         if place is None or place.gone:
             return set()
         return {one.id for rank in place.report.ranks for one in rank.local}
+
+
+def _lying(places: Iterable[Place]) -> Iterator[Lying]:
+    """Every durable image on a node's drive that is still there, also of pods that left it.
+
+    From a pod that serves no peers nobody else can have it: there it is no rank's twin.
+    """
+    for place in places:
+        serves = bool(place.report.peer_address)
+        for one in () if place.dropped else place.report.ranks:
+            for held in (*one.local, *one.peer):
+                shown = held if serves or not held.twins else replace(held, twins=())
+                yield Lying(place.node, one.rank, shown)
 
 
 def _world_of(copies: Sequence[Lying], world: int) -> int:

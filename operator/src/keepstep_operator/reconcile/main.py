@@ -18,6 +18,8 @@ from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.events import Teller
 from keepstep_operator.reconcile.handlers import Errands, Handlers
+from keepstep_operator.reconcile.helperpods import HelperDefaults
+from keepstep_operator.reconcile.helping import Helping
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.reports import Reports
 from keepstep_operator.reconcile.shelf import Shelf
@@ -49,6 +51,28 @@ class Settings:
     port: int
     metrics_port: int
     namespace: str
+    helper_image: str
+    helper_pull_policy: str
+    helper_pull_secrets: tuple[str, ...]
+    helper_account: str
+    reports_url: str
+    reports_ca_configmap: str
+    clean_after: float | None
+
+    @property
+    def helpers(self) -> HelperDefaults | None:
+        """None: helper pods are switched off, or have no directory that they might mount."""
+        if not self.helper_image or not self.host_paths:
+            return None
+        return HelperDefaults(
+            image=self.helper_image,
+            namespace=self.namespace,
+            account=self.helper_account,
+            reports_url=self.reports_url,
+            reports_ca=self.reports_ca_configmap,
+            pull_policy=self.helper_pull_policy,
+            pull_secrets=self.helper_pull_secrets,
+        )
 
 
 class Clock:
@@ -84,6 +108,35 @@ class Clock:
     help="Directory with the authority that signs for sidecars: tls.crt, tls.key and what else is"
     " trusted.  [default: none is signed]",
 )
+@option(
+    "--helper-image",
+    default="",
+    metavar="IMAGE",
+    help="Of the sidecar, for helper pods: they serve what a run's pods left on a node, and clean"
+    " it when the run is gone.  [default: there are none]",
+)
+@option("--helper-pull-policy", default="IfNotPresent", metavar="POLICY", help="Of that image.")
+@option(
+    "--helper-pull-secret",
+    "helper_pull_secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Secret of the release's namespace for that image; may be repeated.",
+)
+@option("--helper-account", default="", metavar="NAME", help="Helper pods' service account.")
+@option("--reports-url", default="", metavar="URL", help="Where helper pods report.")
+@option(
+    "--reports-ca-configmap",
+    default="",
+    metavar="NAME",
+    help="ConfigMap of the release's namespace with the CA (ca.crt) of that.",
+)
+@option(
+    "--clean-after",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="A run's directories on nodes are removed when it is gone for so long.  [default: never]",
+)
 @port_option(REPORTS_PORT)
 @metrics_port_option
 @namespace_option
@@ -115,9 +168,11 @@ class Reconciler:
         node_client: Client | None = None,
         host_paths: tuple[str, ...] = (),
         peer_ca_dir: Path | None = None,
+        helpers: HelperDefaults | None = None,
+        clean_after_s: float | None = None,
         clock: Callable[[], float],
     ) -> None:
-        self.book = Book()
+        self.book = Book(helper_paths=host_paths if helpers is not None else ())
         self.metrics = Metrics(self.book)
         self._clients = client, pod_client
         self._node_client = node_client
@@ -157,6 +212,18 @@ class Reconciler:
             clock=clock,
             signing=Signing(peer_ca_dir),
         )
+        self.helping: Helping | None = None
+        if helpers is not None:
+            self.helping = Helping(
+                self.book,
+                client,
+                helpers,
+                obey=self.errands.obey,
+                metrics=self.metrics,
+                clock=clock,
+                host_paths=host_paths,
+                grace_s=clean_after_s,
+            )
 
     def start(self) -> None:
         """Begin all tasks."""
@@ -167,11 +234,22 @@ class Reconciler:
             self._spawn(feed.run(pod_client), f"follow {feed.name}")
         if self._node_client is not None:  # nothing waits for them: they may not be allowed to us
             self._spawn(self.nodes.run(self._node_client), "follow nodes")
+        if self.helping is not None:
+            self._start_helping(self.helping, client)
         self._spawn(self.writer.run(), "write statuses")
         self._spawn(self.shelf.feed.run(client), "follow checkpoints")
         self._spawn(self.shelf.run(), "write checkpoints")
         self._spawn(self.teller.run(), "write events")
         self._spawn(self._tick(), "tick")
+
+    def _start_helping(self, helping: Helping, client: Client) -> None:
+        """Only once all that is there was seen is anything made, or said to be gone."""
+        self._spawn(helping.pods.run(client), f"follow {helping.pods.name}")
+        self._spawn(helping.records.run(client), f"follow {helping.records.name}")
+        seen = [feed.loaded for feed in (*self.objects, *self.pods)]
+        if self._node_client is not None:
+            seen.append(self.nodes.loaded)
+        self._spawn(helping.run(seen), "look after helper pods")
 
     def stop(self) -> None:
         """End them. What was not written yet is known again after a restart."""
@@ -212,6 +290,8 @@ async def serve(settings: Settings) -> None:
             node_client=node_client if settings.watch_nodes else None,
             host_paths=settings.host_paths,
             peer_ca_dir=settings.peer_ca_dir,
+            helpers=settings.helpers,
+            clean_after_s=settings.clean_after,
             clock=Clock(),
         )
         parts.start()

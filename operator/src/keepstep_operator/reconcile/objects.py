@@ -133,6 +133,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     world: int = 0
     nodes: int = 0
     epoch: str = ""
+    origin: str = ""
     step: int | None = None
     committed: CommittedStatus | None = None
     behind: int | None = None

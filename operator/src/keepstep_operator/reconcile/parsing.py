@@ -111,6 +111,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         restarts=int(trainer.get("restartCount") or 0),
         trouble=cut(_trouble(status) if injected else said.message),
         volumes=_volumes(body),
+        host_paths=_host_paths(body),
         policy=said.policy,
         policy_generation=said.generation,
         sidecar_image=said.image,
@@ -147,6 +148,16 @@ def _volumes(body: Body) -> tuple[VolumeKind, ...]:
         if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
             kinds += [kind for kind in VolumeKind if kind.value in one]
     return tuple(kinds)
+
+
+def _host_paths(body: Body) -> tuple[str, ...]:
+    """Directories of the node, of the volumes that injection added."""
+    ours = [
+        one.get("hostPath")
+        for one in (body.get("spec") or {}).get("volumes") or []
+        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX)
+    ]
+    return tuple(str(one.get("path") or "") for one in ours if one)
 
 
 def _trouble(status: Body) -> str:
@@ -278,6 +289,13 @@ def lean_node(body: Body) -> Body:
     return {
         "metadata": {name: metadata[name] for name in kept if name in metadata},
         "spec": {name: spec[name] for name in ("unschedulable", "taints") if name in spec},
+        "status": {
+            "conditions": [
+                {"type": "Ready", "status": one.get("status")}
+                for one in (body.get("status") or {}).get("conditions") or []
+                if one.get("type") == "Ready"
+            ]
+        },
     }
 
 
@@ -289,4 +307,9 @@ def parse_node(body: Body) -> NodeRecord:
         name=str(metadata.get("name") or ""),
         labels=metadata.get("labels") or {},
         cordoned=bool(spec.get("unschedulable")) or _TAINT in taints,
+        ready=all(
+            one.get("status") == "True"
+            for one in (body.get("status") or {}).get("conditions") or []
+            if one.get("type") == "Ready"
+        ),
     )

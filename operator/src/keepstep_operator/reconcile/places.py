@@ -30,7 +30,7 @@ class Place:
     @property
     def own(self) -> tuple[ReportedRank, ...]:
         """The ranks that train, or trained, here; not those of which it only tells what is kept."""
-        return tuple(one for one in self.report.ranks if not _kept(one))
+        return tuple(one for one in self.report.ranks if not kept(one))
 
     @property
     def copies(self) -> tuple[ReportedRank, ...]:
@@ -82,7 +82,7 @@ def renewed(place: Place | None, sender: Sender, report: Report, at: float) -> P
     )
 
 
-def _kept(one: ReportedRank) -> bool:
+def kept(one: ReportedRank) -> bool:
     """Whether a pod tells of this rank only because it keeps copies of it, or saw it archived.
 
     A rank of its own that has nothing here yet looks the same; it counts when its trainer comes.

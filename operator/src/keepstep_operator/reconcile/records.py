@@ -64,6 +64,7 @@ class PodRecord:
     restarts: int = 0
     trouble: str = ""
     volumes: tuple[VolumeKind, ...] = ()
+    host_paths: tuple[str, ...] = ()
     policy: str = ""
     policy_generation: int = 0
     sidecar_image: str = ""
@@ -102,11 +103,13 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node. `cordoned`: no new pod comes to it; it is probably being drained."""
+    """A node. `cordoned`: no new pod comes to it; it is probably being drained. `ready`: its
+    kubelet says that it works."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     cordoned: bool = False
+    ready: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

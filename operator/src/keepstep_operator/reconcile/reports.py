@@ -24,6 +24,7 @@ from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.pacing import Throttle
 from keepstep_operator.reconcile.parsing import parse_pod_record
+from keepstep_operator.reconcile.places import kept
 from keepstep_operator.reconcile.records import PodRecord
 from keepstep_operator.reconcile.signing import Signing
 from keepstep_operator.reconcile.tokens import Identity, Refused, Tokens
@@ -32,6 +33,7 @@ from keepstep_operator.serving import Ready, health_routes
 LARGEST_REPORT_BYTES: Final = 4 << 20
 LARGEST_WORLD: Final = 65_536
 MOST_RANKS: Final = 1024
+"""That train on one pod, or of which it keeps copies. Of the archive a pod may tell for all."""
 MOST_IMAGES: Final = 4096
 """Of one rank."""
 MOST_EPOCHS: Final = 4096
@@ -89,6 +91,8 @@ class Reports:
         if reason := self._ready():
             raise Refused(503, "starting", reason)
         identity = await self._tokens.identify(_bearer(request))
+        if (helper := self._book.helpers.get(identity.pod_uid)) is not None:
+            return helper
         pod = self._book.pod(identity.pod_uid) or await self._look_up(identity)
         if pod.namespace != identity.namespace or not pod.injected:
             raise Refused(403, "not-injected", f"pod {pod.name} was not given this sidecar")
@@ -161,7 +165,8 @@ def _bearer(request: web.Request) -> str:
 
 def _checked(report: Report) -> Report:
     """Bounds on what a pod may make us remember, compute and write. Raises Refused."""
-    if len(report.ranks) > MOST_RANKS or len(report.epochs) > MOST_EPOCHS:
+    held = sum(bool(one.peer) or not kept(one) for one in report.ranks)
+    if held > MOST_RANKS or len(report.ranks) > LARGEST_WORLD or len(report.epochs) > MOST_EPOCHS:
         raise Refused(400, "bad-report", "more ranks or epochs than one pod can have")
     if len(report.restores) > MOST_RESTORES or len(report.volumes) > MOST_VOLUMES:
         raise Refused(400, "bad-report", "more restores or volumes than one pod can have")

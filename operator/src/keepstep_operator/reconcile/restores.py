@@ -24,6 +24,7 @@ class Restart:
     """One life of the run that began after another. `parent` None: it began at step 0.
 
     `step`: where it went on. `tier`: the farthest that a rank needed, None if nobody said.
+    `origin`: the other run that the step is of, where this run began as its fork.
     """
 
     epoch: EpochId
@@ -33,6 +34,7 @@ class Restart:
     seconds: float
     lost_steps: int
     at: float
+    origin: str = ""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +60,7 @@ class _Told:
             seconds=max((one.seconds for one in told), default=0.0),
             lost_steps=max(0, (self.before or step) - step, min(lost, default=0)),
             at=at,
+            origin=self.epoch.origin,
         )
 
 
@@ -122,11 +125,12 @@ class Restores:
 
     def _account(self, told: _Told, restart: Restart) -> Restart | None:
         first = self.counted is None and not restart.parent and not told.before
+        begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch
         self._done.add(restart.epoch)
         if first:
             return None
-        self.restarts += 1
+        self.restarts += not begins
         self.lost_steps += restart.lost_steps
         return restart
 

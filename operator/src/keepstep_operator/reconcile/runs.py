@@ -16,7 +16,7 @@ from keepstep import ledger
 from keepstep.ledger import AlarmKind
 from keepstep.reports import Report, ReportReply
 from keepstep.steps import StepId, Tier
-from keepstep_operator.reconcile import texts
+from keepstep_operator.reconcile import helpers, texts
 from keepstep_operator.reconcile.actions import (
     Action,
     AskJob,
@@ -76,6 +76,8 @@ class Run:
     ) -> None:
         self.key = key
         self.nodes = nodes
+        self.host_paths: tuple[str, ...] = ()
+        """Prefixes of node directories below which helper pods may be started."""
         self.host = Host()
         self.neighbours = Neighbours(self, nodes)
         self.rollback = Rollback()
@@ -198,6 +200,8 @@ class Run:
         self.recent = past.recent
         self._past_step = past.step
         self.commit = past.commit
+        commit = past.commit.id if past.commit else None
+        self.host.lefts.resume(past.status.holders, commit=commit, epoch=past.epoch)
         self.job = self.job or past.job
         self.finished_at = None if self.pods else past.finished_at
 
@@ -244,6 +248,8 @@ class Run:
         said = self.host.take(sender, report, at=at)
         if said is None:
             return []
+        if any(self.host.lefts):
+            self.host.lefts.superseded(self.host.unaided())
         self.restores.take(
             report,
             current=self.host.ledger.lineage.current,
@@ -263,6 +269,41 @@ class Run:
             *self._acknowledge(at=at),
             *self._restarted(at),
         ]
+
+    def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
+        """What a helper pod said that serves shards which were left on its node."""
+        new = helper.node_rank not in self.host.helpers
+        sender = Sender(
+            pod=helper.uid,
+            node_rank=helper.node_rank,
+            node=helper.node,
+            created_at=helper.created_at,
+            local_stays=True,
+        )
+        said = [*self._alarmed(self.host.helped(sender, report, at=at), at=at)]
+        self._adviser.forget()
+        if new:
+            message = "; ".join(helpers.served(self)) or f"pod {helper.name} serves what was left"
+            said.append(self._event("LeftShardsServed", message, topic=helper.node))
+        return [WriteStatus(self.key), *said]
+
+    def helper_gone(self, helper: PodRecord, *, at: float) -> list[Action]:
+        """A helper pod was deleted, or has ended."""
+        known = self.host.helpers.get(helper.node_rank)
+        if known is None or known.pod != helper.uid:
+            return []
+        said = self.host.helper_gone(helper.node_rank)
+        return [WriteStatus(self.key), *self._alarmed(said, at=at)]
+
+    @property
+    def helper_paths(self) -> tuple[str, ...]:
+        """hostPaths of the newest pod that the administrator (still) allows."""
+        newest = max(
+            (pod for pod in self.pods.values() if pod.host_paths),
+            key=lambda pod: pod.created_at,
+            default=None,
+        )
+        return helpers.allowed(newest.host_paths, self.host_paths) if newest else ()
 
     def _warned(self, pod: PodRecord, report: Report) -> Iterator[Action]:
         """Each kind of warning once an hour, whatever step and number it names."""
@@ -292,7 +333,9 @@ class Run:
                 if id in held and not paused and self.policy is not None
             ),
             pinned=self.pins,
-            peers=self.neighbours.of(pod.node_rank),
+            peers=(*self.neighbours.of(pod.node_rank), *helpers.peers(self)),
+            awaits=helpers.awaits(self, pod.node_rank),
+            all_peers=self.host.settled,
             restore_from=self.rollback.wanted,
         )
 
@@ -330,6 +373,7 @@ class Run:
     def _restarted(self, at: float) -> Iterator[Action]:
         for restart in self.restores.due(world=self.host.world, at=at):
             reason = "Restored" if restart.parent else "FreshStart"
+            reason = "Forked" if restart.origin else reason
             message = texts.restarted(
                 restart,
                 self.key,

@@ -38,6 +38,18 @@ def sole_nodes(copies: Iterable[Lying], *, world: int) -> frozenset[str] | None:
     return frozenset(found)
 
 
+def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
+    """For each node the newest step that its loss would leave. `sole`: `sole_nodes` of each."""
+    unspared = frozenset().union(*(nodes for nodes in sole.values() if nodes))
+    found = set()
+    for id in sorted(sole, reverse=True):
+        nodes = sole[id]
+        if nodes is not None and unspared - nodes:
+            found.add(id)
+            unspared &= nodes
+    return frozenset(found)
+
+
 def _by_rank(
     copies: Iterable[Lying],
 ) -> tuple[Mapping[int, set[str]], Mapping[int, tuple[int, ...]]]:

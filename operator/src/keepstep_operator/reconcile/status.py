@@ -56,6 +56,7 @@ def render(run: Run, *, at: float) -> RunStatus:
         world=run.host.world or 0,
         nodes=_pods(run),
         epoch=_epoch(run),
+        origin=_origin(run),
         step=run.step,
         committed=_committed(run),
         behind=run.behind,
@@ -129,6 +130,12 @@ def _epoch(run: Run) -> str:
     if run.restores.waiting and run.restores.counted is not None:
         return str(run.restores.counted)
     return str(run.host.ledger.lineage.current or run.restores.counted or "")
+
+
+def _origin(run: Run) -> str:
+    """Where a fork began: the other run's name and step."""
+    found = (f"{one.origin}/{one.parent}" for one in run.host.ledger.epochs if one.origin)
+    return cut(next(found, ""), longest=128)
 
 
 def _committed(run: Run) -> CommittedStatus | None:

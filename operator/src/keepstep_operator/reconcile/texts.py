@@ -42,6 +42,8 @@ def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
     if restart.parent:
         where = f" from {restart.tier}" if restart.tier else ""
         seconds = f"{restart.seconds:.1f}" if restart.seconds >= 1 else f"{restart.seconds:.2f}"
+        if restart.origin:
+            return f"began from step {restart.step} of run {restart.origin}{where} in {seconds} s"
         return f"restored step {restart.step}{where} in {seconds} s; {lost}"
     if kept_aside:
         return f"began at step 0 although older steps exist ({lost}). {acknowledge(run)}"

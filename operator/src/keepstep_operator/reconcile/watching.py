@@ -52,13 +52,15 @@ class Feed(Generic[Key]):
     gone: Callable[[Key], None]
     told: Callable[[str, bool], None]
     labels: str = ""
+    namespace: str | None = None
     known: set[Key] = field(default_factory=set)
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
     _works: bool = True
 
     async def run(self, client: Client) -> None:
         """For ever."""
-        async for item in client.follow(self.resource, labels=self.labels):
+        followed = client.follow(self.resource, namespace=self.namespace, labels=self.labels)
+        async for item in followed:
             try:
                 self._take(item)
             except Exception:  # one body that is not as expected must not end the process

@@ -55,9 +55,9 @@ def _no_pins() -> frozenset[StepId]:
 class ArchiveDepot:
     """Implements `Depot`. All methods belong to one event loop.
 
-    `epochs`: all that the run knows of its own lives; `pinned`: steps that stay; both are asked
-    again each time. `changed` is called when there is something new to `look` at. `retry_s`: how
-    soon, and how late at most, a failed attempt is followed by the next one.
+    `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
+    has said which; both are asked again each time. `changed` is called when there is something new
+    to `look` at. `retry_s`: how soon, and how late at most, a failed attempt is followed by one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ArchiveDepot:
         run: str,
         persist_base: int = 1,
         epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
-        pinned: Callable[[], Collection[StepId]] = _no_pins,
+        pinned: Callable[[], Collection[StepId] | None] = _no_pins,
         changed: Callable[[], None] = lambda: None,
         retry_s: tuple[float, float] = (_SOONEST_S, _LATEST_S),
     ) -> None:
@@ -274,12 +274,14 @@ class ArchiveDepot:
 
         Returns the steps that went.
         """
-        survey = await self._survey()
+        survey, pinned = await self._survey(), self.pinned()
+        if pinned is None:  # one of them may be: there is time until somebody says
+            return ()
         doomed = expired(
             survey,
             self.config.retention,
             epochs=tuple(self._epochs()),
-            pinned=self.pinned(),
+            pinned=pinned,
             now=time.time(),
         )
         for step in doomed:

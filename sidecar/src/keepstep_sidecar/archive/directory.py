@@ -137,11 +137,16 @@ class DirectoryStore:
                 at += len(piece)
                 del piece
             await self._do(lambda: self._finish(fd, temporary, path))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         finally:
+            # on a thread: a server that is away lets both wait for minutes
+            await self._do(lambda: self._let_go(fd, temporary))
+
+    def _let_go(self, fd: int, temporary: Path) -> None:
+        """Also of what failed; why it did is told, not that it cannot be tidied away, too."""
+        with contextlib.suppress(OSError):
             os.close(fd)
+        with contextlib.suppress(OSError):  # after a rename there is none
+            temporary.unlink()
 
     def _put(self, fd: int, data: memoryview, begin: int) -> None:
         self._filesystem.write(fd, data, begin)

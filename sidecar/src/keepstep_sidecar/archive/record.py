@@ -62,7 +62,11 @@ class StepRecord:
             "world": self.world,
             "written_at": self.written_at,
             "epochs": [
-                {"id": str(one.id), "parent": None if one.parent is None else str(one.parent)}
+                {
+                    "id": str(one.id),
+                    "parent": None if one.parent is None else str(one.parent),
+                    **({"origin": one.origin} if one.origin else {}),
+                }
                 for one in self.epochs
             ],
             "shards": [
@@ -119,7 +123,11 @@ def _parsed(body: Mapping[str, Any]) -> StepRecord:
 
 def _epoch(value: Any) -> Epoch:
     parent = value["parent"]
-    return Epoch(EpochId.parse(value["id"]), None if parent is None else StepId.parse(parent))
+    return Epoch(
+        EpochId.parse(value["id"]),
+        None if parent is None else StepId.parse(parent),
+        str(value.get("origin") or ""),
+    )
 
 
 def _shard(value: Any) -> Shard:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from keepstep.errors import ImageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.archive import record as records
-from keepstep_sidecar.archive.kinship import families
+from keepstep_sidecar.archive.kinship import rooted
 from keepstep_sidecar.archive.reading import in_parallel
 from keepstep_sidecar.archive.record import StepRecord
 from keepstep_sidecar.archive.store import Store, Stored
@@ -62,6 +62,12 @@ class Survey:
         """All that the records tell, oldest first."""
         known = {epoch.id: epoch for one in self.steps if one.record for epoch in one.record.epochs}
         return tuple(known[id] for id in sorted(known))
+
+    @property
+    def origin(self) -> str:
+        """`RUN/STEP` of another run that this one began from; '' where it is no fork."""
+        found = (f"{one.origin}/{one.parent}" for one in self.epochs if one.origin)
+        return next(found, "")
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -150,10 +156,10 @@ class Surveyor:
         return ""
 
     def _conflict(self, steps: Iterable[ArchivedStep], own: Iterable[Epoch]) -> str:
-        """Two families of epochs, and who they are."""
+        """Two families of epochs that began apart, and who they are."""
         own = tuple(own)
         told = [step.record.epochs for step in steps if step.record and step.complete]
-        found = families([*told, own])
+        found = rooted([*told, own])
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}

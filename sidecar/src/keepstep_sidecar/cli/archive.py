@@ -111,13 +111,16 @@ def ls(as_json: bool, **where: Any) -> None:
     name, survey = _with_archive(config, run, work)
     if as_json:
         steps = list(map(_document, survey.steps))
-        output.print_json({"run": name, "conflict": survey.conflict, "steps": steps})
+        about = {"run": name, "origin": survey.origin, "conflict": survey.conflict}
+        output.print_json({**about, "steps": steps})
         return
     table = output.table("EPOCH", "STEP", "RANKS", "BYTES", "WRITTEN", "ARCHIVED", right=("BYTES",))
     for step in survey.steps:
         table.add_row(*_row(step))
     console = output.console()
     console.print(table if survey.steps else f"no step of run {name!r} is archived")
+    if survey.origin:
+        console.print(f"run {name} began from {survey.origin}", markup=False, highlight=False)
     for text in filter(None, [survey.conflict, *survey.faults]):
         console.print(f"warning: {text}", markup=False)
 

@@ -16,6 +16,7 @@ from keepstep_sidecar.archive.settings import of_plain
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.places import Options, Places, Service, load_service, make_memory
 from keepstep_sidecar.cli.processes import Process, spawn_service, wait_gone
+from keepstep_sidecar.peer.settings import of_plain as peers_of_plain
 
 UP_S: Final = 30.0
 """A sidecar that does not answer by then has failed to start."""
@@ -75,7 +76,8 @@ def sidecar_arguments(service: Service) -> tuple[str, ...]:
     for name, value in values.items():
         if value is not None:
             words += [name, str(value)]
-    return tuple(words)
+    peers = peers_of_plain(options.peers)
+    return (*words, *(peers.arguments() if peers is not None else ()))
 
 
 def _archive_values(options: Options) -> dict[str, object]:

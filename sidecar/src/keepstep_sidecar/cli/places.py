@@ -34,7 +34,7 @@ _PYTHON_FILE = re.compile(r"\.py[w]?$")
 class Options:
     """What the service of a run was asked for. A service with other options is replaced.
 
-    `archive`: as `ArchiveConfig.to_plain` tells it. `restore_from`: see `rollback.Wish`, like
+    `archive`, `peers`: as their `to_plain` tells it. `restore_from`: see `rollback.Wish`, like
     `restore_since`.
     """
 
@@ -46,6 +46,7 @@ class Options:
     capacity_bytes: int | None = None
     linger_s: float = 900.0
     archive: dict[str, Any] | None = None
+    peers: dict[str, Any] | None = None
     restore_from: str = ""
     restore_since: int = 0
 

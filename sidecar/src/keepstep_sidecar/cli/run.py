@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,6 +20,8 @@ from keepstep_sidecar.cli.parameters import (
     run_option,
 )
 from keepstep_sidecar.cli.places import Options, Places, Service, places_of, run_name, save_service
+from keepstep_sidecar.peer.options import peer_options
+from keepstep_sidecar.peer.settings import PeerSettings
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
@@ -36,6 +39,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 @run_option(default="stem of the first *.py in COMMAND")
 @keeping_options
 @archive_options
+@peer_options
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -46,10 +50,12 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 )
 @click.option(
     "--restore-from",
-    metavar="STEP",
+    metavar="[RUN/]STEP",
     default="",
     help="Go back to this step, a number or an id of `keepstep steps`, once: later steps are dead"
-    " then, and further restarts go on from the newest one.",
+    " then, and further restarts go on from the newest one. RUN/STEP: begin as a fork of another"
+    " run, from its step (or `latest`) in the archive; a run with steps of its own goes on from"
+    " these.",
 )
 @duration_option(
     "--linger", default="15m", help="How long memory stays after a failure; see `keepstep stop`."
@@ -71,6 +77,7 @@ def run(
     restore_from: str,
     linger: float,
     archive: ArchiveConfig | None,
+    peers: PeerSettings | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND beside a sidecar that keeps its steps, and return its exit code.
@@ -89,6 +96,7 @@ def run(
     """
     program = _program(command[0])
     places = places_of(directory, run or run_name(command), volumes)
+    restore_from = restore_from.removeprefix(f"{places.run}/")
     options = Options(
         slots=slots,
         memory_limit_bytes=memory_limit,
@@ -98,8 +106,9 @@ def run(
         capacity_bytes=capacity,
         linger_s=linger,
         archive=archive.to_plain() if archive else None,
+        peers=_reachable(peers),
         restore_from=restore_from,
-        restore_since=_newest_epoch(places, restore_from) if restore_from else 0,
+        restore_since=_restore_since(places, restore_from, archive),
     )
     service = Service(places=places, options=options)
     ctx.exit(_supervise(service, program=program, command=command, restarts=restarts))
@@ -116,14 +125,34 @@ def _program(name: str) -> str:
     raise SystemExit(_NOT_EXECUTABLE if exists else _NOT_FOUND)
 
 
-def _newest_epoch(places: Places, restore_from: str) -> int:
-    """Its number, on this machine's record; what cannot be read is the sidecar's to refuse.
+def _reachable(peers: PeerSettings | None) -> dict[str, Any] | None:
+    """Raises UsageError where no operator would tell what is missing."""
+    if peers is None:
+        return None
+    if peers.files is None:
+        raise UsageError("--peer-listen needs --peer-cert, --peer-key and --peer-ca")
+    return peers.to_plain()
 
-    Raises UsageError when `restore_from` names no step.
+
+def _restore_since(places: Places, restore_from: str, archive: ArchiveConfig | None) -> int:
+    """The epoch after which a rollback has come about; a fork needs none.
+
+    Raises UsageError when `restore_from` names no step, or one that cannot be reached.
     """
-    from keepstep_sidecar import rollback, runrecord
+    from keepstep_sidecar import fork, rollback
 
-    rollback.parse(restore_from)
+    if "/" in restore_from:
+        fork.require_archive(fork.parse(restore_from), archive)
+    elif restore_from:
+        rollback.parse(restore_from)
+        return _newest_epoch(places)
+    return 0
+
+
+def _newest_epoch(places: Places) -> int:
+    """Its number, on this machine's record; what cannot be read is the sidecar's to refuse."""
+    from keepstep_sidecar import runrecord
+
     newest = 0
     for root in places.roots:
         with suppress(KeepstepError, OSError):

@@ -54,26 +54,29 @@ class Copies:
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], Copy] = {}
         self._parts: dict[Path, Part] = {}
-        self._committed: StepId | None = None
+        self._committed: dict[int, StepId] = {}  # by rank, as its sender last said
         self.unreadable = ""
+        self._said = ""
 
     # --- what is here ------------------------------------------------------------------------
 
     def scan(self) -> None:
         """Find the copies of an earlier life; what is broken goes into quarantine."""
-        held: dict[tuple[StepId, int], Copy] = {}
-        self.unreadable = ""
+        before, self.unreadable = dict(self._held), ""
+        found: dict[tuple[StepId, int], Copy] = {}
         for volume in self._volumes:
-            held.update(self._scan(volume))
+            found.update(self._scan(volume))
         with self._lock:
-            self._held = held
+            # sealed or dropped meanwhile: known better than the scan can
+            newer = {key: one for key, one in self._held.items() if before.get(key) is not one}
+            gone = before.keys() - self._held.keys()
+            self._held = {key: one for key, one in found.items() if key not in gone} | newer
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], Copy]:
         try:
             read = [self._read(volume, path) for path in _files(volume.root / DIRECTORY)]
         except OSError as error:
-            self.unreadable = f"{volume.root}: {error}"
-            warn("copies not read", path=str(volume.root), reason=str(error))
+            self._doubt(volume, error)
             return {}
         return {(one.remote.id, one.remote.rank): one for one in read if one is not None}
 
@@ -88,7 +91,16 @@ class Copies:
                 warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
         except FileNotFoundError:
             pass
+        except OSError as error:  # of this file only; the others are told of
+            self._doubt(volume, error)
         return None
+
+    def _doubt(self, volume: Volume, error: OSError) -> None:
+        """Something may be there that could not be read; `scan` is worth another try."""
+        self.unreadable = f"{volume.root}: {error}"
+        if self.unreadable != self._said:
+            warn("copies not read", path=str(volume.root), reason=str(error))
+        self._said = self.unreadable
 
     def all(self) -> tuple[Remote, ...]:
         """Every sealed copy. Waits for no lock: the event loop asks."""
@@ -118,8 +130,12 @@ class Copies:
                 )
             for path, part in self._parts.items():
                 if path.parts[-2:] == where.parts and part.manifest.page == manifest.page:
-                    return part
-            return self._open(where, manifest)
+                    break
+            else:
+                part = self._open(where, manifest)
+        with self._failing(part):  # not under the lock: other senders go on meanwhile
+            part.look()
+        return part
 
     def _open(self, where: Path, manifest: Manifest) -> Part:
         """Under the lock. A part of an earlier life is gone on with where it lies."""
@@ -205,8 +221,10 @@ class Copies:
     def want(self, wanted: Wanted) -> int:
         """Let go of what its sender no longer wants and has a newer copy of here; how many."""
         with self._lock:
-            if wanted.committed is not None:
-                self._committed = max(self._committed or wanted.committed, wanted.committed)
+            for rank in wanted.ranks:
+                self._committed.pop(rank, None)
+                if wanted.committed is not None:
+                    self._committed[rank] = wanted.committed
             doomed = ring.expendable(self._by_rank(), wanted)
             for id, rank in doomed:
                 self._drop(id, rank, why="superseded")

@@ -68,7 +68,7 @@ class PeerDepot:
         self._changes = Changes()
         self._counts = Counts()
         self._received_bytes, self._received_seconds = 0, 0.0
-        self._directory = Directory(told=bool(settings.files))
+        self._directory = Directory(told=bool(settings.files) or not settings.listen)
         for address in settings.peers:
             self._directory.known[address] = Known(address=address)
         self._outbox = Outbox()
@@ -86,7 +86,7 @@ class PeerDepot:
         self._scanned = False
         self._scanning = asyncio.Lock()
         desk = Desk(self._shards, self._copies)
-        self._server = Server(settings.listen, credentials, desk)
+        self._server = Server(settings.listen, credentials, desk) if settings.listen else None
 
     # --- who is who --------------------------------------------------------------------------
 
@@ -97,15 +97,24 @@ class PeerDepot:
     @property
     def address(self) -> str:
         """What to tell the operator."""
+        if self._server is None:
+            return ""
         if self._settings.advertise:
             return self._settings.advertise
         host, _, port = self._settings.listen.rpartition(":")
         return f"{host}:{self._server.port}" if port == "0" else self._settings.listen
 
-    def peers_are(self, peers: tuple[Peer, ...]) -> None:
-        """The operator's list; a static one stands."""
+    @property
+    def introduced(self) -> bool:
+        return self._directory.told
+
+    def peers_are(
+        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
+    ) -> None:
+        """The operator's list; a static one stands. Where this pod serves nobody, no other does."""
         if not self._settings.peers:
-            self._directory.peers_are(peers, own=self.address)
+            whole = complete or self._server is None
+            self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
             self._changes.ring()
 
     # --- what is where -----------------------------------------------------------------------
@@ -118,9 +127,9 @@ class PeerDepot:
         return self._directory.inventory(self._copies.all())
 
     async def _scan(self) -> None:
-        """The copies of an earlier life, once."""
+        """The copies of an earlier life: once, and again while some of them cannot be read."""
         async with self._scanning:
-            if not self._scanned:
+            if not self._scanned or self._copies.unreadable:
                 await self._calls.here(self._copies.scan)
                 self._scanned = True
 
@@ -269,14 +278,22 @@ class PeerDepot:
     # --- working -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve, look and send, until cancelled."""
+        """Serve, look and send, until cancelled. May be called again after it failed."""
+        self._feeders.clear()
         await self._scan()
-        self._server.start()
+        if self._server is not None:
+            self._server.start()
         async with asyncio.TaskGroup() as group:
             if self._keep_fresh is not None:
-                group.create_task(self._keep_fresh(), name="peer certificate")
+                group.create_task(self._certified(self._keep_fresh), name="peer certificate")
             group.create_task(self._keep_looking(), name="look at peers")
             group.create_task(self._keep_feeding(group), name="feed buddies")
+
+    async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Who serves nobody needs no certificate before there is somebody to ask."""
+        while self._server is None and not self._directory.expecting:
+            await self._changes.until(lambda: self._directory.expecting, timeout_s=3600.0)
+        await keep_fresh()
 
     async def _keep_looking(self) -> None:
         """Static peers are buddies once they were reached."""
@@ -319,6 +336,7 @@ class PeerDepot:
 
     async def close(self) -> None:
         """Call it when `run` has ended."""
-        await asyncio.to_thread(self._server.stop)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
         self._calls.close()
         self._copies.close()

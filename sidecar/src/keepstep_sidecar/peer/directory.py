@@ -38,15 +38,25 @@ class Known:
 
 @dataclass(kw_only=True)
 class Directory:
-    """`told`: whether it is known who the others are. `liars`: (address, step, rank)."""
+    """`told`: whether it is known who all the others are. `liars`: (address, step, rank). `awaits`:
+    what the operator is making reachable, '' for nothing."""
 
     told: bool
+    awaits: str = ""
     known: dict[str, Known] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
 
-    def peers_are(self, peers: Iterable[Peer], *, own: str) -> None:
-        """The operator's list, whole."""
-        self.told = True
+    @property
+    def expecting(self) -> bool:
+        """Whether there is, or will soon be, somebody to ask."""
+        return bool(self.known or self.awaits)
+
+    def peers_are(
+        self, peers: Iterable[Peer], *, own: str, awaits: str = "", complete: bool = True
+    ) -> None:
+        """The operator's list. Not `complete`: pods that have not reported yet are not on it, and
+        may hold something."""
+        self.told, self.awaits = complete, awaits
         before, self.known = self.known, {}
         for one in peers:
             if one.address == own:
@@ -82,7 +92,9 @@ class Directory:
     def away(self) -> str:
         """Who did not answer, and why; '' when all did."""
         if not self.told:
-            return "the operator has not told yet who the other pods are"
+            return "the operator has not heard of all pods of the run yet"
+        if self.awaits:
+            return self.awaits
         silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]
         return "; ".join(silent)
 

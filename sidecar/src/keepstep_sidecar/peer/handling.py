@@ -24,7 +24,7 @@ from keepstep.errors import (
 )
 from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES, chunk_bounds
 from keepstep.protocol import Problem
-from keepstep.steps import StepId
+from keepstep.steps import StepId, shard_name
 from keepstep_sidecar.engine import aligned_buffer
 from keepstep_sidecar.journal import warn
 from keepstep_sidecar.peer import wire
@@ -35,9 +35,13 @@ from keepstep_sidecar.tree import ShardName
 
 _MOST_BUFFERS = 8
 _BUFFER_WAIT_S = 30.0
-_PATH = re.compile(r"^(/v1/\w+)(?:/([^/]+)/(rank-\d+-of-\d+\.safetensors)(?:/(\d{1,9}|seal))?)?$")
-_RANGE = re.compile(r"^bytes=(\d{1,18})-(\d{1,18})$")
+_SHARD = r"rank-\d{1,9}-of-\d{1,9}\.safetensors"
+_PATH = re.compile(rf"(/v1/\w+)(?:/([^/]+)/({_SHARD})(?:/(\d{{1,9}}|seal))?)?", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _LARGEST_MANIFEST: Final = MAX_HEADER_BYTES + (64 << 20)
+_PIECE_BYTES: Final = 1 << 20
+"""A body takes memory as it arrives, not as it is announced; and one of more than this many bytes
+(a manifest of a terabyte, or a very long list) is read only after the one before it."""
 
 _STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
 
@@ -49,6 +53,7 @@ class Desk:
         self.shards = shards
         self.copies = copies
         self.buffers = threading.BoundedSemaphore(_MOST_BUFFERS)
+        self.large = threading.BoundedSemaphore(1)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -72,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answered(self, routes: dict[str, Callable[[re.Match[str]], None]]) -> None:
         """Every error leaves as a Problem, and ends the connection: its body may be half read."""
-        match = _PATH.match(unquote(self.path))
+        match = _PATH.fullmatch(unquote(self.path))
+        self._may_be_large = False
         try:
             if match is None or match[1] not in routes:
                 raise UsageError(f"{self.command} {self.path}: there is no such thing here")
@@ -85,6 +91,9 @@ class Handler(BaseHTTPRequestHandler):
             warn("peer gone", peer=str(self.sender), reason=str(error) or "timed out")
         except OSError as error:
             self._refuse(500, "StorageError", str(error))
+        finally:
+            if self._may_be_large:
+                self.desk.large.release()
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
@@ -178,17 +187,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         text = self.headers.get("Content-Length", "")
-        if not text.isdigit():
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise UsageError(f"{self.command} {self.path}: it needs a Content-Length")
         return int(text)
 
     def _body(self, limit: int) -> bytearray:
         if (length := self._length()) > limit:
             raise UsageError(f"{self.command} {self.path}: {length} bytes are too many")
-        data = bytearray(length)
-        with memoryview(data) as view:
-            if self._fill(view) < length:
+        if length > _PIECE_BYTES and not self._may_be_large:
+            if not self.desk.large.acquire(timeout=_BUFFER_WAIT_S):
+                raise NoSpaceError("another large request is being read here; try again")
+            self._may_be_large = True
+        data = bytearray()
+        while len(data) < length:
+            if not (piece := self.rfile.read(min(_PIECE_BYTES, length - len(data)))):
                 raise ConnectionError("it ended within a body")
+            data += piece
         return data
 
     def _fill(self, view: memoryview) -> int:
@@ -235,6 +249,8 @@ def _name(match: re.Match[str]) -> ShardName:
     try:
         id = StepId.parse(match[2] or "")
         rank, world = (int(text) for text in re.findall(r"\d+", match[3]))
+        if match[3] != shard_name(rank, world):
+            raise ValueError(match[3])
     except (ValueError, TypeError) as error:
         raise UsageError(f"not a shard: {match[0]}") from error
     return ShardName(id=id, rank=rank, world=world)
@@ -244,7 +260,7 @@ def _range(header: str, size: int) -> tuple[int, int]:
     """`[begin, end)`; all of it without a header."""
     if not header:
         return 0, size
-    if not (match := _RANGE.match(header)) or not int(match[1]) <= int(match[2]) < size:
+    if not (match := _RANGE.fullmatch(header)) or not int(match[1]) <= int(match[2]) < size:
         raise UsageError(f"{header!r}: not a range of a shard of {size} bytes")
     return int(match[1]), int(match[2]) + 1
 

@@ -112,8 +112,9 @@ class Link:
         with self._translated():
             self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
             response = self._response((206,))
-            assert self._connection is not None
-            secure = self._connection.sock
+            secure = self._connection.sock if self._connection is not None else None
+            if secure is None:
+                raise http.client.HTTPException("it closes the connection before the body")
             yield lambda into: _fill(response, secure, into)
             if response.read(1):
                 raise http.client.HTTPException("more bytes than were asked for")

@@ -12,7 +12,16 @@ from keepstep.errors import UsageError
 from keepstep_sidecar.cli.parameters import Command, size_option
 from keepstep_sidecar.peer.settings import Files, PeerSettings
 
-_WORDS: Final = ("listen", "advertise", "replicas", "bytes_per_second", "cert", "key", "ca")
+_WORDS: Final = (
+    "listen",
+    "advertise",
+    "fetch",
+    "replicas",
+    "bytes_per_second",
+    "cert",
+    "key",
+    "ca",
+)
 
 
 def peer_options(command: Command) -> Command:
@@ -36,6 +45,7 @@ def _settings(
     *,
     listen: str | None,
     advertise: str | None,
+    fetch: bool,
     replicas: int,
     bytes_per_second: int | None,
     cert: Path | None,
@@ -50,7 +60,7 @@ def _settings(
     if not listen:
         if peers or files:
             raise UsageError("peers need an address to listen on: --peer-listen HOST:PORT")
-        return None
+        return PeerSettings(listen="", replicas=0) if fetch else None
     return PeerSettings(
         listen=listen,
         advertise=advertise or "",
@@ -67,6 +77,11 @@ _OPTIONS: Final[tuple[Any, ...]] = (
         "--peer-advertise",
         metavar="HOST:PORT",
         help="Where they find this pod.  [default: --peer-listen]",
+    ),
+    click.option(
+        "--peer-fetch",
+        is_flag=True,
+        help="Without --peer-listen: serve nobody, but fetch from whom the operator names.",
     ),
     click.option(
         "--peer",

@@ -35,6 +35,8 @@ class Outbox:
 
     def forget(self, ids: Collection[StepId]) -> None:
         """They are gone, or dead."""
+        if self.committed in ids:  # by a rollback: which step is the newest commit now is not known
+            self.committed = None
         for key in [key for key in self.found if key[0] in ids]:
             del self.found[key], self._since[key]
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
-from keepstep.errors import FormatError
+from keepstep.errors import FormatError, StorageError
 from keepstep.image import (
     PAGE_BYTES,
     ControlPage,
@@ -63,18 +64,22 @@ class Manifest:
 class Part:
     """The file of one unfinished copy, `.<shard>.part` beside where it will be.
 
-    Thread-safe. Methods raise OSError, and DigestError for bytes that are not the chunk's.
+    Thread-safe. Methods raise OSError, StorageError when it was closed meanwhile, and DigestError
+    for bytes that are not the chunk's.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: Engine
     ) -> None:
-        """Open or make the file, of its full size, and find out what is missing of it."""
+        """Open or make the file, of its full size; `look` finds out what is missing of it."""
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
         self._temporary = path.with_name(part_name(path.name))
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._users = 0
+        self._missing = set(range(manifest.layout.chunk_count))
         existed = self._temporary.exists()
         faults.point("peer.create")
         flags = os.O_RDWR | os.O_CREAT | engine.open_flags
@@ -84,10 +89,10 @@ class Part:
             if not existed:
                 os.ftruncate(self._fd, 0)
                 filesystem.allocate(self._fd, manifest.layout.size_bytes)
-            self._missing = self._look() if existed else set(range(manifest.layout.chunk_count))
         except BaseException:
             filesystem.close(self._fd)
             raise
+        self._looked = not existed
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -95,24 +100,51 @@ class Part:
         with self._lock:
             return tuple(sorted(self._missing))
 
-    def _look(self) -> set[int]:
-        layout, missing = self.manifest.layout, set()
-        with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-            for chunk in range(layout.chunk_count):
-                begin, end = chunk_bounds(layout, chunk)
-                with view[: end - begin] as data:
-                    self._filesystem.read(self._fd, data, begin)
-                    at = chunk * DIGEST_BYTES
-                    if xxh3_128(data) != self.manifest.table[at : at + DIGEST_BYTES]:
-                        missing.add(chunk)
-        return missing
+    def look(self) -> None:
+        """Find out which chunks a predecessor has left. Reads the whole file, once; whoever asks
+        meanwhile waits, and chunks that arrive do not. Raises OSError, StorageError as `write`."""
+        with self._looking:
+            if self._looked:
+                return
+            with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+                for chunk in range(self.manifest.layout.chunk_count):
+                    self._look_at(chunk, view)
+            self._looked = True
+
+    def _look_at(self, chunk: int, view: memoryview) -> None:
+        begin, end = chunk_bounds(self.manifest.layout, chunk)
+        with view[: end - begin] as data, self._using() as fd:
+            self._filesystem.read(fd, data, begin)
+            at = chunk * DIGEST_BYTES
+            if xxh3_128(data) == self.manifest.table[at : at + DIGEST_BYTES]:
+                with self._lock:
+                    self._missing.discard(chunk)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[int]:
+        """The descriptor, which stays open that long: once closed, its number is soon another
+        file's. Raises StorageError when it is closed."""
+        with self._lock:
+            if (fd := self._fd) < 0:
+                raise StorageError(
+                    f"{self.path}: this copy was given up or begun anew; begin again"
+                )
+            self._users += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._fd < 0 and self._users == 0:
+                    self._filesystem.close(fd)
 
     def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
         """Put a chunk into its place; `data` is page aligned. `whose`: who sent it."""
         layout = self.manifest.layout
         check_chunk(layout, chunk, data, self.manifest.table, path=f"{self.path} from {whose}")
         faults.point("peer.data")
-        self._filesystem.write(self._fd, data, chunk_bounds(layout, chunk)[0])
+        with self._using() as fd:
+            self._filesystem.write(fd, data, chunk_bounds(layout, chunk)[0])
         with self._lock:
             self._missing.discard(chunk)
 
@@ -161,9 +193,9 @@ class Part:
             self._filesystem.unlink(self._temporary)
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            self._filesystem.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and self._users == 0:  # else the last user does it
+            self._filesystem.close(fd)
 
 
 def part_name(shard: str) -> str:

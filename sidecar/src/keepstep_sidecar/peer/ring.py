@@ -31,8 +31,14 @@ def _merit(id: StepId) -> tuple[int, int, StepId]:
 
 
 def expendable(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[tuple[StepId, int]]:
-    """Copies (step, rank) that nobody needs: not wanted any more, and older than a wanted copy of
-    the same rank that is whole here, committed where that is known."""
+    """Copies (step, rank) that nobody needs: not wanted any more, and older than a copy of the same
+    rank that is wanted, committed, and whole here.
+
+    None at all from a sender that knows of no commit: it may have just come to a new node, and what
+    it does not know may be all that the run has.
+    """
+    if wanted.committed is None:
+        return []
     doomed = []
     for rank, wishes in wanted.ranks.items():
         here = set(held.get(rank, ()))
@@ -42,17 +48,17 @@ def expendable(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[t
 
 
 def crowded_out(
-    held: Mapping[int, Collection[StepId]], committed: StepId | None
+    held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
 ) -> list[tuple[StepId, int]]:
-    """Copies that go when the volume is full, oldest first: all but each rank's committed one, or
-    its newest where no commit is known."""
+    """Copies that go when the volume is full, oldest first: all but the newest committed one of
+    each rank. `committed`: by rank what its sender knows; of a rank without, nothing goes."""
     doomed = []
     for rank, ids in held.items():
-        kept = _anchor(ids, committed)
-        kept = kept if kept is not None else max(ids, default=None)
-        doomed += [(id, rank) for id in ids if id != kept]
+        kept = _anchor(ids, committed[rank]) if rank in committed else None
+        if kept is not None:
+            doomed += [(id, rank) for id in ids if id != kept]
     return sorted(doomed)
 
 
-def _anchor(ids: Collection[StepId], committed: StepId | None) -> StepId | None:
-    return max((id for id in ids if committed is None or id <= committed), default=None)
+def _anchor(ids: Collection[StepId], committed: StepId) -> StepId | None:
+    return max((id for id in ids if id <= committed), default=None)

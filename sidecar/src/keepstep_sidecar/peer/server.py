@@ -10,6 +10,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from keepstep_sidecar.peer.settings import split
 
 _HANDSHAKE_S = 10.0
 _MOST_CONNECTIONS = 64
+_PAUSE_S = 0.2
+"""After a connection could not be accepted, for lack of descriptors above all."""
 
 
 class Server:
@@ -35,6 +38,7 @@ class Server:
         self._credentials = credentials
         self._desk = desk
         self._open: set[socket.socket] = set()
+        self._taken = 0  # connections, also those that are no further than the handshake
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._stopping = False
@@ -48,7 +52,9 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
 
     def start(self) -> None:
-        """Take connections, on a thread."""
+        """Take connections, on a thread. Idempotent."""
+        if self._threads:
+            return
         self._spawn(self._accept, name="peer-accept")
         say("serving peers", port=self.port)
 
@@ -77,7 +83,12 @@ class Server:
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
 
     def _accept(self) -> None:
         while not self._stopping:
@@ -86,14 +97,25 @@ class Server:
             except OSError as error:
                 if not self._stopping:
                     warn("peers not served", reason=str(error))
+                    time.sleep(_PAUSE_S)
                     continue
                 return
-            with self._lock:
-                busy = len(self._open) >= _MOST_CONNECTIONS
-            if busy:
+            self._take(plain, address)
+
+    def _take(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
+        """Serve this connection, if it is not one too many."""
+        with self._lock:
+            if self._taken >= _MOST_CONNECTIONS:
                 plain.close()
-                continue
+                return
+            self._taken += 1
+        try:
             self._spawn(self._serve, plain, address, name=f"peer {address[0]}")
+        except RuntimeError as error:  # no thread is to be had
+            warn("peer not served", address=str(address[0]), reason=str(error))
+            plain.close()
+            with self._lock:
+                self._taken -= 1
 
     def _serve(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
         where = f"{address[0]}:{address[1]}"
@@ -105,6 +127,8 @@ class Server:
                 warn("peer refused", address=where, reason=_why(error))
         finally:
             plain.close()
+            with self._lock:
+                self._taken -= 1
 
     def _secured(self, plain: socket.socket) -> ssl.SSLSocket:
         plain.settimeout(_HANDSHAKE_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,16 @@ class Reading:
     size_bytes: int
 
     def read(self, into: memoryview, begin: int) -> None:
-        """Fill `into` from `begin`; both whole pages. Raises TornError, OSError."""
-        if self.file.filesystem.read(self.file.fd, into, begin) < len(into):
+        """Fill `into` from `begin`; both whole pages. Raises TornError, StorageError."""
+        try:
+            count = self.file.filesystem.read(self.file.fd, into, begin)
+        except OSError as error:
+            raise StorageError(f"{self.path}: not readable: {error}") from error
+        if count < len(into):
             raise TornError(f"it ends before byte {begin + len(into)}", path=self.path)
 
     def small(self, begin: int, end: int) -> bytes:
-        """A few bytes from anywhere. Raises TornError, OSError."""
+        """A few bytes from anywhere. Raises TornError, StorageError."""
         first, last = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
         with aligned_buffer(last - first) as buffer, memoryview(buffer) as view:
             self.read(view, first)
@@ -91,10 +95,17 @@ class Shards:
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
         """A shard by its name. Raises StorageError when it is not here (any more)."""
         path, engine = self._find(id, rank, world)
-        with open_shard(
-            path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
-        ) as file:
-            yield Reading(file, path, os.fstat(file.fd).st_size)
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(
+                    open_shard(
+                        path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
+                    )
+                )
+                size = os.fstat(file.fd).st_size
+            except OSError as error:  # also when a rename took it away since we looked
+                raise StorageError(f"{path}: not readable (any more): {error}") from error
+            yield Reading(file, path, size)
 
     def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:
         name = shard_name(rank, world)

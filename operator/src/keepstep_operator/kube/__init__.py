@@ -1,0 +1,88 @@
+"""A small client of the Kubernetes API over aiohttp, for all components.
+
+    KubeError
+      NotFound        404
+      Conflict        409: somebody wrote meanwhile, or it exists already; read again, decide again
+      Denied          401, 403: a role lacks a rule
+      Expired         410: a watch or a list is too old; list again
+      Rejected        400, 422 and other 4xx: the request is wrong
+      Unavailable     429, 5xx, no answer in time, no connection: try again later
+
+It knows no kinds: a `Resource` says where a kind is served, objects are JSON. Inside a cluster it
+is the pod's service account (the token is read anew for each request, as the kubelet rotates it);
+outside, what KUBECONFIG names (token, client certificate; no exec plugins).
+"""
+
+from __future__ import annotations
+
+from keepstep_operator.kube.access import (
+    SERVICE_ACCOUNT,
+    Access,
+    find_access,
+    from_kubeconfig,
+    in_cluster,
+)
+from keepstep_operator.kube.client import (
+    Client,
+)
+from keepstep_operator.kube.errors import (
+    Conflict,
+    Denied,
+    Expired,
+    KubeError,
+    NotFound,
+    Rejected,
+    Unavailable,
+    error_of,
+)
+from keepstep_operator.kube.resources import (
+    CHECKPOINTS,
+    CONFIG_MAPS,
+    EVENTS,
+    NODES,
+    PODS,
+    POLICIES,
+    RUNS,
+    SECRETS,
+    TOKEN_REVIEWS,
+    WEBHOOKS,
+    Change,
+    ChangeKind,
+    Listing,
+    Patch,
+    PatchType,
+    Resource,
+)
+
+__all__ = [
+    "CHECKPOINTS",
+    "CONFIG_MAPS",
+    "EVENTS",
+    "NODES",
+    "PODS",
+    "POLICIES",
+    "RUNS",
+    "SECRETS",
+    "SERVICE_ACCOUNT",
+    "TOKEN_REVIEWS",
+    "WEBHOOKS",
+    "Access",
+    "Change",
+    "ChangeKind",
+    "Client",
+    "Conflict",
+    "Denied",
+    "Expired",
+    "KubeError",
+    "Listing",
+    "NotFound",
+    "Patch",
+    "PatchType",
+    "Rejected",
+    "Resource",
+    "Unavailable",
+    "error_of",
+    "find_access",
+    "from_kubeconfig",
+    "in_cluster",
+]

@@ -1,0 +1,78 @@
+"""The kinds that we read or write, and what requests and answers about them are made of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from keepstep_operator import names
+from keepstep_operator.bodies import Body
+
+Patch = Body | list[Body]
+"""A merge patch, or a list of JSON patch operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """Where a kind is served. `group` is '' for the core API."""
+
+    group: str
+    version: str
+    plural: str
+
+    def path(self, *parts: str, namespace: str | None = None) -> str:
+        """Of the collection, or of the object and subresource that `parts` name."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        return "/".join((f"{root}{scope}/{self.plural}", *parts))
+
+
+POLICIES: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpointpolicies")
+RUNS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpointruns")
+CHECKPOINTS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpoints")
+PODS: Final = Resource(group="", version="v1", plural="pods")
+NODES: Final = Resource(group="", version="v1", plural="nodes")
+SECRETS: Final = Resource(group="", version="v1", plural="secrets")
+CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
+EVENTS: Final = Resource(group="", version="v1", plural="events")
+TOKEN_REVIEWS: Final = Resource(group="authentication.k8s.io", version="v1", plural="tokenreviews")
+WEBHOOKS: Final = Resource(
+    group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"
+)
+
+
+class PatchType(str, enum.Enum):
+    """The media types of PATCH. `MERGE` replaces lists whole."""
+
+    MERGE = "application/merge-patch+json"
+    JSON = "application/json-patch+json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """All objects of a collection at one resource version, from which a watch goes on."""
+
+    items: tuple[Body, ...]
+    resource_version: str
+
+
+class ChangeKind(str, enum.Enum):
+    """What a watch says. A bookmark carries a resource version and nothing else."""
+
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+    BOOKMARK = "BOOKMARK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One event of a watch: the object as it is now, or was last when it is DELETED."""
+
+    kind: ChangeKind
+    body: Body
+
+    @property
+    def resource_version(self) -> str:
+        return str(self.body["metadata"]["resourceVersion"])

@@ -1,0 +1,70 @@
+"""What goes when the volumes are full: as few steps as make room, the least wanted ones first.
+
+Who may go at all is not decided here: the ledger (or the operator's word) says which copies are
+expendable, and that never includes the newest commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from keepstep.retention import Retention, evicted
+from keepstep.steps import StepId
+from keepstep_sidecar.journal import warn
+from keepstep_sidecar.scan import Found
+
+
+@dataclass
+class Evictions:
+    """`keep`: committed steps that the policy keeps. `count`: steps evicted since the start.
+
+    `short`: the volumes have no room for so many.
+    """
+
+    keep: int
+    count: int = 0
+    short: bool = False
+
+    def choose(
+        self,
+        shards: Mapping[StepId, Mapping[int, Found]],
+        expendable: Collection[StepId],
+        *,
+        unfinished: Collection[StepId],
+        missing_bytes: int,
+    ) -> tuple[StepId, ...]:
+        """Which steps to delete, so that `missing_bytes` come free; at least one if any may go.
+
+        The file system may count otherwise than we do: whoever still finds no room asks again.
+        """
+        sizes = {id: sum(one.bytes for one in held.values()) for id, held in shards.items()}
+        spared = frozenset(sizes.keys() - set(expendable))
+        return evicted(
+            sizes,
+            Retention(last=self.keep, pinned=spared),
+            limit_bytes=sum(sizes.values()) - max(1, missing_bytes),
+            unfinished=unfinished,
+        )
+
+    def note(self, ids: Collection[StepId]) -> None:
+        """These steps are about to go."""
+        self.count += len(ids)
+        self.short = self.short or bool(ids)
+        for id in ids:
+            warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
+
+    def see(self, *, committed: int) -> None:
+        """So many committed steps lie on the volumes: with one to spare, there is room again."""
+        if committed > self.keep:
+            self.short = False
+
+    @property
+    def warning(self) -> str:
+        """For a person; '' while everything that the policy keeps has room."""
+        if not self.short:
+            return ""
+        return (
+            f"the volumes are full: not all of the {self.keep} committed steps that the policy"
+            " keeps fit on them, the oldest go early. Raise the capacity or keep fewer steps"
+        )

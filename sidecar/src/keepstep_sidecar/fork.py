@@ -1,0 +1,87 @@
+"""A fork as it is asked for: begin this run from a step of another one's archive.
+
+Not a rollback: that is about one restart of a run, this about its very first start. It needs no
+record of whether it came about, as a run with steps of its own goes on from these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from keepstep.errors import UsageError
+from keepstep.steps import Epoch, StepId
+
+NEWEST = "latest"
+
+_RUN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+_NUMBER = re.compile(r"^[0-9]{1,18}$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """`run`: the other one. Its step by `number` or by full `id`; neither: the newest there."""
+
+    run: str
+    number: int | None = None
+    id: StepId | None = None
+
+    def chosen(
+        self, archived: Iterable[StepId], alive: Collection[StepId], epochs: Iterable[Epoch]
+    ) -> list[StepId]:
+        """Which of the other run's archived steps may be the one. `alive`: those that no later life
+        of it left behind; such a step is meant only by its full id. `epochs`: of this run; one that
+        has begun from there says which step it was.
+        """
+        began = {one.parent for one in epochs if one.origin == self.run}
+        meant = [id for id in archived if self._means(id, alive)]
+        if self.number is not None:
+            meant = [max(meant)] if meant else []
+        return [id for id in meant if id in began] if began else meant
+
+    def _means(self, id: StepId, alive: Collection[StepId]) -> bool:
+        if self.id is not None:
+            return id == self.id
+        return id in alive and self.number in (None, id.step)
+
+    def __str__(self) -> str:
+        named = self.id if self.id is not None else self.number
+        return f"{self.run}/{NEWEST if named is None else named}"
+
+
+def require_archive(fork: Fork, archive: object | None) -> None:
+    """Raises UsageError where there is no archive."""
+    if archive is None:
+        raise UsageError(
+            f"--restore-from {fork}: a step of another run comes from the archive that both share;"
+            " give --archive"
+        )
+
+
+def parse(text: str) -> Fork:
+    """`RUN/STEP`; STEP is a number, a full id or `latest`. Raises UsageError."""
+    run, _, step = text.partition("/")
+    if "/" in step:
+        raise UsageError(
+            f"--restore-from {text}: a run of another namespace is out of reach, as each has an"
+            " archive of its own; give RUN/STEP"
+        )
+    if run == ".":
+        raise UsageError(
+            f"--restore-from {step}: RUN/STEP of another run is what a new run begins from; to go"
+            " back to a step of this one, set spec.restoreFrom of its CheckpointRun"
+        )
+    if not _RUN.match(run):
+        raise UsageError(f"--restore-from {text}: {run!r} cannot name a run")
+    if step == NEWEST:
+        return Fork(run=run)
+    if _NUMBER.match(step):
+        return Fork(run=run, number=int(step))
+    try:
+        return Fork(run=run, id=StepId.parse(step))
+    except ValueError as error:
+        raise UsageError(
+            f"--restore-from {text}: give RUN/STEP, where STEP is a number, an id as `keepstep"
+            f" archive ls` shows them, or {NEWEST}"
+        ) from error

@@ -1,0 +1,134 @@
+"""`keepstep-sidecar --clean DIR...`: the directory of a run that is gone, `<volume>/<ns>/<run>`.
+
+Whether a run is gone is the operator's to know. What is checked here: that no sidecar holds any of
+its volumes, by the lock that each takes. The directory is first renamed, at once and as a whole, so
+that a run of the same name that begins meanwhile gets a new one and none of the old one's files.
+Runs as root with DAC_OVERRIDE only, so no link is ever followed, nor another file system entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepstep.errors import StorageError, UsageError
+from keepstep_sidecar.preparing import mount_of
+
+LOCK = ".lock"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def clean(directory: Path) -> int:
+    """Remove it; returns how many files went. One that is not there is clean. Idempotent.
+
+    Raises StorageError when a sidecar uses it, or something cannot be removed.
+    """
+    directory = Path(os.path.abspath(directory))
+    if directory == mount_of(directory):
+        raise UsageError(f"{directory}: a whole volume is no directory of a run")
+    try:
+        with _opened(directory.parent) as parent:
+            _drop(parent, _aside(directory.name))  # of an attempt that was cut short
+            with _unused(parent, directory):
+                os.rename(
+                    directory.name, _aside(directory.name), src_dir_fd=parent, dst_dir_fd=parent
+                )
+                return _drop(parent, _aside(directory.name))
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot be removed: {error}") from error
+
+
+def _aside(name: str) -> str:
+    """No run is called like this: names of runs are DNS labels."""
+    return f".{name}.removed"
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """A directory, with no link on the way below the mount point."""
+    start = mount_of(directory)
+    fd = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in directory.relative_to(start).parts:
+            inner = os.open(name, _DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _unused(parent: int, directory: Path) -> Iterator[None]:
+    """Hold every lock that a sidecar would, `<node rank>/<run>/.lock`. Raises StorageError."""
+    with contextlib.ExitStack() as held:
+        run = _entered(held, parent, directory.name)
+        for rank in os.listdir(run):
+            place = _place(held, run, rank)
+            for name in os.listdir(place) if place is not None else ():
+                inner = _place(held, place, name)
+                if inner is not None and not _locked(held, inner):
+                    raise StorageError(
+                        f"{directory}/{rank}/{name}: a sidecar uses it, so the run is not gone;"
+                        " nothing was removed"
+                    )
+        yield
+
+
+def _entered(held: contextlib.ExitStack, parent: int, name: str) -> int:
+    fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    held.callback(os.close, fd)
+    return fd
+
+
+def _place(held: contextlib.ExitStack, parent: int | None, name: str) -> int | None:
+    """A directory in a directory; None for anything else, links too."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if parent is not None and stat.S_ISDIR(_lstat(parent, name).st_mode):
+            return _entered(held, parent, name)
+    return None
+
+
+def _locked(held: contextlib.ExitStack, directory: int) -> bool:
+    """Whether nobody else has its lock; then it is ours. Without a lock nobody can have it."""
+    try:
+        fd = os.open(LOCK, _LOCKED, dir_fd=directory)
+    except FileNotFoundError:
+        return True
+    held.callback(os.close, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _drop(parent: int, name: str) -> int:
+    """Remove a tree below an open directory; how many files went."""
+    try:
+        found = _lstat(parent, name)
+    except FileNotFoundError:
+        return 0
+    if not stat.S_ISDIR(found.st_mode):
+        os.unlink(name, dir_fd=parent)
+        return 1
+    if found.st_dev != os.fstat(parent).st_dev:
+        raise StorageError(f"{name} is another file system, mounted there; it is left alone")
+    fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    try:
+        gone = sum(_drop(fd, one) for one in os.listdir(fd))
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)
+    return gone
+
+
+def _lstat(parent: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=parent, follow_symlinks=False)

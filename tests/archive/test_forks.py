@@ -1,0 +1,73 @@
+"""A step of another run, read from a real store by a run that begins there."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from pathlib import Path
+
+import pytest
+
+from keepstep.image import check_control
+from keepstep.steps import Answer, Tier
+from keepstep_sidecar.archive.ancestor import AncestorDepot
+from keepstep_sidecar.archive.settings import ArchiveConfig
+from keepstep_sidecar.archive.store import open_store
+from keepstep_sidecar.fork import parse
+from keepstep_sidecar.volume import Volume
+from tests.archive.conftest import Bucket, commit, running, write_step
+from tests.volume.images import RUN, step_id
+
+
+@pytest.fixture(params=["directory", "s3"])
+def config(request: pytest.FixtureRequest, archive_dir: Path) -> ArchiveConfig:
+    if request.param == "directory":
+        return ArchiveConfig(url=str(archive_dir), every=1)
+    bucket: Bucket = request.getfixturevalue("bucket")
+    return bucket.config()
+
+
+def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_there(
+    config: ArchiveConfig, local: Volume
+) -> None:
+    async def scenario() -> None:
+        async with running(config) as depot:
+            for number in (10, 20):
+                commit(depot, write_step(local, number))
+            assert await depot.drain(timeout_s=30)
+        store = open_store(config)
+        before = await store.list_below("")
+        ancestor = AncestorDepot(store, parse(f"{RUN}/10"), run="second")
+        found = await ancestor.look()
+        assert (found.answer, found.epochs) == (Answer.STEPS, ())
+        assert {one.id for one in found.shards} == ancestor.ids == {step_id(10)}
+        assert {(one.rank, one.world, one.tier) for one in found.shards} == {
+            (0, 2, Tier.ARCHIVE),
+            (1, 2, Tier.ARCHIVE),
+        }
+        for shard in found.shards:
+            layout = await ancestor.layout(shard)
+            view = memoryview(mmap.mmap(-1, shard.bytes))
+            control = await ancestor.load(shard, view)
+            check_control(control, layout, run="second", id=step_id(10))
+            assert bytes(view[layout.control_begin :]) == control.to_bytes()
+        assert await store.list_below("") == before
+
+        ancestor.outgrown = lambda: True
+        assert (await ancestor.look()).answer is Answer.NONE
+        await ancestor.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
+        ancestor = AncestorDepot(store, parse("first/10"), run="second")
+        found = await ancestor.look()
+        assert found.answer is Answer.UNKNOWN
+        assert "begin from first/10, but" in found.reason
+        assert str(tmp_path / "gone") in found.reason
+        await ancestor.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,113 @@
+"""Two machines without Kubernetes: two `keepstep run`s that keep copies for each other."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Keepstep
+from tests.harness import eventually
+from tests.peer.authority import Authority
+
+TRAIN = """
+import os, sys
+import torch
+import keepstep
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(64, 64)
+checkpointer = keepstep.Checkpointer({f"model{rank}": model})
+at = checkpointer.restore()
+print("from", at.step if at else None, "sum", round(model.weight.sum().item(), 5), flush=True)
+for step in range(at.step + 1 if at else 0, int(sys.argv[1])):
+    with checkpointer.mutating(), torch.no_grad():
+        model.weight += 1.0
+    torch.distributed.barrier()
+    checkpointer.save(step)
+checkpointer.wait(int(sys.argv[1]) - 1, "durable", timeout=60)
+torch.distributed.barrier()
+os._exit(3)  # the sidecars stay
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[tuple[Keepstep, Keepstep]]:
+    made = [Keepstep(tmp_path / name) for name in ("a", "b")]
+    for one in made:
+        one.home.mkdir()
+        one.script("train.py", TRAIN)
+    yield made[0], made[1]
+    for one in made:
+        one.end()
+
+
+def options(authority: Authority, rank: int, ports: list[int]) -> list[str]:
+    files = authority.files(rank, run="train")
+    return [
+        *("--peer-listen", f"127.0.0.1:{ports[rank]}", "--peer", f"127.0.0.1:{ports[1 - rank]}"),
+        *("--peer-cert", str(files.certificate), "--peer-key", str(files.key)),
+        *("--peer-ca", str(files.authorities)),
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
+    machines: tuple[Keepstep, Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, ports = Authority(tmp_path), [free_port(), free_port()]
+    told = [options(authority, rank, ports) for rank in (0, 1)]
+
+    def train(last: int) -> list[str]:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        started = []
+        for rank, one in enumerate(machines):
+            monkeypatch.setenv("RANK", str(rank))
+            words = ("run", *told[rank], "--", sys.executable, "train.py", str(last))
+            started.append(one.start(*words))
+        ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
+        assert [code for _, _, code in ended] == [3, 3], ended
+        return [out.strip() for out, _, _ in ended]
+
+    first = train(4)
+    assert [one.split(" sum")[0] for one in first] == ["from None"] * 2
+
+    def copied() -> bool:
+        kept = [one.directory / "train" / "peers" for one in machines]
+        name = "rank-{:05d}-of-00002.safetensors"
+        return all(list(kept[1 - rank].glob(f"*-000000003/{name.format(rank)}")) for rank in (0, 1))
+
+    eventually(copied, within_s=60, what="each keeps the other's newest shard")
+    lost = machines[1]
+    lost("stop")
+    shutil.rmtree(lost.directory)
+    again = train(5)
+    assert [one.split(" sum")[0] for one in again] == ["from 3"] * 2
+    sums = [(float(a.split()[-1]), float(b.split()[-1])) for a, b in zip(first, again, strict=True)]
+    for before, after in sums:
+        assert after == pytest.approx(before + 4 * 64 * 64, abs=0.1)
+
+
+def test_peers_without_certificates_are_refused_before_anything_starts(
+    keepstep: Keepstep,
+) -> None:
+    shown = keepstep("run", "--peer-listen", "127.0.0.1:0", "--", sys.executable, "-V", code=2)
+    assert "--peer-cert, --peer-key and --peer-ca" in " ".join(shown.stderr.split())
+    assert keepstep.sidecars() == []

@@ -1,0 +1,75 @@
+"""What a fork means: which step of the other run, and whose epochs are kin."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.errors import UsageError
+from keepstep.ledger import EpochStarted, Ledger
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep_sidecar.archive.kinship import families
+from keepstep_sidecar.fork import Fork, parse
+from keepstep_sidecar.runrecord import RunRecord
+
+FIRST, SECOND, OWN = EpochId(1, "11111111"), EpochId(2, "22222222"), EpochId(3, "33333333")
+OLD, DEAD, NEW = StepId(FIRST, 50), StepId(FIRST, 100), StepId(SECOND, 100)
+ARCHIVED, ALIVE = [OLD, DEAD, NEW], [OLD, NEW]
+
+
+@pytest.mark.parametrize(
+    ("text", "fork"),
+    [
+        ("gpt/1200", Fork(run="gpt", number=1200)),
+        ("gpt.v2_a-b/latest", Fork(run="gpt.v2_a-b")),
+        (f"gpt/{NEW}", Fork(run="gpt", id=NEW)),
+    ],
+)
+def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
+    assert parse(text) == fork
+    assert str(fork) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("team/gpt/1200", "another namespace is out of reach"),
+        ("../1200", "cannot name a run"),
+        ("/1200", "cannot name a run"),
+        ("gpt/", "give RUN/STEP"),
+        ("gpt/-1", "give RUN/STEP"),
+        ("gpt/newest", "give RUN/STEP"),
+    ],
+)
+def test_anything_else_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse(text)
+
+
+def test_a_number_means_the_living_step_and_an_id_that_very_one() -> None:
+    assert parse("a/100").chosen(ARCHIVED, ALIVE, ()) == [NEW]
+    assert parse(f"a/{DEAD}").chosen(ARCHIVED, ALIVE, ()) == [DEAD]
+    assert parse("a/7").chosen(ARCHIVED, ALIVE, ()) == []
+    assert parse("a/latest").chosen(ARCHIVED, ALIVE, ()) == ALIVE
+
+
+def test_a_run_that_has_begun_from_one_step_begins_from_no_other() -> None:
+    began = [Epoch(OWN, OLD, "a")]
+    assert parse("a/latest").chosen(ARCHIVED, ALIVE, began) == [OLD]
+    assert parse("b/latest").chosen(ARCHIVED, ALIVE, began) == ALIVE
+
+
+def test_forks_of_one_step_are_no_kin_but_restarts_are() -> None:
+    one, other = Epoch(OWN, OLD, "a"), Epoch(EpochId(3, "44444444"), OLD, "a")
+    assert len(families([[one], [other]])) == 2
+    restarts = [Epoch(OWN, OLD), Epoch(EpochId(3, "44444444"), OLD)]
+    assert len(families([restarts[:1], restarts[1:]])) == 1
+
+
+def test_the_origin_is_on_record_and_stays_there() -> None:
+    epoch, seen = Epoch(OWN, OLD, "a"), Epoch(OWN, OLD)
+    record = RunRecord(run="b").with_epochs(epoch)
+    assert RunRecord.from_json(record.to_json(), path="run.json") == record  # type: ignore[arg-type]
+    ledger = Ledger()
+    for one in (seen, epoch, seen):
+        ledger.apply(EpochStarted(one))
+    assert ledger.epochs == (epoch,)

@@ -1,0 +1,34 @@
+"""How large a step is: one image of each rank, whatever number of copies there are."""
+
+from __future__ import annotations
+
+from keepstep.ledger import Held, Ledger, RankReport, Reported
+from keepstep.steps import EpochId, StepId, Tier
+
+STEP = StepId(EpochId(1, "0" * 8), 10)
+
+
+def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -> int:
+    """What it says after these images were reported."""
+    ranks = {
+        rank: RankReport(sealed={tier: (Held(id=STEP, world=world, bytes=size),)})
+        for rank, size in sizes.items()
+    }
+    ledger.apply(Reported(ranks=ranks))
+    return ledger.size_bytes(STEP)
+
+
+def test_copies_on_several_tiers_count_once() -> None:
+    ledger = Ledger()
+    assert told(ledger, {0: 4096, 1: 8192}, Tier.LOCAL) == 12288
+    assert told(ledger, {0: 4096, 1: 8192}, Tier.ARCHIVE) == 12288
+
+
+def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
+    assert told(Ledger(), {0: 4096}, Tier.LOCAL) == 0
+    assert told(Ledger(), {0: 4096, 1: 0}, Tier.LOCAL) == 0
+    assert Ledger().size_bytes(STEP) == 0
+
+
+def test_one_of_an_older_sidecar_that_tells_no_size_is_the_same_image() -> None:
+    assert Held(id=STEP, world=2, root="a") == Held(id=STEP, world=2, root="a", bytes=4096)

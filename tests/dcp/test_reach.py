@@ -1,0 +1,228 @@
+"""`StorageReader()` brings a step from wherever the sidecars of all ranks can: no directory of the
+step is on this machine any more."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import keepstep.dcp
+from keepstep.digests import CHUNK_BYTES
+from tests.harness import SidecarProcess, eventually
+from tests.peer.authority import Authority
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    yield
+    keepstep.dcp.close()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "archive").mkdir()
+    options = ("--archive", str(tmp_path / "archive"), "--archive-keep", "9")
+    return (*options, "--archive-every")
+
+
+def lose(sidecar: SidecarProcess) -> None:
+    """As with a node: its memory and its drive are gone."""
+    sidecar.kill()
+    shutil.rmtree(sidecar.memory)
+    sidecar.memory.mkdir()
+    shutil.rmtree(sidecar.volume)
+
+
+def until_archived(sidecar: SidecarProcess, step: int) -> None:
+    def archived() -> bool:
+        mark = sidecar.get("/v1/status")["watermarks"].get("archive")
+        return bool(mark and mark["step"] >= step)
+
+    eventually(archived, what=f"step {step} in the archive")
+
+
+def test_two_ranks_come_back_from_the_archive_in_any_world(
+    sidecars: Callable[..., SidecarProcess], ranks: Callable[..., list[str]], archive
+) -> None:
+    sidecar = sidecars().start(*archive, "1")
+    named = {"KEEPSTEP_SOCKET": str(sidecar.socket)}
+    ranks(2, "save", 11, 12, **named)
+    until_archived(sidecar, 12)
+    for world in (1, 2, 3):
+        lose(sidecar)
+        sidecar.start(*archive, "1")
+        ranks(world, "load", 11, "-", **named)
+
+
+def test_two_ranks_come_back_from_a_buddy_in_any_world(
+    sidecars: Callable[..., SidecarProcess], ranks: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "certificates")
+    ports = free_ports(2)
+    lost, buddy = (
+        sidecars(),
+        SidecarProcess(
+            "run", tmp_path / "buddy-memory", tmp_path / "buddy-volume", tmp_path / "buddy-log"
+        ),
+    )
+    buddy.memory.mkdir()
+    options = [peer_options(authority, number, ports) for number in range(2)]
+    named = {"KEEPSTEP_SOCKET": str(lost.socket)}
+    try:
+        buddy.start(*options[1])
+        lost.start(*options[0])
+        ranks(2, "save", 12, 12, **named)
+        copies = tmp_path / "buddy-volume" / "run" / "peers"
+        eventually(lambda: len(list(copies.glob("*-000000012/rank-*.safetensors"))) == 2)
+        for world in (1, 2, 3):
+            lose(lost)
+            lost.start(*options[0])
+            ranks(world, "load", 12, "-", **named)
+    finally:
+        buddy.end()
+
+
+def peer_options(authority: Authority, number: int, ports: list[int]) -> list[str]:
+    files = authority.files(number, run="run")
+    return [
+        *("--peer-listen", f"127.0.0.1:{ports[number]}"),
+        *("--peer", f"127.0.0.1:{ports[1 - number]}"),
+        *("--peer-cert", str(files.certificate), "--peer-key", str(files.key)),
+        *("--peer-ca", str(files.authorities)),
+    ]
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.mark.parametrize("newest", ["7", "7+"], ids=["alike", "of-another-layout"])
+def test_ranks_whose_sidecars_know_different_steps_take_the_newest_that_all_can_bring(
+    sidecars, ranks, archive, tmp_path: Path, newest: str
+) -> None:
+    """Step 5 is in the archive, step 7 only on the machine of rank 0."""
+    sidecar = sidecars().start(*archive, "5")
+    named = {"KEEPSTEP_SOCKET": str(sidecar.socket)}
+    ranks(2, "save_rows", "5", newest, **named)
+    until_archived(sidecar, 5)
+    other = SidecarProcess("run", tmp_path / "memory-2", tmp_path / "volume-2", tmp_path / "log-2")
+    other.memory.mkdir()
+    try:
+        other.start(*archive, "5")
+        ranks(2, "load_rows", "5", sockets=[sidecar.socket, other.socket])
+    finally:
+        other.end()
+
+
+# --- one process -----------------------------------------------------------------------------
+
+
+def save(state: dict[str, Any], step: int) -> None:
+    dcp.save(state, storage_writer=keepstep.dcp.StorageWriter(step=step), no_dist=True)
+
+
+def load(state: dict[str, Any], **options: Any) -> None:
+    dcp.load(state, storage_reader=keepstep.dcp.StorageReader(**options), no_dist=True)
+
+
+def archived(sidecar: SidecarProcess, archive: tuple[str, ...], monkeypatch: Any) -> list[Path]:
+    """Steps 1 and 2 in the archive and nowhere else; their shards."""
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    sidecar.start(*archive, "1")
+    for step in (1, 2):
+        save({"w": torch.full((4 << 20,), float(step)), "step": step}, step)
+        until_archived(sidecar, step)
+    keepstep.dcp.close()
+    lose(sidecar)
+    return sorted(Path(archive[1]).rglob("*.safetensors"))
+
+
+def damage(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_step_that_is_damaged_everywhere_is_an_error_and_the_next_load_takes_another(
+    sidecars, archive, monkeypatch
+) -> None:
+    sidecar = sidecars()
+    _, newest = archived(sidecar, archive, monkeypatch)
+    damage(newest, CHUNK_BYTES + 77)
+    sidecar.start(*archive, "1")
+    until_archived(sidecar, 2)  # it has looked, and fetches nothing ahead
+    state = {"w": torch.zeros(4 << 20), "step": 0}
+    with pytest.raises(CheckpointException, match="not read to the end") as caught:
+        load(state)
+    assert "call dcp.load again" in str(caught.value)
+    assert state["step"] == 0
+    load(state)
+    assert state["step"] == 1
+    assert state["w"].eq(1.0).all()
+
+
+def test_a_step_whose_header_is_damaged_gets_no_vote(sidecars, archive, monkeypatch) -> None:
+    sidecar = sidecars()
+    _, newest = archived(sidecar, archive, monkeypatch)
+    damage(newest, 8)
+    sidecar.start(*archive, "1")
+    until_archived(sidecar, 2)  # it has looked, and fetches nothing ahead
+    state = {"w": torch.zeros(4 << 20), "step": 0}
+    load(state)
+    assert state["step"] == 1
+    with pytest.raises(CheckpointException, match="step 2"):
+        load(state, step=2)
+
+
+def test_an_older_step_is_loaded_by_its_number_and_the_run_goes_on_from_it(
+    sidecars, archive, monkeypatch
+) -> None:
+    sidecar = sidecars()
+    archived(sidecar, archive, monkeypatch)
+    sidecar.start(*archive, "1")
+    assert keepstep.dcp.newest_step() == 2
+    state = {"w": torch.zeros(4 << 20), "step": 0}
+    load(state, step=1)
+    assert state["step"] == 1
+    save(state, 2)
+    status = sidecar.get("/v1/status")
+    assert status["epoch"]["parent"]["step"] == 1
+    assert not list(sidecar.memory.rglob("window-*")), "the window is given back"
+
+
+def test_a_tensor_of_another_dtype_gets_its_values(sidecar) -> None:
+    """As stock readers convert them."""
+    save({"w": torch.arange(5.0)}, 1)
+    target = {"w": torch.zeros(5, dtype=torch.float64)}
+    load(target)
+    assert torch.equal(target["w"], torch.arange(5.0, dtype=torch.float64))
+
+
+def test_an_archive_that_is_not_there_is_no_beginning(sidecars, archive, monkeypatch) -> None:
+    sidecar = sidecars()
+    archived(sidecar, archive, monkeypatch)
+    shutil.rmtree(archive[1])
+    sidecar.start(*archive, "1")
+    with pytest.raises(keepstep.errors.RestoreError, match="bring that storage back"):
+        keepstep.dcp.newest_step()
+    with pytest.raises(CheckpointException, match="bring that storage back"):
+        load({"w": torch.zeros(4 << 20)})

@@ -1,0 +1,280 @@
+"""Faults of what lies beyond the pod: a way back, buddies that fail, strangers, a full drive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import jobs, lineage, runs, stores, tiers
+from tests.e2e.cluster import HOST_PATH, Cluster
+from tests.e2e.kubectl import Kubectl
+
+MASTER, WORKER = "gpt-master-0", "gpt-worker-0"
+
+
+@pytest.fixture
+def run() -> str:
+    """Another each time: the nodes of a cluster that is kept still have the steps of the last."""
+    return f"run-{time.time_ns() // 1_000_000}"
+
+
+def _directory(kubectl: Kubectl, run: str, node_rank: int, *, path: str = HOST_PATH) -> str:
+    return f"{path}/{kubectl.namespace}/{run}/{node_rank}/{run}"
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str], run: str, tmp_path: Path
+) -> None:
+    one, two = cluster.workers()
+    stores.start(namespace)
+    namespace.apply(tiers.policy(), tiers.job(one, two, run=run))
+    target = tiers.beyond(namespace, "archive", 10)
+    runs.training_beyond(namespace, target + 25)
+    tiers.beyond(namespace, "archive", target + 10)
+    left = runs.status(namespace)["epoch"]
+
+    _go_back(namespace, run, target)
+    runs.kill_trainer(cluster, namespace, WORKER)
+    life = _life_from(namespace, target + 1)
+    runs.same_losses(life, reference)
+    second = namespace.eventually(
+        lambda: (now := runs.status(namespace)["epoch"]) != left and now, what="a new epoch"
+    )
+    assert runs.condition(namespace, "RestoreFrom")["reason"] == "Restored"
+
+    # beyond everything that the old line had, so that both have steps of the same numbers
+    namespace.eventually(
+        lambda: second in (runs.status(namespace)["watermarks"].get("archive") or ""),
+        within_s=120,
+        what="the new line is archived",
+    )
+    namespace("delete", "pods", "-l", "keepstep.dev/injected", "--wait=true", timeout_s=180)
+    again = runs.restarted(namespace, within_s=180)
+    assert again.first > target + 1
+    runs.same_losses(again, reference)
+    third = namespace.eventually(
+        lambda: (now := runs.status(namespace)["epoch"]) not in (left, second) and now,
+        what="a third epoch",
+    )
+    tiers.beyond(namespace, "archive", again.first)
+    tiers.went(namespace)
+
+    found = lineage.checked(lineage.fetched(cluster, namespace, tmp_path), run)
+    epochs = {str(epoch.id): epoch for epoch in found.epochs}
+    assert str(epochs[second].parent) == f"{left}-{target:09d}"
+    assert str(epochs[third].parent).startswith(f"{second}-"), "never a step that was left"
+    assert max(found.steps).epoch == epochs[third].id
+
+
+def _go_back(kubectl: Kubectl, run: str, step: int) -> None:
+    body = json.dumps({"spec": {"restoreFrom": str(step)}})
+    kubectl("patch", "ckrun", run, "--type=merge", "-p", body)
+    kubectl.eventually(
+        lambda: runs.condition(kubectl, "RestoreFrom")["reason"] == "Waiting",
+        what="the operator waits for the restart",
+    )
+
+
+def _life_from(kubectl: Kubectl, first: int) -> jobs.Life:
+    life: jobs.Life = kubectl.eventually(
+        lambda: (
+            (one := jobs.life(kubectl, MASTER))
+            and one.first == first
+            and one.last >= first + 10
+            and one
+        ),
+        within_s=120,
+        what=f"a life from step {first} on",
+    )
+    return life
+
+
+# --- buddies -------------------------------------------------------------------------------------
+
+
+def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_brought_up_to_date(
+    cluster: Cluster, namespace: Kubectl, run: str, measured: dict[str, float]
+) -> None:
+    one, two = cluster.workers()
+    stores.start(namespace)
+    namespace.apply(tiers.policy(), tiers.job(one, two, run=run))
+    tiers.beyond(namespace, "peer", 30)
+    before = runs.training_beyond(namespace, 60)
+
+    with tiers.standing_still(cluster, namespace, WORKER):
+        stopped_at = runs.training_beyond(namespace, before.last).last
+        message = namespace.eventually(
+            lambda: _not_replicated(namespace), within_s=120, what="it is said"
+        )
+        assert WORKER in message or MASTER in message
+        during = runs.training_beyond(namespace, stopped_at + 60)
+    assert during.first == 0, "the trainers never ended"
+    usual, slowed = _pace_s(before, 20, 60), _pace_s(during, stopped_at + 5, stopped_at + 60)
+    measured["a step with a buddy"] = usual
+    measured["a step while the buddy stands still"] = slowed
+    assert slowed < 1.5 * usual
+    tiers.beyond(namespace, "peer", during.last)
+
+    copies = f"{_directory(namespace, run, 1)}/peers"
+    cluster.on_node(two, "find", copies, "-name", "rank-*", "-delete")
+    runs.kill_trainer(cluster, namespace, WORKER, tiers.SIDECAR)
+    at = runs.training_beyond(namespace, 0).last
+    tiers.beyond(namespace, "peer", at)
+    assert tiers.shards(cluster, two, _directory(namespace, run, 1), copies=True)
+    assert runs.training_beyond(namespace, at).first == 0, "the trainers never ended"
+
+
+def _not_replicated(kubectl: Kubectl) -> str:
+    """Why; '' while all is well. Either the copies do not get there, or a sidecar is silent."""
+    for kind in ("Replicated", "Protected"):
+        if (one := runs.condition(kubectl, kind))["status"] != "True":
+            return str(one["message"])
+    return ""
+
+
+def _pace_s(life: jobs.Life, begin: int, end: int) -> float:
+    """Median seconds of a step."""
+    ends = [life.ended_at[step] for step in range(begin, end)]
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
+def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_is_restored(
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    run: str,
+    record_property: runs.Record,
+) -> None:
+    one, two = cluster.workers()
+    stores.start(namespace)
+    job = tiers.job(one, two, run=run)
+    namespace.apply(tiers.policy(), job)
+    archived = tiers.beyond(namespace, "archive", 20)
+    tiers.beyond(namespace, "peer", archived)
+    last = runs.training_beyond(namespace, 0).last
+    tiers.went(namespace)
+
+    # the first node comes back without its drive, and what its buddy keeps has rotted
+    cluster.on_node(one, "rm", "-rf", _directory(namespace, run, 0))
+    copies = tiers.shards(cluster, two, _directory(namespace, run, 1), copies=True)
+    assert copies
+    tiers.rot(cluster, two, copies[-1])
+    rotten = int(copies[-1].split("/")[-2].rpartition("-")[2])
+    namespace.apply(job)
+    life = runs.restarted(namespace, within_s=240)
+    assert archived - 1 <= life.first - 1 < rotten, "the newest step that verifies"
+    runs.same_losses(life, reference)
+    record_property("lost_steps", max(0, last - life.first + 1))
+    said = [one for one in tiers.said(namespace, MASTER) if str(rotten) in str(one.get("step"))]
+    assert any("digest" in str(one.get("reason", "")) for one in said), said
+
+
+def test_a_pod_of_another_run_is_refused_with_its_own_certificate(
+    cluster: Cluster, namespace: Kubectl, run: str
+) -> None:
+    one, two = cluster.workers()
+    stores.start(namespace)
+    namespace.apply(tiers.policy(), tiers.job(one, two, run=run))
+    namespace.apply(jobs.pytorch_job("other", workers=0, policy=tiers.POLICY))
+    tiers.beyond(namespace, "peer", 3)
+    body = namespace.eventually(lambda: namespace.get("pod", MASTER), what="the first run's master")
+    address = f"{body['status']['podIP']}:9465"
+    assert _asked_as(namespace, MASTER, address).startswith("200"), "the run's own is let in"
+    said = _asked_as(namespace, "other-master-0", address)
+    assert said.startswith("403")
+    assert run in said
+    refused = [one for one in tiers.said(namespace, MASTER) if "refused" in one["event"]]
+    assert any("other" in str(one) for one in refused), "it is logged, and who it was"
+    assert runs.condition(namespace, "Replicated")["status"] == "True"
+
+
+_ASK = """
+import asyncio, http.client, os, pathlib, socket, sys
+from keepstep_sidecar.config import Reporting
+from keepstep_sidecar.peer.issued import IssuedCredentials
+from keepstep.errors import KeepstepError
+
+async def issued():
+    say = os.environ.get
+    credentials = IssuedCredentials(Reporting(
+        url=say("KEEPSTEP_REPORT_URL"),
+        ca=say("KEEPSTEP_REPORT_CA"),
+        token_file=pathlib.Path(say("KEEPSTEP_REPORT_TOKEN_FILE")),
+    ))
+    task = asyncio.create_task(credentials.keep_fresh())
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return credentials.current()
+            except KeepstepError:
+                await asyncio.sleep(0.1)
+
+tls = asyncio.run(issued())
+host, port = sys.argv[1].split(":")
+connection = http.client.HTTPConnection(host, int(port))
+connection.sock = tls.client.wrap_socket(socket.create_connection((host, int(port)), timeout=10))
+connection.request("GET", "/v1/shards")
+answer = connection.getresponse()
+print(answer.status, answer.read().decode())
+"""
+
+
+def _asked_as(kubectl: Kubectl, pod: str, address: str) -> str:
+    """What a peer answers to a pod: with the certificate that the operator issues for its token."""
+
+    def ask() -> str:
+        command = ("python", "-c", _ASK, address)
+        return kubectl("exec", pod, "-c", tiers.SIDECAR, "--", *command, timeout_s=60).strip()
+
+    said: str = kubectl.eventually(ask, within_s=90, what=f"an answer to {pod}")
+    return said
+
+
+# --- a full drive --------------------------------------------------------------------------------
+
+
+def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_commits(
+    cluster: Cluster, namespace: Kubectl, run: str
+) -> None:
+    one, two = cluster.workers()
+    path = f"{HOST_PATH}/small-{run}"
+    cluster.on_node(one, "mkdir", "-p", path)
+    stores.start(namespace)
+    with tiers.small_drive(cluster, two, path, mib=160):
+        namespace.apply(tiers.policy(path), tiers.job(one, two, run=run))
+        tiers.beyond(namespace, "peer", 10)
+        tiers.fill(cluster, two, path)
+        said = namespace.eventually(lambda: _no_room(namespace), within_s=120, what="it is said")
+        assert "node rank 1" in said or WORKER in said
+        assert run in said, "the directory"
+        full_at = runs.training_beyond(namespace, 0)
+        assert full_at.first == 0, "the trainers never ended"
+        # what it keeps for others went first, which leaves room for its own
+        assert runs.committed_beyond(namespace, full_at.last) > full_at.last
+        tiers.beyond(namespace, "archive", full_at.last)
+        tiers.free(cluster, two, path)
+        tiers.beyond(namespace, "peer", runs.training_beyond(namespace, 0).last)
+        namespace.eventually(
+            lambda: runs.condition(namespace, "Protected")["status"] == "True",
+            within_s=90,
+            what="all is well again",
+        )
+        tiers.went(namespace)
+
+
+def _no_room(kubectl: Kubectl) -> str:
+    """What the run says of a drive that is full; '' while it says nothing."""
+    said = [
+        str(one["message"])
+        for kind in ("Committing", "Replicated")
+        if (one := runs.condition(kubectl, kind))["status"] == "False"
+    ]
+    return next((text for text in said if "0 free" in text or "no space" in text.lower()), "")

@@ -1,0 +1,122 @@
+"""What a pod leaves on its node when it goes to another one: served while needed, cleaned at last.
+
+Without peers and without an archive: the drives of the two nodes are all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import HOST_PATH, NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+
+
+@pytest.fixture
+def left(cluster: Cluster) -> Iterator[str]:
+    """A worker that the test may cordon."""
+    node = cluster.workers()[-1]
+    yield node
+    cluster.kubectl("uncordon", node)
+
+
+@pytest.fixture
+def cleaning_at_once(cluster: Cluster) -> Iterator[None]:
+    """Gone is gone: no day of grace."""
+    cluster.install("--set", "helpers.cleanAfterSeconds=0")
+    yield
+    cluster.install()
+
+
+def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end(
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    left: str,
+    cleaning_at_once: None,
+    record_property: runs.Record,
+) -> None:
+    stays = next(one for one in cluster.workers() if one != left)
+    namespace.apply(jobs.policy("node-local", host_path=True), _spread(stays, left))
+    committed = runs.committed_beyond(namespace, 20)
+    run = str(runs.the_run(namespace)["metadata"]["name"])
+    assert _directories(cluster, namespace.namespace, run) == {stays: ["0"], left: ["1"]}
+
+    cluster.kubectl("cordon", left)
+    moved_at = time.monotonic()
+    namespace("delete", "pod", "gpt-worker-0", "--wait=false")
+    life = runs.restarted(namespace, within_s=240)
+    record_property("seconds", round(time.monotonic() - moved_at, 1))
+    body = namespace.get("pod", "gpt-worker-0")
+    assert body is not None
+    assert body["spec"]["nodeName"] == stays
+    assert life.first - 1 >= committed
+    runs.same_losses(life, reference)
+    killed = jobs.life(namespace, "gpt-master-0", previous=True)
+    assert killed is not None
+    record_property("lost_steps", runs.lost(killed, life))
+    (said,) = namespace.eventually(
+        lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"
+    )
+    assert left in said["message"]
+
+    runs.committed_beyond(namespace, life.first)
+    _no_helpers(cluster, within_s=60)
+
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
+    assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
+    namespace("delete", "ckrun", run)
+    namespace.eventually(
+        lambda: _directories(cluster, namespace.namespace, run) == {},
+        within_s=120,
+        what="nothing of the run is on any node",
+    )
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    system.eventually(
+        lambda: not _noted(system, run), within_s=60, what="nothing more is noted of the run"
+    )
+    _no_helpers(cluster, within_s=60)
+
+
+def _spread(master: str, worker: str) -> Object:
+    """Two replicas: the master on one node, the worker rather on the other."""
+    job = jobs.pytorch_job(policy="node-local")
+    for name, node in (("Master", master), ("Worker", worker)):
+        there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+        preferred = {"weight": 100, "preference": {"matchExpressions": [there]}}
+        job["spec"]["pytorchReplicaSpecs"][name]["template"]["spec"]["affinity"] = {
+            "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}
+        }
+    return job
+
+
+def _directories(cluster: Cluster, namespace: str | None, run: str) -> dict[str, list[str]]:
+    """Node -> node ranks of which it has a directory of this run."""
+    where = f"{HOST_PATH}/{namespace}/{run}"
+    command = ("sh", "-c", f"ls -A {where} 2>/dev/null || true")
+    found = {node: cluster.on_node(node, *command).split() for node in cluster.workers()}
+    return {node: names for node, names in found.items() if names}
+
+
+def _noted(system: Kubectl, run: str) -> list[Object]:
+    return [
+        one
+        for one in system.list("configmaps", "keepstep.dev/run-directories")
+        if json.loads(one["data"]["run"])["run"] == run
+    ]
+
+
+def _no_helpers(cluster: Cluster, *, within_s: float) -> None:
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    system.eventually(
+        lambda: not system.list("pods", "keepstep.dev/helper"),
+        within_s=within_s,
+        what="no helper pod is left",
+    )

@@ -1,0 +1,66 @@
+"""A second job begins from a step of the first one's archive, and leaves that as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from tests.e2e import jobs, runs, stores
+from tests.e2e.kubectl import Kubectl
+
+_DATA = "/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/data/{bucket}"
+
+
+def test_a_new_job_begins_from_a_step_of_anothers_archive(
+    namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    stores.start(namespace)
+    first, second = f"first-{int(time.time())}", f"second-{int(time.time())}"
+    namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job(run=first))
+    namespace.eventually(
+        lambda: len(_steps(namespace, first)) >= 2, within_s=180, what="two steps are archived"
+    )
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace.eventually(
+        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
+    )
+    before = _listing(namespace, first)
+    older = min(_steps(namespace, first))
+
+    fork = jobs.pytorch_job("fork", run=second)
+    for replica in fork["spec"]["pytorchReplicaSpecs"].values():
+        asked = {"keepstep.dev/restore-from": f"{first}/{older}"}
+        replica["template"]["metadata"]["annotations"] |= asked
+    namespace.apply(fork)
+    life = runs.restarted(namespace, pod="fork-master-0", within_s=240)
+    assert (life.first, life.tier) == (older + 1, "archive")
+    runs.same_losses(life, reference)
+    namespace.eventually(
+        lambda: runs.status(namespace, "fork").get("committed", {}).get("step", -1) > older,
+        within_s=120,
+        what="a commit of its own",
+    )
+    status = runs.status(namespace, "fork")
+    assert status["origin"].startswith(f"{first}/")
+    assert status["origin"].endswith(f"-{older:09d}")
+    assert status["restarts"] == 0
+    assert namespace.events("Forked")
+    assert _listing(namespace, first) == before
+
+
+def _listing(kubectl: Kubectl, run: str) -> list[str]:
+    """Name, size and time of everything that the store has of the run."""
+    (pod,) = kubectl.list("pods", "app=s3")
+    data = _DATA.format(uid=pod["metadata"]["uid"], bucket=stores.BUCKET)
+    place = f"{data}/runs/{kubectl.namespace}/{run}"
+    command = ["docker", "exec", pod["spec"]["nodeName"], "find", place, "-type", "f"]
+    said = subprocess.run(
+        [*command, "-printf", "%P %s %T@\\n"], check=False, capture_output=True, text=True
+    )
+    return sorted(said.stdout.splitlines())
+
+
+def _steps(kubectl: Kubectl, run: str) -> set[int]:
+    """Archived steps: those with a record."""
+    names = (line.split()[0] for line in _listing(kubectl, run))
+    return {int(one.split("/")[0].rpartition("-")[2]) for one in names if "step.json" in one}

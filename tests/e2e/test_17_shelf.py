@@ -1,0 +1,98 @@
+"""etcd is lost: what the archive holds is listed again, from what sidecars find there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e import jobs, runs, stores
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+
+@pytest.fixture
+def scale_reconciler(cluster: Cluster) -> Iterator[Callable[[int], None]]:
+    """Stops and starts the operator's reconciler; it runs again when the test is over."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+
+    def scale(replicas: int) -> None:
+        system("scale", "deployment/keepstep-reconcile", f"--replicas={replicas}")
+        system.eventually(
+            lambda: len(system.list("pods", "app.kubernetes.io/component=reconcile")) == replicas,
+            what=f"{replicas} reconcilers",
+        )
+
+    yield scale
+    scale(1)
+
+
+def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
+    cluster: Cluster, namespace: Kubectl, scale_reconciler: Callable[[int], None]
+) -> None:
+    stores.start(namespace)
+    policy = jobs.policy(archive=stores.archive(), retention={"archive": {"last": 1000}})
+    job = jobs.pytorch_job(run=f"shelf-{int(time.time())}")
+    namespace.apply(policy, job)
+    namespace.eventually(
+        lambda: len(_archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
+    )
+    pinned = _archived(namespace)[-1]["spec"]["step"]
+    _pin(namespace, pinned)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace.eventually(
+        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
+    )
+    before = _archived(namespace)
+    assert all(one["spec"]["ranks"] == 2 for one in before)
+    in_store = _bytes_in_store(cluster, namespace, pinned)
+    assert {one["spec"]["bytes"] for one in before} == {in_store}
+
+    scale_reconciler(0)  # as etcd goes with all that was written there, and nobody writes it again
+    for kind in ("checkpoints", "checkpointruns", "checkpointpolicies"):
+        namespace("delete", kind, "--all", "--wait=true")
+    scale_reconciler(1)
+    assert not namespace.list("checkpoints")
+    namespace.apply(policy, job)
+
+    def listed_again() -> bool:
+        now = {one["metadata"]["name"]: one for one in _archived(namespace)}
+        return all(_same(one, now.get(one["metadata"]["name"])) for one in before)
+
+    namespace.eventually(listed_again, within_s=240, what="all that was archived is listed again")
+    life = runs.restarted(namespace, within_s=240)
+    assert life.tier == "archive"
+    # a pin is a person's word: it was in etcd only, and the step is as any other now
+    assert not runs.the_run(namespace)["spec"].get("pins")
+    _pin(namespace, pinned)
+    assert runs.the_run(namespace)["spec"]["pins"] == [pinned]
+
+
+def _archived(kubectl: Kubectl) -> list[Object]:
+    """Checkpoint objects whose step the archive holds, oldest first."""
+    found = [
+        one
+        for one in kubectl.list("checkpoints")
+        if "archive" in (one.get("status") or {}).get("tiers", ())
+    ]
+    return sorted(found, key=lambda one: str(one["spec"]["step"]))
+
+
+def _same(before: Object, now: Object | None) -> bool:
+    return now is not None and now["spec"] == before["spec"]
+
+
+def _pin(kubectl: Kubectl, step: str) -> None:
+    name = runs.the_run(kubectl)["metadata"]["name"]
+    body = json.dumps({"spec": {"pins": [step]}})
+    kubectl("patch", "checkpointrun", name, "--type=merge", "-p", body)
+
+
+def _bytes_in_store(cluster: Cluster, kubectl: Kubectl, step: str) -> int:
+    """All shards of the step, as the files of the store's pod say."""
+    (pod,) = kubectl.list("pods", "app=s3")
+    data = f"/var/lib/kubelet/pods/{pod['metadata']['uid']}/volumes/kubernetes.io~empty-dir/data"
+    script = f"cat $(find {data} -path '*/{step}/*.safetensors') | wc -c"
+    return int(cluster.on_node(pod["spec"]["nodeName"], "sh", "-c", script))

@@ -1,0 +1,82 @@
+"""A gone run's directory goes, whole or not at all, and nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import StorageError, UsageError
+from keepstep_sidecar.helper.cleaning import clean
+from keepstep_sidecar.ownership import Ownership
+
+
+def _run(tmp_path: Path, name: str = "gpt") -> Path:
+    """`<volume>/<namespace>/<run>` with two node ranks; returns the run's directory."""
+    for rank in ("0", "1"):
+        step = tmp_path / "team" / name / rank / name / "0001.aaaaaaaa-000000040"
+        step.mkdir(parents=True)
+        (step / "rank-00000-of-00002.safetensors").write_bytes(b"x")
+        Ownership(step.parent / ".lock").release()
+    return tmp_path / "team" / name
+
+
+def test_all_of_one_run_goes_and_its_neighbour_stays(tmp_path: Path) -> None:
+    run, other = _run(tmp_path), _run(tmp_path, "gpt-2")
+    assert clean(run) == 4
+    assert sorted(run.parent.iterdir()) == [other]
+    assert len(list(other.rglob("*.safetensors"))) == 2
+    assert clean(run) == 0, "clean already"
+    assert clean(tmp_path / "nobody" / "gpt") == 0
+
+
+def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    lock = Ownership(run / "1" / "gpt" / ".lock")
+    with pytest.raises(StorageError, match=r"1/gpt: a sidecar uses it.*nothing was removed"):
+        clean(run)
+    assert len(list(run.rglob("*.safetensors"))) == 2
+    lock.release()
+    clean(run)
+    assert not run.exists()
+
+
+def test_no_link_is_followed_neither_on_the_way_nor_within(tmp_path: Path) -> None:
+    run, precious = _run(tmp_path), tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_bytes(b"x")
+    (run / "0" / "link").symlink_to(precious)
+    (run / "2").symlink_to(precious)
+    clean(run)
+    assert (precious / "file").exists()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "team")
+    other = _run(tmp_path, "gpt-2")
+    with pytest.raises(StorageError, match="cannot be removed"):
+        clean(tmp_path / "elsewhere" / "gpt-2")
+    assert other.exists()
+
+
+def test_an_attempt_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    run.rename(run.with_name(".gpt.removed"))
+    assert clean(run) == 0
+    assert list(run.parent.iterdir()) == []
+
+
+def test_a_volume_is_no_run() -> None:
+    with pytest.raises(UsageError, match="whole volume"):
+        clean(Path("/proc"))
+
+
+def test_the_command_says_what_went_and_needs_to_be_told_what(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    program = (sys.executable, "-m", "keepstep_sidecar")
+    done = subprocess.run([*program, "--clean", str(run)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{run}: 4 files removed\n")
+    done = subprocess.run([*program, "--clean"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--clean needs at least one DIR" in done.stderr
+    done = subprocess.run([*program, "--clean", "--prepare", "/x"], capture_output=True, text=True)
+    assert "choose one of" in done.stderr

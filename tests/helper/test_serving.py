@@ -1,0 +1,157 @@
+"""What lies in a directory that a pod left is served to the others of its run, and only read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.reports import Peer
+from keepstep.steps import Answer, Tier
+from keepstep_sidecar.helper.serving import Shelf, report
+from keepstep_sidecar.peer.credentials import FileCredentials
+from keepstep_sidecar.peer.depot import PeerDepot
+from keepstep_sidecar.peer.server import Server
+from keepstep_sidecar.peer.settings import PeerSettings
+from keepstep_sidecar.peer.wire import Wanted
+from keepstep_sidecar.scan import Found
+from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volumes import VolumeSet
+from tests.peer.authority import Authority
+from tests.peer.nodes import Node, running, same, until
+from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
+
+HELPER = 100_000_007
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "certificates")
+
+
+@contextlib.asynccontextmanager
+async def serving(shelf: Shelf, authority: Authority) -> AsyncIterator[Peer]:
+    credentials = FileCredentials(authority.files(HELPER))
+    server = Server("127.0.0.1:0", credentials, shelf.desk)
+    server.start()
+    try:
+        yield Peer(node_rank=HELPER, address=f"127.0.0.1:{server.port}")
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def fetching(tmp_path: Path, authority: Authority) -> PeerDepot:
+    """Of a pod that serves nobody, on an empty drive."""
+    empty = Volume(tmp_path / "new" / RUN, run=RUN)
+    return PeerDepot(
+        PeerSettings(listen="", replicas=0),
+        VolumeSet([empty]),
+        run=RUN,
+        credentials=FileCredentials(authority.files(1)),
+    )
+
+
+def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, Found]:
+    """A shard of rank 1 in a pod's directory, as the pod leaves it."""
+    slot = staged(make_layout(rank=1, world=2, parameters=parameters), step)
+    volume = Volume(directory / RUN, run=RUN)
+    volume.write(slot.view, slot.layout, slot.control)
+    (found,) = (one for one in volume.scan().shards if one.id == slot.id)
+    volume.close()
+    return slot, found
+
+
+def test_a_shard_that_was_left_comes_back_byte_for_byte(
+    tmp_path: Path, authority: Authority
+) -> None:
+    async def story() -> None:
+        directory = tmp_path / "old"
+        slot, found = write(directory, 5, parameters=3_000_000)
+        before = _files(directory)
+        shelf = Shelf([directory], run=RUN)
+        assert not shelf.listing.ready
+        shelf.look()
+        depot = fetching(tmp_path, authority)
+        assert depot.address == ""
+        assert (await depot.look()).answer is Answer.NONE, "without an operator it is as without"
+        async with serving(shelf, authority) as helper:
+            depot.peers_are((helper,))
+            seen = await depot.look()
+            (remote,) = seen.shards
+            assert (remote.id, remote.rank, remote.tier) == (found.id, 1, Tier.PEER)
+            view = empty_slot(slot.layout)
+            await depot.load(remote, view)
+            assert same(view, slot)
+        assert _files(directory) == before, "nothing was written, locked or moved"
+        await depot.close()
+
+    asyncio.run(story())
+
+
+def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
+    tmp_path: Path, authority: Authority
+) -> None:
+    async def story() -> None:
+        depot = fetching(tmp_path, authority)
+        depot.peers_are((), awaits="shards lie on node b")
+        seen = await depot.look()
+        assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
+        depot.peers_are(())
+        assert (await depot.look()).answer is Answer.NONE
+        await depot.close()
+
+    asyncio.run(story())
+
+
+def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
+    tmp_path: Path, authority: Authority
+) -> None:
+    async def story() -> None:
+        directory = tmp_path / "old" / "1"
+        node = Node(tmp_path / "old", 1, authority.files(1))
+        sender = Node(tmp_path / "old", 0, authority.files(0))
+        async with running(node, sender):
+            sender.knows(node, buddies=(node,))
+            for sent, step in enumerate((4, 5)):
+                _, found = sender.write(step, rank=0)
+                sender.depot.durable(found)
+                await until(lambda: sender.depot.status().sent > sent)  # noqa: B023
+        shelf = Shelf([directory], run=RUN)
+        assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
+        newest = Wanted(ranks={0: (found.id,)}, committed=found.id)
+        assert shelf.desk.copies.want(newest) == 0
+        assert len(shelf.look().shards) == 2
+
+    asyncio.run(story())
+
+
+def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "old"
+    (_, first), (_, second) = write(directory, 4), write(directory, 5)
+    shelf = Shelf([directory, tmp_path / "not there"], run=RUN)
+    told = report(shelf.look(), address="10.0.0.9:9465", started_at=1.0, sequence=3)
+    (one,) = told.ranks
+    assert told.ready
+    assert [held.id for held in one.peer] == [first.id, second.id]
+    assert [held.root for held in one.peer] == [first.root, second.root]
+    assert (one.alive, one.local, one.local_answer) == (False, (), Answer.NONE)
+    assert one.peer_answer is Answer.STEPS
+
+
+def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "1" / RUN / "0001.aaaaaaaa-000000004").mkdir(parents=True)
+    step = tmp_path / "1" / RUN / "0001.aaaaaaaa-000000004"
+    (step / "rank-00001-of-00002.safetensors").symlink_to(step)
+    (step / "rank-00000-of-00002.safetensors").mkdir()  # reading it is an I/O error
+    listing = Shelf([tmp_path / "1"], run=RUN).look()
+    assert not listing.ready
+    assert listing.reason
+    told = report(listing, address="", started_at=1.0, sequence=1)
+    assert (told.ready, told.warnings) == (False, (listing.reason,))
+
+
+def _files(directory: Path) -> dict[str, int]:
+    return {str(one): one.stat().st_mtime_ns for one in sorted(directory.rglob("*"))}

@@ -1,0 +1,276 @@
+"""Shards that a pod left on its old node: served by a helper pod, and cleaned in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.reports import Peer, Report, ReportReply
+from keepstep.steps import StepId
+from keepstep_operator.reconcile import graves, helperpods, helpers
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.graves import Cleaning, Grave
+from keepstep_operator.reconcile.helperpods import HelperDefaults
+from keepstep_operator.reconcile.helpers import Helper
+from keepstep_operator.reconcile.records import NodeRecord, PodRecord
+from keepstep_operator.reconcile.runs import Run
+from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, later, pod, run_object, step
+
+PATH = "/mnt/nvme0"
+DEFAULTS = HelperDefaults(
+    image="keepstep/sidecar:1",
+    namespace="keepstep-system",
+    account="keepstep-helpers",
+    reports_url="https://reports.keepstep-system.svc:443",
+    reports_ca="keepstep-reports-ca",
+)
+
+
+class Move(Play):
+    """Two pods on hostPath volumes, step 40 committed; then the second one moves."""
+
+    def __init__(self, *, prefixes: tuple[str, ...] = (PATH,)) -> None:
+        super().__init__()
+        self.book = Book(helper_paths=prefixes)
+        self.first = pod(0, host_paths=(PATH,))
+        self.second = pod(1, host_paths=(PATH,))
+        self.a, self.b = Sidecar(rank=0), Sidecar(rank=1)
+        for node in ("node-0", "node-1", "node-2"):
+            self.book.node_seen(NodeRecord(name=node))
+        for one in (self.first, self.second):
+            self.see(one)
+        self.find(run_object())
+        self.a.staged(40).durable(40)
+        self.b.staged(40).durable(40)
+        self.hear_all((self.first, self.a), (self.second, self.b))
+
+    @property
+    def run(self) -> Run:
+        return self.book.runs[KEY]
+
+    def wanted(self) -> list[Helper]:
+        return helpers.wanted(self.run)
+
+    def move(self, to: str = "node-2", *, told: bool = True) -> None:
+        self.lose(self.second)
+        self.moved = pod(1, life=2, node=to, host_paths=(PATH,))
+        self.see(self.moved)
+        if told:
+            self.hear(self.moved, Sidecar(rank=1, started_at=T0 + 9, epochs=[]).report())
+
+    def serve(self, *numbers: int) -> PodRecord:
+        (wanted,) = self.wanted()
+        body = helperpods.serving(wanted, DEFAULTS)
+        body["metadata"]["uid"] = "helper-1"
+        helper = helperpods.record(body)
+        assert helper is not None
+        self.book.helper_seen(helper)
+        self.hear(helper, _served(1, *map(step, numbers)))
+        return helper
+
+    def reply(self, one: PodRecord) -> ReportReply:
+        return self.book.reply(one.uid, at=self.now)
+
+
+def _served(rank: int, *ids: StepId) -> Report:
+    like = Sidecar(rank=0, kept={rank: list(ids)}, address="10.0.0.9:9465").report()
+    return replace(like, ranks=tuple(one for one in like.ranks if one.rank == rank), library="")
+
+
+def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
+    play = Move()
+    assert play.wanted() == []
+    play.move()
+    assert play.wanted() == [Helper(run=KEY, node="node-1", node_ranks=(1,), paths=(PATH,))]
+    told = play.reply(play.moved)
+    assert told.peers == ()
+    assert "node-1" in told.awaits
+    assert play.reply(play.first).awaits == "", "only who left something waits for it"
+    assert play.condition("LeftShardsServed")[:2] == ("False", "Starting")
+    assert play.run.host.plan() is None
+
+    helper = play.serve(39, 40)
+    assert play.run.host.plan() == step(40), "it counts as reachable"
+    told = play.reply(play.moved)
+    assert told.awaits == ""
+    assert told.peers == (Peer(node_rank=helper.node_rank, address="10.0.0.9:9465"),)
+    assert told.plan == step(40)
+    assert play.condition("LeftShardsServed")[0] == "True"
+    assert "node-1" in play.events("LeftShardsServed")[0]
+    assert play.reply(helper) == ReportReply(), "a helper is told nothing"
+
+
+def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
+    play = Move()
+    play.move()
+    helper = play.serve(40)
+    epoch = later(2, 40)
+    b = Sidecar(rank=1, started_at=T0 + 9, epochs=[]).restored(epoch).staged(41, epoch=epoch)
+    play.a.restored(epoch).staged(41, epoch=epoch)
+    play.hear_all((play.first, play.a), (play.moved, b))
+    assert play.wanted() != [], "restored, but nothing newer is on a drive"
+    play.a.durable(41, epoch=epoch)
+    b.durable(41, epoch=epoch)
+    play.hear_all((play.first, play.a), (play.moved, b))
+    assert play.wanted() == []
+    play.note(play.book.helper_gone(helper.uid, at=play.now))
+    assert play.run.host.committed() == step(41, epoch)
+    assert play.reply(play.moved).peers == ()
+    assert [one.node for one in play.status.holders] == ["node-0", "node-2"]
+
+
+def test_no_helper_is_started_on_a_guess() -> None:
+    play = Move()
+    play.move(told=False)
+    assert play.wanted() == [], "the new pod has not told yet what it finds"
+    play = Move()
+    play.move()
+    play.book.node_seen(NodeRecord(name="node-1", ready=False))
+    assert play.wanted() == [], "its node is down"
+    assert play.reply(play.moved).awaits == ""
+    play.book.node_seen(NodeRecord(name="node-1"))
+    assert play.wanted() != []
+    play.book.node_gone("node-1")
+    assert play.wanted() == [], "its node is gone"
+
+
+def test_a_pod_that_comes_back_to_its_node_needs_nobody() -> None:
+    play = Move()
+    play.move(to="node-1", told=False)
+    b = Sidecar(rank=1, started_at=T0 + 9).durable(40)
+    play.hear(play.moved, b.report())
+    assert play.wanted() == []
+    assert list(play.run.host.lefts) == []
+
+
+def test_what_a_buddy_holds_needs_no_helper() -> None:
+    play = Move()
+    play.a.kept, play.a.address = {1: [step(40)]}, "10.0.0.1:9465"
+    play.hear(play.first, play.a.report())
+    play.move()
+    assert play.wanted() == []
+
+
+def test_nothing_outside_the_allowed_directories_is_mounted() -> None:
+    play = Move(prefixes=("/srv",))
+    play.move()
+    assert play.wanted() == []
+    assert helpers.allowed(("/a/../etc", "/a/x", "/ab"), ("/a",)) == ("/a/x",)
+
+
+def test_a_reconciler_that_begins_anew_knows_from_the_status_what_lies_where() -> None:
+    before = Move()
+    before.move()
+    written = before.status
+    assert {one.node: one.node_ranks for one in written.holders} == {"node-0": "0", "node-1": "1"}
+
+    play = Play()
+    play.book = Book(helper_paths=(PATH,))
+    for one in (before.first, before.moved):
+        play.see(one)
+    play.find(run_object(written))
+    run = play.book.runs[KEY]
+    assert helpers.wanted(run) == []
+    play.hear(before.first, before.a.report())
+    play.hear(before.moved, Sidecar(rank=1, started_at=T0 + 9, epochs=[]).report())
+    (one,) = helpers.wanted(run)
+    assert (one.node, one.node_ranks) == ("node-1", (1,))
+
+
+def test_a_helper_that_is_lost_leaves_the_doubt_that_was_there_before() -> None:
+    play = Move()
+    play.move()
+    helper = play.serve(40)
+    play.note(play.book.helper_gone(helper.uid, at=play.now))
+    assert play.run.host.plan() is None
+    assert play.wanted() != []
+    assert "node-1" in play.reply(play.moved).awaits
+
+
+def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
+    one = Helper(run=KEY, node="node-1", node_ranks=(1, 3), paths=(PATH, "/mnt/nvme1"))
+    spec = helperpods.serving(one, DEFAULTS)["spec"]
+    (container,) = spec["containers"]
+    below = f"{KEY.namespace}/{KEY.name}"
+    mounts = [at for at in container["volumeMounts"] if at["name"] != "token"]
+    assert sorted(at["subPath"] for at in mounts) == sorted([f"{below}/1", f"{below}/3"] * 2)
+    assert all(at["readOnly"] for at in container["volumeMounts"])
+    assert container["command"][1:] == ["--serve", *(at["mountPath"] for at in mounts)]
+    security = container["securityContext"]
+    assert security["runAsNonRoot"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert not spec["automountServiceAccountToken"]
+    assert spec["serviceAccountName"] == "keepstep-helpers"
+    assert {one["hostPath"]["type"] for one in spec["volumes"] if "hostPath" in one} == {
+        "Directory"
+    }
+
+
+# --- what a run that is gone left behind ---------------------------------------------------------
+
+NODES = {"a": NodeRecord(name="a"), "b": NodeRecord(name="b", ready=False)}
+GRAVE = Grave(run=KEY, nodes={"a": (PATH,), "b": (PATH,), "c": (PATH,)})
+
+
+def test_directories_are_noted_from_when_a_pod_is_on_a_node() -> None:
+    there = pod(0, host_paths=(PATH,))
+    elsewhere = pod(1, host_paths=("/mnt/nvme1",), node="node-0")
+    pending, fleeting = pod(2, host_paths=(PATH,), node=""), pod(3)
+    found = graves.visited(Grave(run=KEY), iter((there, elsewhere, pending, fleeting)))
+    assert found.nodes == {"node-0": (PATH, "/mnt/nvme1")}
+    assert graves.parse(graves.render(found, namespace="s")) == found
+
+
+def test_a_run_that_is_there_is_never_cleaned_nor_one_that_came_back() -> None:
+    assert graves.judged(GRAVE, {KEY: 1}, at=T0).gone_since is None
+    gone = graves.judged(GRAVE, {}, at=T0)
+    assert gone.gone_since == T0
+    assert graves.judged(gone, {}, at=T0 + 5) == gone
+    back = graves.judged(gone, {KEY: 1}, at=T0 + 5)
+    assert list(graves.due(back, NODES, grace_s=0, at=T0 + 9)) == []
+
+
+def test_only_nodes_that_are_up_are_cleaned_and_others_are_waited_for() -> None:
+    gone = replace(GRAVE, gone_since=T0)
+    assert list(graves.due(gone, NODES, grace_s=10, at=T0 + 9)) == []
+    (one,) = graves.due(gone, NODES, grace_s=10, at=T0 + 10)
+    assert one == Cleaning(run=KEY, node="a", paths=(PATH,))
+    left = graves.cleaned(gone, "a")
+    assert set(left.nodes) == {"b", "c"}
+    late = graves.without_lost_nodes(left, NODES, at=T0 + graves.FORGET_S)
+    assert set(late.nodes) == {"b"}, "c is no node of the cluster any more"
+
+
+@given(
+    alive=st.lists(st.booleans(), min_size=1, max_size=12),
+    grace=st.integers(0, 5),
+)
+def test_nothing_is_cleaned_before_the_whole_time_of_grace_without_the_run(
+    alive: list[bool], grace: int
+) -> None:
+    grave = Grave(run=KEY, nodes={"a": (PATH,)})
+    for second, there in enumerate(alive):
+        grave = graves.judged(grave, {KEY: 1} if there else {}, at=T0 + second)
+        due = list(graves.due(grave, NODES, grace_s=grace, at=T0 + second))
+        window = alive[max(0, second - grace) : second + 1]
+        assert bool(due) == (len(window) == grace + 1 and not any(window))
+
+
+@pytest.mark.parametrize("data", [{}, {"run": "{"}, {"run": "[]"}, {"run": '{"run": "x"}'}])
+def test_a_note_that_makes_no_sense_is_left_alone(data: dict[str, str]) -> None:
+    assert graves.parse({"metadata": {"name": "x"}, "data": data}) is None
+
+
+def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None:
+    body = helperpods.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,)), DEFAULTS)
+    (container,) = body["spec"]["containers"]
+    assert container["command"][1:] == ["--clean", f"/host/0/{KEY.namespace}/{KEY.name}"]
+    assert container["securityContext"]["capabilities"] == {
+        "drop": ["ALL"],
+        "add": ["DAC_OVERRIDE"],
+    }
+    assert helperpods.about(body) == ("clean", KEY, "a")
+    assert helperpods.record(body) is None, "it reports nothing"

@@ -1,0 +1,218 @@
+"""Helper pods as they are made, watched and deleted, against an API server that remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from keepstep_operator.kube import CONFIG_MAPS, PODS, Client
+from keepstep_operator.reconcile import graves
+from keepstep_operator.reconcile.book import Book
+from keepstep_operator.reconcile.graves import Grave
+from keepstep_operator.reconcile.helping import AGAIN_S, Helping
+from keepstep_operator.reconcile.metrics import Metrics
+from tests.operator.apiserver import ApiServer
+from tests.operator.reconcile.samples import KEY, T0, pod, run_object
+from tests.operator.reconcile.serving import until
+from tests.operator.reconcile.test_helpers import DEFAULTS, PATH, Move
+
+SYSTEM = DEFAULTS.namespace
+GRACE_S = 100.0
+
+
+class Stage:
+    """One `Helping` on a book whose time stands still."""
+
+    def __init__(self, book: Book, server: ApiServer, client: Client, *, grace_s: float | None):
+        self.server, self.book, self.now = server, book, T0
+        self.helping = Helping(
+            book,
+            client,
+            DEFAULTS,
+            obey=lambda actions: None,
+            metrics=Metrics(book),
+            clock=lambda: self.now,
+            host_paths=(PATH,),
+            grace_s=grace_s,
+        )
+
+    def pods(self) -> list[dict[str, Any]]:
+        return [one for path, one in self.server.objects.items() if "/pods/" in path]
+
+    def notes(self) -> list[Grave | None]:
+        found = [one for path, one in self.server.objects.items() if "/configmaps/" in path]
+        return [graves.parse(one) for one in found]
+
+    async def sync(self) -> None:
+        """One round, and what it did is seen."""
+        await self.helping.sync()
+        names = {one["metadata"]["name"] for one in self.pods()}
+        await until(lambda: set(self.helping.pods.known) == names)
+
+    async def becomes(self, name: str, phase: str) -> None:
+        body = self.server.take(PODS, name, namespace=SYSTEM)
+        self.server.put(PODS, {**body, "status": {"phase": phase}})
+        await until(lambda: self._phase(name) == phase)
+
+    def _phase(self, name: str) -> str:
+        return str(self.helping.pods_by_name[name].get("status", {}).get("phase"))
+
+
+def play(
+    story: Callable[[Stage], Coroutine[Any, Any, None]],
+    book: Book,
+    *,
+    before: Grave | None = None,
+    grace_s: float | None = GRACE_S,
+) -> None:
+    async def whole() -> None:
+        async with _stage(book, before, grace_s) as stage:
+            await story(stage)
+
+    asyncio.run(whole())
+
+
+@asynccontextmanager
+async def _stage(book: Book, before: Grave | None, grace_s: float | None) -> AsyncIterator[Stage]:
+    server = ApiServer()
+    async with server.running(), Client(server.access) as client, asyncio.TaskGroup() as group:
+        if before is not None:
+            server.put(CONFIG_MAPS, graves.render(before, namespace=SYSTEM))
+        stage = Stage(book, server, client, grace_s=grace_s)
+        feeds = (stage.helping.pods, stage.helping.records)
+        tasks = [group.create_task(feed.run(client)) for feed in feeds]
+        for feed in feeds:
+            await feed.loaded.wait()
+        yield stage
+        for task in tasks:
+            task.cancel()
+
+
+def test_a_helper_pod_is_made_once_and_deleted_when_nobody_needs_it() -> None:
+    move = Move()
+
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        assert stage.pods() == []
+        move.move()
+        await stage.sync()
+        await stage.sync()
+        (made,) = stage.pods()
+        uid = made["metadata"]["uid"]
+        assert move.book.helpers[uid].node == "node-1", "its reports are taken at once"
+        back = pod(1, life=3, node="node-1", host_paths=(PATH,))
+        move.lose(move.moved)
+        move.see(back)
+        await stage.sync()
+        assert stage.pods() == []
+        assert uid not in move.book.helpers
+
+    play(story, move.book)
+
+
+def test_a_helper_pod_that_failed_is_made_again_later() -> None:
+    move = Move()
+    move.move()
+
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        (made,) = stage.pods()
+        await stage.becomes(made["metadata"]["name"], "Failed")
+        assert move.book.helpers == {}
+        await stage.sync()
+        await stage.sync()
+        assert stage.pods() == []
+        stage.now += AGAIN_S
+        await stage.sync()
+        assert len(stage.pods()) == 1
+
+    play(story, move.book)
+
+
+def test_a_run_that_is_gone_is_cleaned_after_its_time_of_grace_and_then_forgotten() -> None:
+    move = Move()
+
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        (noted,) = stage.notes()
+        assert noted == Grave(run=KEY, nodes={"node-0": (PATH,), "node-1": (PATH,)})
+        move.lose(move.first)
+        move.lose(move.second)
+        await stage.sync()
+        assert stage.notes() == [noted], "its object is there"
+        move.note(move.book.object_gone(KEY))
+        await stage.sync()
+        assert stage.notes() == [replace(noted, gone_since=T0)]
+        assert stage.pods() == []
+        stage.now += GRACE_S
+        await stage.sync()
+        first, second = sorted(one["metadata"]["name"] for one in stage.pods())
+        await stage.becomes(first, "Succeeded")
+        await stage.sync()
+        await stage.becomes(second, "Failed")
+        await stage.sync()
+        (left,) = stage.notes()
+        assert left is not None
+        assert len(left.nodes) == 1, "the node that failed is not forgotten"
+        stage.now += AGAIN_S
+        await stage.sync()
+        (again,) = stage.pods()
+        await stage.becomes(again["metadata"]["name"], "Succeeded")
+        await stage.sync()
+        await stage.sync()
+        assert (stage.notes(), stage.pods()) == ([], [])
+
+    play(story, move.book)
+
+
+GONE = Grave(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0 - 2 * GRACE_S)
+
+
+def test_a_run_that_went_while_nobody_watched_is_cleaned_too() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        assert len(stage.pods()) == 1
+
+    play(story, Book(), before=GONE)
+
+
+def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
+    book = Book()
+
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        assert len(stage.pods()) == 1
+        book.object_seen(run_object(), at=stage.now)
+        await stage.sync()
+        assert stage.pods() == []
+        assert stage.notes() == [replace(GONE, gone_since=None)]
+
+    play(story, book, before=GONE)
+
+
+def test_cleaning_can_be_switched_off_and_keeps_to_what_is_allowed() -> None:
+    async def nothing(stage: Stage) -> None:
+        await stage.sync()
+        assert stage.pods() == []
+        assert len(stage.notes()) == 1
+
+    play(nothing, Book(), before=GONE, grace_s=None)
+    play(nothing, Book(), before=replace(GONE, nodes={"node-0": ("/etc",)}))
+
+
+def test_an_api_server_that_is_away_costs_nothing_but_time() -> None:
+    move = Move()
+
+    async def story(stage: Stage) -> None:
+        stage.server.down = True
+        move.move()
+        await stage.helping.sync()
+        stage.server.down = False
+        stage.now += AGAIN_S
+        await stage.sync()
+        assert (len(stage.pods()), len(stage.notes())) == (1, 1)
+
+    play(story, move.book)

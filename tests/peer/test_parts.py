@@ -1,0 +1,203 @@
+"""An unfinished copy under several connections at once, and what a request may name and weigh."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keepstep.digests import CHUNK_BYTES
+from keepstep.errors import StorageError, UsageError
+from keepstep.image import PAGE_BYTES
+from keepstep.steps import shard_name
+from keepstep_sidecar.engine import aligned_buffer
+from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.peer import handling
+from keepstep_sidecar.peer.copies import Copies
+from keepstep_sidecar.peer.receiving import Part
+from keepstep_sidecar.tree import ShardName
+from keepstep_sidecar.volume import Volume
+from tests.volume.images import RUN, make_layout, staged, step_id
+
+
+class Slow(Filesystem):
+    """Stops within the first write, or read, that it was told to."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        real = getattr(self, name)
+
+        def slow(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            return real(*arguments)
+
+        setattr(self, name, slow)
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[Volume]:
+    made = Volume(tmp_path / "sender" / RUN, run=RUN)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Volume]:
+    made = Volume(tmp_path / "keeper" / RUN, run=RUN)
+    yield made
+    made.close()
+
+
+def sealed(volume: Volume, rank: int) -> tuple[ShardName, bytes, bytes]:
+    """Name, manifest and first chunk of a shard."""
+    slot = staged(make_layout(rank=rank), 1)
+    data = volume.write(slot.view, slot.layout, slot.control).path.read_bytes()
+    begin, end = len(slot.layout.header), slot.layout.digests_begin
+    manifest = data[:begin] + data[end:]
+    return ShardName(id=step_id(1), rank=rank, world=2), manifest, data[: min(end, CHUNK_BYTES)]
+
+
+def begun(copies: Copies, name: ShardName, manifest: bytes) -> Part:
+    part = copies.begin(
+        name, shard_name(name.rank, name.world), memoryview(manifest), whose="the test"
+    )
+    assert part is not None
+    return part
+
+
+def in_thread(work: Any) -> tuple[threading.Thread, list[BaseException]]:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, failed
+
+
+def test_a_copy_that_is_closed_within_a_write_never_writes_into_another_file(
+    sender: Volume, keeper: Volume, tmp_path: Path
+) -> None:
+    name, manifest, chunk = sealed(sender, 0)
+    slow = Slow("write")
+    copies = Copies([keeper], run=RUN, filesystem=slow)
+    part = begun(copies, name, manifest)
+    with aligned_buffer(len(chunk)) as buffer:
+        buffer[:] = chunk
+        writer, failed = in_thread(lambda: part.write(0, memoryview(buffer), whose="the test"))
+        assert slow.reached.wait(20)
+        part.close()
+        others = [os.open(tmp_path / f"other-{n}", os.O_CREAT | os.O_RDWR) for n in range(9)]
+        slow.go_on.set()
+        writer.join(20)
+    assert failed == []
+    assert [os.fstat(fd).st_size for fd in others] == [0] * 9
+    for fd in others:
+        os.close(fd)
+    with pytest.raises(StorageError, match="begin again"):
+        part.write(0, memoryview(chunk), whose="the test")
+    copies.close()
+
+
+def test_while_a_large_copy_is_read_to_go_on_with_it_other_senders_do_not_wait(
+    sender: Volume, keeper: Volume
+) -> None:
+    first, second = sealed(sender, 0), sealed(sender, 1)
+    earlier = Copies([keeper], run=RUN)
+    begun(earlier, *first[:2])
+    earlier.close()
+    slow = Slow("read")
+    copies = Copies([keeper], run=RUN, filesystem=slow)
+    resuming, failed = in_thread(lambda: begun(copies, *first[:2]))
+    assert slow.reached.wait(20)
+    other, also = in_thread(lambda: begun(copies, *second[:2]))
+    other.join(10)
+    assert not other.is_alive(), "it waits for another pod's copy"
+    slow.go_on.set()
+    resuming.join(20)
+    assert (failed, also) == ([], [])
+    copies.close()
+
+
+def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
+    sender: Volume, keeper: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        path = sender.write(*_slot(rank)).path
+        target = keeper.root / "peers" / str(step_id(1)) / shard_name(rank, 2)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    copies = Copies([keeper], run=RUN)
+    real = Path.open
+
+    def failing(self: Path, *rest: Any) -> Any:
+        if self.name == shard_name(0, 2):
+            raise OSError(5, "Input/output error")
+        return real(self, *rest)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", failing)
+        copies.scan()
+    assert ("Input/output" in copies.unreadable, [one.rank for one in copies.all()]) == (True, [1])
+    copies.scan()
+    assert (copies.unreadable, [one.rank for one in copies.all()]) == ("", [0, 1])
+
+
+def _slot(rank: int) -> tuple[Any, Any, Any]:
+    slot = staged(make_layout(rank=rank), 1)
+    return slot.view, slot.layout, slot.control
+
+
+@pytest.mark.parametrize(
+    "name", ["rank-0-of-2", "rank-000000-of-00002", "rank-٠٠٠٠٠-of-00002", "rank-00000-of-2"]
+)
+def test_a_shard_has_one_name(name: str) -> None:
+    good = f"/v1/copies/{step_id(1)}/{shard_name(0, 2)}/seal"
+    found = handling._PATH.fullmatch(good)
+    assert found is not None
+    assert handling._name(found).rank == 0
+    assert handling._PATH.fullmatch(good + "\n") is None
+    match = handling._PATH.fullmatch(f"/v1/copies/{step_id(1)}/{name}.safetensors")
+    if match is not None:
+        with pytest.raises(UsageError, match="not a shard"):
+            handling._name(match)
+    assert re.fullmatch(r"rank-\d+-of-\d+", name)
+
+
+class Announced:
+    """A connection that announces a large body and sends next to nothing of it."""
+
+    def __init__(self, size: int, desk: handling.Desk) -> None:
+        self.headers = {"Content-Length": str(size)}
+        self.command, self.path, self.desk = "POST", "/v1/copies", desk
+        self._may_be_large = False
+        self.asked: list[int] = []
+        self.rfile = SimpleNamespace(read=self._read)
+
+    def _length(self) -> int:
+        return handling.Handler._length(self)  # type: ignore[arg-type]
+
+    def _read(self, size: int) -> bytes:
+        self.asked.append(size)
+        return b"" if len(self.asked) > 1 else b"x" * PAGE_BYTES
+
+
+def test_a_body_takes_no_memory_that_was_only_announced() -> None:
+    desk = handling.Desk(None, None)  # type: ignore[arg-type]
+    one = Announced(150 << 20, desk)
+    with pytest.raises(ConnectionError):
+        handling.Handler._body(one, handling._LARGEST_MANIFEST)  # type: ignore[arg-type]
+    assert max(one.asked) <= 1 << 20
+    assert not desk.large.acquire(blocking=False), "one large body at a time"

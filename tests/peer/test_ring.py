@@ -1,0 +1,126 @@
+"""Who is whose buddy, which step is sent when not all can be, and which copies may go."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.steps import EpochId, StepId
+from keepstep_sidecar.peer.ring import better, buddies, crowded_out, expendable
+from keepstep_sidecar.peer.wire import Wanted
+
+_RANKS = st.sets(st.integers(0, 30), max_size=12)
+_STEPS = st.builds(
+    lambda epoch, step: StepId(EpochId(epoch, "0" * 8), step), st.integers(1, 2), st.integers(0, 8)
+)
+_HELD = st.dictionaries(st.integers(0, 3), st.sets(_STEPS, max_size=8), max_size=4)
+
+
+# --- buddies -------------------------------------------------------------------------------------
+
+
+@given(own=st.integers(0, 30), others=_RANKS, replicas=st.integers(1, 4))
+def test_a_pod_has_as_many_buddies_as_asked_for_and_never_itself(
+    own: int, others: set[int], replicas: int
+) -> None:
+    chosen = buddies(own, others, replicas)
+    assert len(chosen) == min(replicas, len(others - {own}))
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= others - {own}
+
+
+@given(ranks=_RANKS, replicas=st.integers(1, 4))
+def test_everybody_keeps_as_many_copies_as_it_has_sent(ranks: set[int], replicas: int) -> None:
+    kept = Counter(buddy for own in ranks for buddy in buddies(own, ranks, replicas))
+    assert set(kept.values()) <= {min(replicas, len(ranks) - 1)}
+    assert set(kept) == (ranks if len(ranks) > 1 else set())
+
+
+@given(ranks=_RANKS.filter(bool), replicas=st.integers(1, 4), chance=st.randoms())
+def test_the_loss_of_one_pod_moves_only_the_copies_that_it_kept(
+    ranks: set[int], replicas: int, chance: random.Random
+) -> None:
+    lost = chance.choice(sorted(ranks))
+    for own in ranks - {lost}:
+        before, after = (buddies(own, those, replicas) for those in (ranks, ranks - {lost}))
+        stay = [one for one in before if one != lost]
+        assert after[: len(stay)] == stay
+        assert len(after) - len(stay) <= (lost in before)
+
+
+# --- which step is sent --------------------------------------------------------------------------
+
+
+def _best(ids: list[StepId]) -> StepId | None:
+    return functools.reduce(lambda best, one: better(one, best), ids, None)  # type: ignore[arg-type]
+
+
+@given(ids=st.lists(_STEPS, unique=True), chance=st.randoms())
+def test_pods_that_heard_of_the_same_steps_in_another_order_send_the_same_one(
+    ids: list[StepId], chance: random.Random
+) -> None:
+    shuffled = chance.sample(ids, len(ids))
+    assert _best(shuffled) == _best(ids)
+
+
+@given(first=st.integers(1, 1000), count=st.integers(1, 16), more=st.integers(0, 16))
+def test_a_pod_with_a_slower_link_sends_a_step_that_the_faster_ones_send_too(
+    first: int, count: int, more: int
+) -> None:
+    """It chooses among more steps: either the same one, or one that the others were past."""
+    epoch = EpochId(1, "0" * 8)
+    few = [StepId(epoch, step) for step in range(first, first + count)]
+    many = few + [StepId(epoch, first + count + later) for later in range(more)]
+    chosen = _best(many)
+    assert chosen == _best(few) or chosen not in few
+
+
+def test_it_is_the_step_on_the_coarsest_grid_and_of_the_newest_epoch() -> None:
+    def chosen(*steps: int) -> int:
+        best = _best([StepId(EpochId(1, "0" * 8), step) for step in steps])
+        return best.step if best else -1
+
+    assert (chosen(5, 6, 7), chosen(4, 12), chosen(*range(9, 40)), chosen(3)) == (6, 12, 32, 3)
+    old, new = StepId(EpochId(1, "0" * 8), 64), StepId(EpochId(2, "0" * 8), 3)
+    assert _best([new, old]) == new
+
+
+# --- which copies go -----------------------------------------------------------------------------
+
+
+def _left(held: dict[int, set[StepId]], gone: list[tuple[StepId, int]]) -> dict[int, set[StepId]]:
+    return {rank: {id for id in ids if (id, rank) not in gone} for rank, ids in held.items()}
+
+
+@given(held=_HELD, wishes=_HELD, committed=st.none() | _STEPS)
+def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
+    held: dict[int, set[StepId]], wishes: dict[int, set[StepId]], committed: StepId | None
+) -> None:
+    wanted = Wanted(
+        committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in wishes.items()}
+    )
+    gone = expendable(held, wanted)
+    left = _left(held, gone)
+    assert gone == sorted(set(gone))
+    for id, rank in gone:
+        assert id not in wishes[rank]
+        assert any(
+            committed is not None and id < newer <= committed and newer in wishes[rank]
+            for newer in left[rank]
+        )
+    assert expendable(left, wanted) == []
+
+
+@given(held=_HELD, committed=st.dictionaries(st.integers(0, 3), _STEPS))
+def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
+    held: dict[int, set[StepId]], committed: dict[int, StepId]
+) -> None:
+    gone = crowded_out(held, committed)
+    assert gone == sorted(gone), "the oldest go first, whosever they are"
+    for rank, left in _left(held, gone).items():
+        known = {id for id in held[rank] if rank in committed and id <= committed[rank]}
+        assert left == ({max(known)} if known else held[rank])

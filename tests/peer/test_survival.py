@@ -1,0 +1,126 @@
+"""What copies outlive: their sender's node, a rollback, a drive's error, strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import StorageError
+from keepstep_sidecar.peer.outbox import Outbox
+from keepstep_sidecar.peer.server import _MOST_CONNECTIONS
+from tests.peer.authority import Authority
+from tests.peer.nodes import Node, running, until
+
+Make = Callable[..., Node]
+
+
+def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
+    node: Make, tmp_path: Path, authority: Authority
+) -> None:
+    """Its own step is durable for one rank only: the buddy's copy is all that the run has."""
+
+    async def story() -> None:
+        old, buddy = node(0), node(1)
+        old.knows(buddy, buddies=(buddy,))
+        async with running(buddy):
+            async with running(old):
+                _, committed = old.write(100, rank=0)
+                old.depot.durable(committed)
+                old.depot.committed(committed.id, {0: committed})
+                await until(lambda: buddy.copies() == [(100, 0)])
+            new = Node(tmp_path / "drives-new", 0, authority.files(0))
+            new.knows(buddy, buddies=(buddy,))
+            async with running(new):
+                _, later = new.write(110, rank=0)
+                new.depot.durable(later)
+                await until(lambda: new.depot.status().sent == 1 and not new.depot.status().backlog)
+                feeder = next(iter(new.depot._feeders.values()))[0]
+                await until(lambda: feeder._said == new.depot._outbox.wanted())
+                assert buddy.copies() == [(100, 0), (110, 0)]
+                new.depot.committed(later.id, {0: later})
+                await until(lambda: buddy.copies() == [(110, 0)])
+
+    asyncio.run(story())
+
+
+def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committed(
+    node: Make,
+) -> None:
+    here = node(0)
+    _, live = here.write(10, rank=0)
+    _, dead = here.write(100, rank=0)
+    outbox = Outbox()
+    outbox.add([live, dead])
+    outbox.commit(dead.id)
+    assert outbox.due(()) == [dead]
+    outbox.forget([dead.id])
+    assert outbox.due(()) == [live]
+    assert outbox.wanted().ranks == {0: (live.id,)}
+    asyncio.run(here.depot.close())
+    here.volume.close()
+
+
+def test_a_drive_that_fails_a_read_ends_no_tier(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        here, buddy = node(0), node(1)
+        here.knows(buddy, buddies=(buddy,))
+        filesystem = here.depot._shards._filesystem
+        read, failed = filesystem.read, []
+
+        def fail_once(fd: int, into: memoryview, offset: int) -> int:
+            if not failed:
+                failed.append(fd)
+                raise OSError(errno.EIO, "Input/output error")
+            return read(fd, into, offset)
+
+        monkeypatch.setattr(filesystem, "read", fail_once)
+        async with running(here, buddy):
+            _, found = here.write(1, rank=0)
+            here.depot.durable(found)
+            await until(lambda: bool(failed))
+            await until(lambda: buddy.copies() == [(1, 0)])
+
+    asyncio.run(story())
+
+
+def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = node(0)
+    _, found = here.write(1, rank=0)
+    shards = here.depot._shards
+    path, engine = shards._find(found.id, 0, found.world)
+    monkeypatch.setattr(shards, "_find", lambda *which: (path.with_name("gone"), engine))
+    with pytest.raises(StorageError, match="any more"), shards.open(found.id, 0, found.world):
+        pass
+    asyncio.run(here.depot.close())
+    here.volume.close()
+
+
+def test_strangers_that_never_shake_hands_get_no_more_threads_than_there_are_connections(
+    node: Make,
+) -> None:
+    async def story() -> None:
+        here = node(0)
+        async with running(here):
+            await until(lambda: here.depot._server is not None and here.depot._server._threads)
+            host, _, port = here.address.rpartition(":")
+            before = threading.active_count()
+            with ExitStack() as stack:
+                for _ in range(3 * _MOST_CONNECTIONS):
+                    stranger = socket.create_connection((host, int(port)))
+                    stack.callback(stranger.close)
+                await until(lambda: here.depot._server._taken == _MOST_CONNECTIONS)  # type: ignore[union-attr]
+                assert threading.active_count() - before <= _MOST_CONNECTIONS + 1
+            await until(lambda: here.depot._server._taken == 0)  # type: ignore[union-attr]
+
+    asyncio.run(story())

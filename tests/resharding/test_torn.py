@@ -1,0 +1,79 @@
+"""A restore that fails half-way leaves no mixture of steps that anybody could train on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keepstep.errors import RestoreError
+from keepstep.torn import Torn
+from tests.resharding.worlds import ID
+
+pytestmark = pytest.mark.timeout(240)
+
+BIG = 999
+LIMIT = ("--memory-limit", "100Mi")
+
+
+def damage(sidecar, step):
+    """A byte in the lower rows of the last tensor: of two ranks, only the second one wants it, and
+    by then both have filled nearly everything."""
+    [shard] = sidecar.root.glob(f"0*-{step:09d}/rank-00000-of-00001.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size * 93 // 100)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    return shard
+
+
+def test_after_a_damaged_chunk_in_the_middle_all_ranks_have_the_older_step(run_of, sidecar):
+    run = run_of(BIG)
+    older = run.save("plain", 1)
+    shard = damage(sidecar, run.save("plain", 1, step=older + 1, scale=2))
+    run.lose_memory(*LIMIT)
+    for answer in run.restore("fsdp", 2, trains=True):
+        assert answer == {"step": older, "tier": "local", "wrong": []}
+    assert not shard.exists(), "it was read, and put aside"
+
+
+def test_with_no_older_step_all_ranks_raise_and_what_was_filled_is_nan(run_of, sidecar):
+    run = run_of(BIG)
+    damage(sidecar, run.save("plain", 1))
+    run.lose_memory(*LIMIT)
+    answers = run.restore("fsdp", 2)
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer["error"].startswith("RestoreError"), answer
+        assert "rank-00000-of-00001" in answer["error"]
+        assert "rank 1: " in answer["error"]
+        assert answer["spoiled"] == answer["changed"] != []
+
+
+def test_a_step_that_does_not_hold_what_another_attempt_has_changed_is_refused():
+    changed, other = torch.zeros(3), torch.zeros(4)
+    torn = Torn()
+    torn.begin([changed])
+    torn.check(ID, [changed, other], [changed.detach(), other])
+    torn.check(ID, [other], [other])
+    with pytest.raises(RestoreError, match=r"shapes \[3\]"):
+        torn.check(ID, [changed, other], [other])
+
+
+def fail(torn, begun):
+    torn.begin(begun)
+    raise RuntimeError("a peer is gone")
+
+
+def test_only_what_was_begun_is_spoiled_and_only_by_an_error():
+    begun = [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
+    other = torch.ones(2)
+    with Torn() as torn:
+        torn.begin(begun)
+    assert all(bool((one == 1).all()) for one in begun)
+    with pytest.raises(RuntimeError, match="a peer is gone"), Torn() as torn:
+        fail(torn, begun)
+    assert begun[0].isnan().all()
+    assert begun[1].isnan().all()
+    assert bool((begun[2] == 1).all())
+    assert bool((other == 1).all())

@@ -1,0 +1,134 @@
+"""A volume that cannot hold all that the policy keeps: steps keep flowing, the oldest go first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer
+
+from keepstep.steps import StepId
+from tests.harness import SidecarProcess, eventually
+
+MIB = 1 << 20
+Sidecars = Callable[..., SidecarProcess]
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(90)
+
+
+def published(sidecar: SidecarProcess) -> list[int]:
+    return sorted(StepId.parse(path.name).step for path in sidecar.root.glob("0*"))
+
+
+def train(sidecar: SidecarProcess, trainer: FakeTrainer, steps: range) -> list[list[int]]:
+    """Commit each of these steps. Returns what lay on the volume after each of them."""
+    kept = []
+    for step in steps:
+        waited = trainer.wait(trainer.stage(step), "committed", flush=True)
+        assert waited.reached, waited.reason
+        kept.append(published(sidecar))
+    return kept
+
+
+def flows_and_lets_the_oldest_go(kept: list[list[int]], *, fit: int) -> None:
+    """After each commit the newest steps lie there without a gap, as many as fit: each time the
+    volume was full, one step went, and no more."""
+    for step, held in enumerate(kept, start=1):
+        assert held == list(range(step - len(held) + 1, step + 1)), kept
+        assert len(held) == min(step, fit), kept
+
+
+def test_a_full_volume_gives_up_one_step_at_a_time_the_oldest_first(
+    sidecars: Sidecars, trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--keep", "10", "--capacity", str(5 * MIB + MIB // 2))
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    flows_and_lets_the_oldest_go(train(sidecar, trainer, range(1, 11)), fit=5)
+    status = sidecar.get("/v1/status")
+    assert status["evicted"] == 5
+    assert any("Raise the capacity or keep fewer steps" in one for one in status["warnings"])
+    assert "evicted" in sidecar.text()
+
+
+def test_steps_that_the_policy_does_not_keep_go_without_a_warning(
+    sidecars: Sidecars, trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--keep", "2", "--capacity", str(5 * MIB))
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    train(sidecar, trainer, range(1, 8))
+    eventually(lambda: published(sidecar) == [6, 7])
+    status = sidecar.get("/v1/status")
+    assert (status["evicted"], status["warnings"]) == (0, [])
+
+
+def test_the_warning_ends_when_all_that_the_policy_keeps_has_room_again(
+    sidecars: Sidecars, trainers: Trainers
+) -> None:
+    """As after the capacity was raised, but without a new sidecar: something else went."""
+    sidecar = sidecars().start("--keep", "3", "--capacity", str(5 * MIB))
+    sidecar.root.mkdir(parents=True, exist_ok=True)
+    other = sidecar.root / "filler"
+    other.write_bytes(os.urandom(2 * MIB))
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    train(sidecar, trainer, range(1, 5))
+    assert sidecar.get("/v1/status")["warnings"]
+    other.unlink()
+    train(sidecar, trainer, range(5, 9))
+    eventually(lambda: not sidecar.get("/v1/status")["warnings"])
+    eventually(lambda: published(sidecar) == [6, 7, 8])
+
+
+def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
+    sidecars: Sidecars, trainers: Trainers
+) -> None:
+    """Each on a volume of its own, full at the same time: one step makes room on both."""
+    sidecar = sidecars()
+    second = sidecar.volume.with_name("second")
+    sidecar.start("--keep", "10", "--capacity", str(4 * MIB + MIB // 2), "--volume", str(second))
+    ranks = [
+        trainers(sidecar.socket, rank, 2, size=MIB).begin_run(local_world=2) for rank in range(2)
+    ]
+    for step in range(1, 9):
+        ids = [one.stage(step) for one in ranks]
+        for one, id in zip(ranks, ids, strict=True):
+            assert one.wait(id, "committed", flush=True).reached
+        assert sidecar.get("/v1/status")["evicted"] == max(0, step - 4)
+    assert published(sidecar) == [5, 6, 7, 8]
+
+
+@pytest.fixture
+def small_drive(sidecars: Sidecars, tmp_path: Path) -> Iterator[SidecarProcess]:
+    """A sidecar (not started) whose volume is an ext4 of 24 MiB on a loop device."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4 to make a small drive")
+    one, image = sidecars(), tmp_path / "image"
+    one.volume.mkdir()
+    with image.open("wb") as file:
+        file.truncate(24 * MIB)
+    made = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", str(image)]
+    subprocess.run(made, check=True, capture_output=True, timeout=30)
+    mount = ["mount", "-o", "loop", str(image), str(one.volume)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    yield one
+    one.end()
+    subprocess.run(["umount", "--lazy", str(one.volume)], check=True, timeout=30)
+
+
+@pytest.mark.root
+def test_on_a_drive_that_is_full_steps_keep_flowing_and_the_oldest_go_first(
+    small_drive: SidecarProcess, trainers: Trainers
+) -> None:
+    """No capacity is set: the file system itself has no more."""
+    sidecar = small_drive.start("--keep", "100")
+    trainer = trainers(sidecar.socket, size=4 * MIB).begin_run()
+    kept = train(sidecar, trainer, range(1, 13))
+    most = max(map(len, kept))
+    assert 3 <= most <= 5, "of 4 MiB each"
+    flows_and_lets_the_oldest_go(kept, fit=most)
+    assert sidecar.get("/v1/status")["evicted"] == 12 - most

@@ -1,0 +1,67 @@
+"""An epoch is durable on this pod's own volumes before its trainer hears so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep_sidecar.catalog import Catalog
+from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.depots import Inventory
+from keepstep_sidecar.origins import LocalReader
+from keepstep_sidecar.remotes import Remotes
+from keepstep_sidecar.slotkeeper import Slotkeeper
+from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volumes import VolumeSet
+
+ONE = EpochId(1, "0000000a")
+NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
+
+
+class Quicker:
+    """Another pod, whose trainer began the epoch before ours."""
+
+    tier = Tier.PEER
+
+    async def look(self) -> Inventory:
+        return Inventory(answer=Answer.NONE, epochs=(NEXT,))
+
+    def status(self) -> Any:
+        return SimpleNamespace(where="there")
+
+    def forget(self, ids: Collection[StepId]) -> None:
+        """Holds nothing."""
+
+    def in_use(self, id: StepId) -> bool:
+        return False
+
+
+def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path: Path) -> None:
+    volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
+    (tmp_path / "memory").mkdir()
+    with ThreadPoolExecutor(1) as threads:
+        catalog = Catalog(
+            volumes,
+            Slotkeeper(tmp_path / "memory", run="run"),
+            keep=2,
+            executor=threads,
+            changes=Changes(),
+            busy=lambda id: False,
+            reader=LocalReader(volumes, loads=threads, chunks=threads),
+            remotes=Remotes([Quicker()]),  # type: ignore[list-item]
+        )
+
+        async def story() -> None:
+            await catalog.scan()
+            await catalog.look_beyond()
+            assert NEXT in catalog.ledger.epochs
+            await catalog.start_epoch(NEXT)
+
+        asyncio.run(story())
+    assert volumes.epochs() == (NEXT,)
+    volumes.close()

@@ -1,0 +1,210 @@
+"""A run that begins from a step of another run's archive, with real sidecars on both sides."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer, content, make_layout, read_image
+
+from keepstep.errors import SidecarError
+from keepstep.protocol import Sources, SourcesRequest
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from tests.harness import SidecarProcess, eventually
+
+Trainers = Callable[..., FakeTrainer]
+Start = Callable[..., SidecarProcess]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "archive"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def step(sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path) -> StepId:
+    """Steps 4 and 5 of two ranks in the archive of run `first`, which has ended; 4 is returned."""
+    first = sidecars("first").start("--archive", str(archive), "--archive-every", "1")
+    ranks = [trainers(first.socket, rank, 2).begin_run() for rank in range(2)]
+    for number in (4, 5):
+        ids = [one.stage(number) for one in ranks]
+        for one, id in zip(ranks, ids, strict=True):
+            waited = one.wait(id, "archived", flush=True)
+            assert waited.reached, waited.reason
+    for one in ranks:
+        one.disconnect()
+    first.kill()
+    shutil.rmtree(first.memory)
+    shutil.rmtree(first.root)
+    return StepId(ranks[0].epoch.id, 4)
+
+
+@pytest.fixture
+def start(sidecars: Callable[..., SidecarProcess], archive: Path, tmp_path: Path) -> Start:
+    """Starts the sidecar of run `second`, which begins from what is named."""
+
+    def fork(text: str) -> SidecarProcess:
+        memory = tmp_path / "slots"
+        memory.mkdir(exist_ok=True)
+        one = sidecars("second", memory=memory)
+        return one.start("--archive", str(archive), "--archive-every", "1", "--restore-from", text)
+
+    return fork
+
+
+def come(sidecar: SidecarProcess, trainers: Trainers, world: int = 2) -> list[FakeTrainer]:
+    ranks = [trainers(sidecar.socket, rank, world) for rank in range(world)]
+    for one in ranks:
+        one.connect()
+    return ranks
+
+
+def go_on(ranks: list[FakeTrainer], parent: StepId, number: int = 2) -> Epoch:
+    epoch = Epoch(EpochId(number, "0f0f0f0f"), parent)
+    for one in ranks:
+        one.restored(epoch)
+        one.register()
+    return epoch
+
+
+def listing(directory: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path.relative_to(directory)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in directory.rglob("*")
+    }
+
+
+def test_a_new_run_begins_from_a_step_of_another_and_leaves_that_one_as_it_was(
+    start: Start, trainers: Trainers, archive: Path, step: StepId
+) -> None:
+    before = listing(archive / "first")
+    second = start("first/4")
+    ranks = come(second, trainers)
+    for one in ranks:
+        found = one.candidates()
+        assert (found.answer, found.limit, found.highest_epoch) == (Answer.STEPS, None, 1)
+        assert [(each.id, each.tier) for each in found.candidates] == [(step, Tier.ARCHIVE)]
+        assert [(each.id, each.world) for each in found.offers] == [(step, 2)]
+        layout = make_layout(one.rank, 2)
+        assert read_image(layout, one.open(step).path) == content(layout, 4)
+    epoch = go_on(ranks, step)
+    ids = [one.stage(5) for one in ranks]
+    for one, id in zip(ranks, ids, strict=True):
+        waited = one.wait(id, "archived", flush=True)
+        assert waited.reached, waited.reason
+    record = json.loads((archive / "second" / str(ids[0]) / "step.json").read_text())
+    origin = {"id": str(epoch.id), "parent": str(step), "origin": "first"}
+    assert record["epochs"] == [origin]
+    assert json.loads((second.root / "run.json").read_text())["epochs"] == [origin]
+    assert [path.name for path in (archive / "second").iterdir()] == [str(ids[0])]
+    assert listing(archive / "first") == before
+
+
+def test_a_fork_with_a_commit_of_its_own_never_begins_again(
+    start: Start, trainers: Trainers, archive: Path, step: StepId
+) -> None:
+    second = start("first/4")
+    ranks = come(second, trainers)
+    go_on(ranks, step)
+    ids = [one.stage(5) for one in ranks]
+    assert all(
+        one.wait(id, "committed", flush=True).reached for one, id in zip(ranks, ids, strict=True)
+    )
+    second.kill()
+    shutil.rmtree(archive / "first")  # it is not even asked any more
+    again = start("first/4")
+    found = [one.candidates() for one in come(again, trainers)]
+    assert [[each.id for each in one.candidates] for one in found] == [[ids[0]]] * 2
+    assert [[each.id for each in one.offers] for one in found] == [[ids[0]]] * 2
+
+    def settled() -> bool:
+        return not any(one["trouble"] for one in again.get("/v1/status")["depots"])
+
+    eventually(settled, what="nobody misses the other run")
+
+
+def test_a_fork_that_died_before_its_first_commit_begins_again_at_the_same_step(
+    start: Start, trainers: Trainers, step: StepId
+) -> None:
+    second = start("first/latest")
+    ranks = come(second, trainers)
+    newest = StepId(step.epoch, 5)
+    assert [one.id for one in ranks[0].candidates().candidates] == [step, newest]
+    go_on(ranks, step)
+    ranks[0].stage(5)  # rank 1 never came so far
+    second.kill()
+    again = start("first/latest")
+    found = [one.candidates() for one in come(again, trainers)]
+    assert [[each.id for each in one.candidates] for one in found] == [[step]] * 2
+
+
+def test_another_world_size_reads_the_other_runs_images(
+    start: Start, trainers: Trainers, step: StepId
+) -> None:
+    second = start(f"first/{step}")
+    (one,) = come(second, trainers, world=1)
+    assert [(each.id, each.world) for each in one.candidates().offers] == [(step, 2)]
+    told = one.call("/v1/sources", SourcesRequest(lease=one.lease, id=step), Sources)
+    assert [(each.rank, each.tier) for each in told.sources] == [
+        (0, Tier.ARCHIVE),
+        (1, Tier.ARCHIVE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("first/77", "begin from first/77, but .*/first does not hold that step whole; there is"),
+        ("frist/4", "begin from frist/4, but .* holds no run 'frist'"),
+    ],
+)
+def test_what_is_not_there_is_no_reason_to_begin_at_step_0(
+    start: Start, trainers: Trainers, step: StepId, text: str, said: str
+) -> None:
+    second = start(text)
+    found = come(second, trainers)[0].candidates()
+    assert (found.answer, found.candidates, found.offers) == (Answer.UNKNOWN, (), ())
+    assert re.search(said, found.reason)
+    assert any(re.search(said, one) for one in second.get("/v1/status")["warnings"])
+
+
+def test_what_this_run_has_itself_must_be_known_first(
+    start: Start, trainers: Trainers, archive: Path, step: StepId
+) -> None:
+    """Here something is in its own place of the archive that is not to be trusted."""
+    shutil.copytree(archive / "first" / str(step), archive / "second" / str(step))
+    found = come(start("first/4"), trainers)[0].candidates()
+    assert (found.answer, found.candidates, found.offers) == (Answer.UNKNOWN, (), ())
+    assert "step.json is of run 'first'" in found.reason
+
+
+def test_a_damaged_byte_of_the_other_run_is_found_and_named(
+    start: Start, trainers: Trainers, archive: Path, step: StepId
+) -> None:
+    path = archive / "first" / str(step) / "rank-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(make_layout(1, 2).header) + 77] ^= 1
+    path.write_bytes(data)
+    second = start("first/4")
+    ranks = come(second, trainers)
+    with pytest.raises(SidecarError, match=rf"first/{step}/rank-00001-of-00002") as caught:
+        ranks[1].open(step)
+    assert caught.value.code == "not-verified"
+    assert path.read_bytes() == data, "what is another run's is not put aside"
+    found = ranks[1].candidates()
+    assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())
+    assert str(step) in found.reason
+
+
+def test_a_fork_without_an_archive_does_not_start(
+    sidecars: Callable[..., SidecarProcess],
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match="comes from the archive that both share"):
+        sidecars("second").start("--restore-from", "first/4")

@@ -1,0 +1,115 @@
+"""What a soak did and what it cost: one JSON line a fault while it runs, a summary at its end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """One fault. `restored`: the step that was restored, None where no trainer ended; `tier`: from
+    where; `lost`: finished steps; `seconds`: from the fault's beginning to the first new step."""
+
+    number: int
+    team: str
+    fault: str
+    at: float
+    step: int
+    floor: int
+    restored: int | None
+    tier: str | None
+    lost: int
+    seconds: float
+
+
+class Record:
+    """Of all teams together. `say` is called with each line."""
+
+    def __init__(self, path: Path, *, of: int) -> None:
+        self.struck: list[Struck] = []
+        self._path, self._of = path, of
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def add(self, one: Struck) -> None:
+        with self._lock, self._path.open("a") as file:
+            self.struck.append(one)
+            file.write(json.dumps(asdict(one)) + "\n")
+            minutes = (time.monotonic() - self._began) / 60
+            where = "went on" if one.restored is None else f"from {one.restored} ({one.tier})"
+            print(
+                f"soak {minutes:5.1f} min {len(self.struck):3d}/{self._of} {one.team} {one.fault}:"
+                f" at {one.step}, {where}, {one.lost} lost, {one.seconds:.1f} s",
+                flush=True,
+            )
+
+    def summary(self, **more: object) -> dict[str, object]:
+        """Counts, and what each kind of fault cost."""
+        by_fault: defaultdict[str, list[Struck]] = defaultdict(list)
+        for one in self.struck:
+            by_fault[one.fault].append(one)
+        tiers: defaultdict[str, int] = defaultdict(int)
+        for one in self.struck:
+            if one.restored is not None:
+                tiers[one.tier or "none"] += 1
+        return {
+            "faults": len(self.struck),
+            "minutes": round((time.monotonic() - self._began) / 60, 1),
+            **more,
+            "restored_from": dict(sorted(tiers.items())),
+            "by_fault": {name: _costs(found) for name, found in sorted(by_fault.items())},
+            "all": _costs(self.struck),
+        }
+
+
+def _costs(found: Iterable[Struck]) -> dict[str, object]:
+    found = list(found)
+    lost, seconds = [one.lost for one in found], [one.seconds for one in found]
+    return {
+        "count": len(found),
+        "restores": sum(one.restored is not None for one in found),
+        "steps_lost_median": statistics.median(lost),
+        "steps_lost_max": max(lost),
+        "seconds_to_a_new_step_median": round(statistics.median(seconds), 1),
+        "seconds_to_a_new_step_max": round(max(seconds), 1),
+    }
+
+
+def write(summary: dict[str, object], name: str) -> None:
+    """The summary, for programs and for people."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(_table(summary))
+
+
+def _table(summary: dict[str, object]) -> str:
+    plain = {key: one for key, one in summary.items() if key not in ("by_fault", "all")}
+    lines = ["# Soak over all tiers", ""]
+    lines += [f"- {key.replace('_', ' ')}: {one}" for key, one in plain.items()]
+    lines += [
+        "",
+        "| fault | times | restores | finished steps lost, median (max) | s to a new step, median"
+        " (max) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    by_fault = summary["by_fault"]
+    assert isinstance(by_fault, dict)
+    for name, one in [*by_fault.items(), ("all", summary["all"])]:
+        lines.append(
+            f"| {name} | {one['count']} | {one['restores']} | {one['steps_lost_median']:g}"
+            f" ({one['steps_lost_max']}) | {one['seconds_to_a_new_step_median']}"
+            f" ({one['seconds_to_a_new_step_max']}) |"
+        )
+    return "\n".join(lines) + "\n"

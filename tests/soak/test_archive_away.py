@@ -1,0 +1,66 @@
+"""The archive is away for ten minutes: training goes on, memory stays flat, it catches up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.steps import StepId
+from tests.e2e import runs, stores, tiers
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl
+from tests.soak.team import MASTER, PODS, STEP_S, tiny
+
+_AWAY_S = float(os.environ.get("KEEPSTEP_SOAK_AWAY_S", "600"))
+_WARM_S = 30.0
+_GROWTH_MIB = 16.0
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[Kubectl]:
+    name = f"away-{int(time.time()) % 10**6:06d}"
+    cluster.kubectl("create", "namespace", name)
+    yield cluster.kubectl.namespaced(name)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    stores.start(namespace)
+    job = tiers.job(*cluster.workers(), run=namespace.namespace)
+    tiny(job, "--step-seconds", str(STEP_S))
+    namespace.apply(tiers.policy(), job)
+    tiers.beyond(namespace, "archive", 20)
+    namespace("scale", "deployment/s3", "--replicas=0")
+    time.sleep(_WARM_S)  # its first retries are part of what is compared with
+    before = _resident_mib(cluster, namespace)
+    time.sleep(_AWAY_S - _WARM_S)
+    after = _resident_mib(cluster, namespace)
+    assert runs.condition(namespace, "Archived")["status"] == "False", "it is said"
+    life = runs.training_beyond(namespace, 0)
+    assert life.first == 0, "the trainers never ended"
+    assert life.last > 0.7 * _AWAY_S / STEP_S, "and were not slowed"
+    print(f"sidecars: {before} MiB, after {_AWAY_S:g} s {after} MiB", flush=True)
+    for pod, mib in after.items():
+        assert mib < before[pod] + _GROWTH_MIB, f"{pod}: from {before[pod]} to {mib} MiB"
+
+    namespace("scale", "deployment/s3", "--replicas=1")
+    tiers.beyond(namespace, "archive", life.last, within_s=240)
+    sent = [one for one in tiers.said(namespace, MASTER) if one["event"] == "archived"]
+    steps = [StepId.parse(one["step"]) for one in sent]
+    assert steps == sorted(steps), "oldest first"
+
+
+def _resident_mib(cluster: Cluster, kubectl: Kubectl) -> dict[str, float]:
+    found = {}
+    for pod in PODS:
+        body = kubectl.get("pod", pod)
+        assert body is not None
+        found[pod] = round(runs.resident_mib(cluster, *cluster.process(body, tiers.SIDECAR)), 1)
+    return found
