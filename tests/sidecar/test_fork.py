@@ -131,18 +131,29 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
 
 
 def test_a_fork_that_died_before_its_first_commit_begins_again_at_the_same_step(
-    start: Start, trainers: Trainers, step: StepId
+    start: Start, trainers: Trainers, archive: Path, step: StepId
 ) -> None:
     second = start("first/latest")
     ranks = come(second, trainers)
     newest = StepId(step.epoch, 5)
     assert [one.id for one in ranks[0].candidates().candidates] == [step, newest]
+    for one in ranks:
+        one.open(step)
     go_on(ranks, step)
     ranks[0].stage(5)  # rank 1 never came so far
     second.kill()
     again = start("first/latest")
-    found = [one.candidates() for one in come(again, trainers)]
+    ranks = come(again, trainers)
+    found = [one.candidates() for one in ranks]
     assert [[each.id for each in one.candidates] for one in found] == [[step]] * 2
+    go_on(ranks, step, 3)
+    assert not [one for one in ranks if one.wait(step, "durable", flush=True, timeout_s=2).reached]
+    ids = [one.stage(6) for one in ranks]
+    for one, id in zip(ranks, ids, strict=True):
+        assert one.wait(id, "archived", flush=True).reached
+    # the image in the slots that the first sidecar left is the other run's: it is not written here
+    assert not list(again.root.glob(f"**/{step}*"))
+    assert [path.name for path in (archive / "second").iterdir()] == [str(ids[0])]
 
 
 def test_another_world_size_reads_the_other_runs_images(
@@ -194,9 +205,12 @@ def test_a_damaged_byte_of_the_other_run_is_found_and_named(
     path.write_bytes(data)
     second = start("first/4")
     ranks = come(second, trainers)
-    with pytest.raises(SidecarError, match=rf"first/{step}/rank-00001-of-00002") as caught:
+    # who fetches ahead of the trainer may have found it first, and then the step is out of reach
+    named = rf"first/{step}/rank-00001-of-00002|rank 1 does not hold step {step}"
+    with pytest.raises(SidecarError, match=named):
         ranks[1].open(step)
-    assert caught.value.code == "not-verified"
+    log = second.log.read_text()
+    assert f"first/{step}/rank-00001-of-00002" in log
     assert path.read_bytes() == data, "what is another run's is not put aside"
     found = ranks[1].candidates()
     assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())

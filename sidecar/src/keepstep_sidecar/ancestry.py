@@ -18,10 +18,17 @@ from keepstep_sidecar.remotes import Remotes
 class Ancestry:
     """Of one run. Does nothing where the run is no fork."""
 
-    def __init__(self, remotes: Remotes, commits: Callable[[], Iterable[StepId]]) -> None:
-        """`commits`: every step that is known to be committed and may be restored."""
+    def __init__(
+        self,
+        remotes: Remotes,
+        commits: Callable[[], Iterable[StepId]],
+        epochs: Callable[[], Iterable[Epoch]],
+    ) -> None:
+        """`commits`: every step that is known to be committed and may be restored. `epochs`: those
+        that are surely this run's own."""
         self._ancestor = remotes.ancestor
         self._commits = commits
+        self._epochs = epochs
         if self._ancestor is not None:
             self._ancestor.outgrown = self.outgrown
 
@@ -34,7 +41,18 @@ class Ancestry:
 
     def foreign(self, id: StepId) -> bool:
         """Whether this is a step of the other run."""
-        return self._ancestor is not None and id in self._ancestor.ids
+        if self._ancestor is None:
+            return False
+        return id in self._ancestor.ids or any(
+            one.parent == id for one in self._epochs() if one.origin
+        )
+
+    def writes(self, id: StepId) -> bool:
+        """Whether an image in memory may go to the drives: only what is surely the run's own. A new
+        sidecar finds the other run's step in a slot before it has asked whose that is."""
+        if self._ancestor is None:
+            return True
+        return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
 
     def own(self, held: Iterable[Held]) -> tuple[Held, ...]:
         """Without the other run's steps: what may be reported as this run's."""

@@ -101,7 +101,7 @@ class Catalog:
         self.overview = Overview(told=told, clock=time.monotonic)
         self.notes = Notes(self.overview, volumes, self.blocking)
         self.rollback = Rollback(wish, volumes.epochs)
-        self.ancestry = Ancestry(remotes, self._commits)
+        self.ancestry = Ancestry(remotes, self._commits, self.epochs)
         self._hooks = Hooks(remotes.depots)
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}

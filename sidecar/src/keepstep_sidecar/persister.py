@@ -102,7 +102,7 @@ class Persister:
                     self.sealed(rank, id)
 
     def sealed(self, rank: int, id: StepId) -> None:
-        if rank in self._ranks:
+        if rank in self._ranks and self.catalog.ancestry.writes(id):
             self._start(self.planner.sealed(rank, id))
 
     def overwritten(self, rank: int, id: StepId) -> None:
