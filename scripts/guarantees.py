@@ -103,6 +103,21 @@ ROWS = (
         (_E2E + "test_12_tiers::test_a_lost_node_with_a_buddy_costs_no_committed_step",),
     ),
     Row(
+        "a pod, made again on another node while its old node lives",
+        "`hostPath`",
+        "the node that it left, served by a helper pod",
+        (
+            _E2E + "test_15_helpers::"
+            "test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end",
+        ),
+    ),
+    Row(
+        "etcd's content: every object of keepstep's",
+        "`archive`",
+        "the archive; its steps are listed again",
+        (_E2E + "test_17_shelf::test_archived_checkpoints_are_listed_again_after_etcd_was_lost",),
+    ),
+    Row(
         "a node",
         "neither peers nor archive",
         "nothing: said clearly, and never step 0 in silence",
