@@ -132,8 +132,8 @@ def _buddy(team: Team, before: Seen, dice: random.Random) -> int:
 
 
 def _archive(team: Team, before: Seen, dice: random.Random) -> int:
-    """It hangs. It is not killed: the gateway that stands for a store here does not outlive that
-    in the middle of a write (it answers every listing with 404 from then on)."""
+    """It hangs. It is not killed: the gateway that stands for a store here was seen to answer every
+    listing with 404 after that (why, was not looked into), which no real store would."""
     (pod,) = team.kubectl.list("pods", "app=s3")
     with tiers.standing_still(team.cluster, team.kubectl, pod["metadata"]["name"], "s3"):
         time.sleep(dice.uniform(3, 12))
