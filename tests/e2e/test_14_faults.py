@@ -185,7 +185,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     record_property("lost_steps", max(0, last - restored))
     refused = [one for one in tiers.said(namespace, MASTER) if one["event"] == "copy refused"]
     assert {_step(str(one["step"])) for one in refused} == {rotten}, refused
-    assert "digest" in refused[0]["reason"]
+    assert "is damaged" in refused[0]["reason"]
 
 
 def test_a_pod_of_another_run_is_refused_with_its_own_certificate(
