@@ -196,6 +196,26 @@ def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: Make) 
     asyncio.run(story())
 
 
+def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) -> None:
+    async def story() -> None:
+        here, buddy = node(0), node(1)
+        here.knows(buddy, buddies=(buddy,))
+        async with running(here, buddy):
+            for step in (1, 2, 3):
+                _, found = here.write(step, rank=0)
+                here.depot.durable(found)
+                await until(lambda step=step: (step, 0) in buddy.copies())
+        again = node(1)  # and nobody sends to it any more
+        async with running(again):
+            await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
+            assert not await again.depot.make_room(1 << 60), "it knows of no commit"
+            again.depot.commit = lambda: step_id(2)
+            assert await again.depot.make_room(1 << 60)
+            assert again.copies() == [(2, 0)]
+
+    asyncio.run(story())
+
+
 def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
     async def story() -> None:
         here, buddy = node(0), node(1, capacity_bytes=200_000)

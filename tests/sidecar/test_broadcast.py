@@ -101,6 +101,18 @@ def test_a_seat_that_was_given_up_is_not_read_for() -> None:
     asyncio.run(scenario())
 
 
+def test_one_that_rises_before_it_could_read_for_others_leaves_them_to_themselves() -> None:
+    async def scenario() -> None:
+        broadcast = await pair()
+        [leader] = sit(broadcast, 0, 0)
+        [other] = sit(broadcast, 1, 0)
+        assert leads(leader)
+        broadcast.rise(ID, [leader])  # its trainer died in that very moment
+        assert leads(other)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(seed: int) -> None:
     """Also those that announce more than they ask for."""

@@ -57,9 +57,10 @@ def test_a_new_run_of_one_pod_begins_although_there_is_no_peer_to_name(
 def test_the_first_vote_waits_until_the_operator_has_heard_of_the_pods_that_began_later(
     operator: OperatorHost, pod: Pod, trainers: Trainers
 ) -> None:
-    """One call of a rank that holds nothing, and a sidecar that has just reported."""
+    """One call of a rank that holds nothing, and a sidecar that has just reported. Another rank's
+    trainer needs longer to begin than a depot is waited for that does not answer."""
     trainer = come(pod, trainers)
-    later = threading.Timer(8.0, lambda: setattr(operator, "all_peers", True))
+    later = threading.Timer(23.0, lambda: setattr(operator, "all_peers", True))
     later.start()
     found = trainer.candidates(timeout_s=60.0)
     later.join()

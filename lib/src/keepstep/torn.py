@@ -51,8 +51,8 @@ class Torn:
     def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         """Raises RestoreError when step `id` would leave a live tensor as an earlier attempt at
         another step has left it. `targets`: what it fills."""
-        filled = {_place(one) for one in targets}
-        left = [one for one in live if _place(one) in self._begun.keys() - filled]
+        stale = self._begun.keys() - {_place(one) for one in targets}
+        left = [one for one in live if _place(one) in stale]
         if left:
             shapes = ", ".join(str(list(one.shape)) for one in left[:4])
             raise RestoreError(

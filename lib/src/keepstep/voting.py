@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +82,11 @@ class Voter:
         where all ranks gather. Raises RestoreError and kin, on all ranks if on any, so that none
         trains on alone.
         """
-        ballots = self._gather(self._ballot(timeout_s))
+        arrival = self._arrive(timeout_s)
+        # whoever is asked what there is has then been joined by all: a sidecar that waits for its
+        # neighbours need not guess how long their trainers take to begin
+        everyone = not any(self._gather(arrival.error))
+        ballots = self._gather(self._asked(arrival) if everyone else arrival)
         if all(ballot.inactive for ballot in ballots):
             return None
         self._raise_errors(ballots)
@@ -167,22 +171,28 @@ class Voter:
             raise KeepstepError("no sidecar")
         return self._stager
 
-    def _ballot(self, timeout_s: float) -> _Ballot:
+    def _arrive(self, timeout_s: float) -> _Ballot:
+        """Take this rank's lease."""
         nonce = secrets.token_hex(4)
         if self._stager is None:
             return _Ballot(None, nonce, error="KEEPSTEP_SOCKET is not set", inactive=True)
         try:
-            granted = self._stager.connect(timeout_s=timeout_s)
-            self._stage_every = granted.stage_every
-            candidates = self._stager.link.call(
-                "/v1/candidates",
-                CandidatesRequest(lease=granted.lease, timeout_s=_CANDIDATES_S),
-                Candidates,
-                timeout_s=_CANDIDATES_S + 10,
-            )
+            self._stage_every = self._stager.connect(timeout_s=timeout_s).stage_every
         except SidecarError as error:
             return _Ballot(None, nonce, error=str(error))
-        return _Ballot(candidates, nonce)
+        return _Ballot(None, nonce)
+
+    def _asked(self, arrival: _Ballot) -> _Ballot:
+        """With what this rank could restore."""
+        link = self._connected().link
+        request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
+        try:
+            candidates = link.call(
+                "/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10
+            )
+        except SidecarError as error:
+            return replace(arrival, error=str(error))
+        return replace(arrival, candidates=candidates)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]

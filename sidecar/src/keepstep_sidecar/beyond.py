@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine
@@ -34,6 +35,9 @@ _PATIENCE_S = 5.0
 """A rank that holds something here waits so long to hear whether there is something newer."""
 
 _LONGEST_LOOK_S = 20.0
+_LONGEST_START_S = 300.0
+"""Trainers of one run begin that far apart: some load data first, or compile."""
+
 _ASK_FOR_S, _ASK_AGAIN_S = 6.0, 0.5
 """A rank that holds nothing is told that this is unknown only after so long."""
 
@@ -67,6 +71,8 @@ class Beyond:
         for depot in self.depots:
             if isinstance(depot, Retaining):
                 depot.pinned = self._catalog.pinned
+            if isinstance(depot, Keeper):
+                depot.commit = lambda: self._catalog.overview.commit
             if isinstance(depot, Noticing):
                 depot.changed = lambda: spawn(self.look(), "look at what is new")
             spawn(self._run(depot), f"depot {depot.tier}")
@@ -105,11 +111,14 @@ class Beyond:
             return
         self._asking += 1
         self._changes.ring()
+        deadline = time.monotonic() + min(timeout_s, _LONGEST_START_S)
         try:
-            async with asyncio.timeout(min(timeout_s, _LONGEST_LOOK_S)):
-                await self._seen()
-        except TimeoutError:
-            pass
+            while (left_s := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, _LONGEST_LOOK_S)):
+                        await self._seen()
+                if self._remotes.ids or not (self._awaits_others and self._answered):
+                    return
         finally:
             self._asking -= 1
 
@@ -129,6 +138,11 @@ class Beyond:
     def _awaits_others(self) -> bool:
         """The operator has not heard of all pods yet: some began a moment later."""
         return any(isinstance(one, Acquainted) and not one.introduced for one in self.depots)
+
+    @property
+    def _answered(self) -> bool:
+        """The operator is there, so that it will say when it has heard of them all."""
+        return self._catalog.overview.heard and not self._catalog.overview.silent
 
     @property
     def asking(self) -> bool:

@@ -118,13 +118,15 @@ class Broadcast:
             self._listeners[rank].late = True
         self._settle()
 
-    def rise(self, id: StepId, seats: Iterable[Seat]) -> None:
+    def rise(self, id: StepId, seats: Sequence[Seat]) -> None:
         """These are taken no more, whether filled or not."""
         for seat in seats:
             waiting = self._waiting.get((id, seat.key), [])
             if seat in waiting:
                 waiting.remove(seat)
             seat.outcome.cancel()
+            for other in seat.others:  # one that was to lead, and rose before it could
+                other.lead()
         self._settle()
 
     def _missing(self, id: StepId, key: Key) -> list[int]:

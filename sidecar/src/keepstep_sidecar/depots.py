@@ -116,6 +116,9 @@ class Depot(Protocol):
 class Keeper(Protocol):
     """A depot that also keeps copies for other pods, on the volumes of this machine."""
 
+    commit: Callable[[], StepId | None]
+    """The run's newest commit, as far as this machine was told."""
+
     def kept(self) -> tuple[Remote, ...]:
         """The copies that lie here, complete: what a report says in `ReportedRank.peer`."""
 

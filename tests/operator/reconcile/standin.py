@@ -34,13 +34,15 @@ class Request:
 @dataclass
 class StandIn:
     """`objects`: by path of the object. `tokens`: token -> TokenReview.status. `broken`: how many
-    more requests are answered with 503, of those whose path has `broken_part`."""
+    more requests are answered with 503, of those whose path has `broken_part`. `forbidden`: those
+    with this in their path are answered with 403."""
 
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     broken: int = 0
     broken_part: str = ""
+    forbidden: str = ""
     port: int = 0
     _watchers: list[tuple[str, str, asyncio.Queue[Body]]] = field(default_factory=list)
 
@@ -84,6 +86,8 @@ class StandIn:
         if self.broken > 0 and self.broken_part in request.path:
             self.broken -= 1
             return _failure(503, "out of order")
+        if self.forbidden and self.forbidden in request.path:
+            return _failure(403, "forbidden")
         if request.path.endswith("/tokenreviews"):
             return self._review(body)
         if request.method == "GET":

@@ -137,6 +137,44 @@ def test_no_helper_is_started_on_a_guess() -> None:
     assert play.wanted() == [], "its node is gone"
 
 
+def test_when_all_pods_move_at_once_what_each_of_them_left_is_served() -> None:
+    play = Move()
+    play.book.node_seen(NodeRecord(name="node-3"))
+    play.lose(play.first)
+    play.lose(play.second)
+    moved = [pod(n, life=2, node=f"node-{n + 2}", host_paths=(PATH,)) for n in (0, 1)]
+    for one in moved:
+        play.see(one)
+    for number, one in enumerate(moved):
+        report = Sidecar(rank=number, started_at=T0 + 9, epochs=[]).report()
+        play.hear(one, replace(report, ranks=()))
+        assert f"node-{number}" in play.reply(one).awaits, "also before all others have told"
+    assert [(one.node, one.node_ranks) for one in play.wanted()] == [
+        ("node-0", (0,)),
+        ("node-1", (1,)),
+    ]
+    assert [one.node for one in play.status.holders] == ["node-0", "node-1"]
+
+
+def test_a_pod_that_has_not_looked_yet_is_told_to_wait_for_what_it_left() -> None:
+    play = Move()
+    play.move(told=False)
+    early = Sidecar(rank=1, started_at=T0 + 9, epochs=[], ready=False).report()
+    play.hear(play.moved, early)
+    assert play.wanted() == []
+    assert "node-1" in play.reply(play.moved).awaits, "its vote must not come before"
+    assert play.reply(play.first).awaits == ""
+
+
+def test_a_failed_pod_that_nobody_removed_serves_nothing() -> None:
+    play = Move()
+    play.see(replace(play.second, phase="Failed", training=False))
+    play.moved = pod(1, life=2, node="node-2", host_paths=(PATH,))
+    play.see(play.moved)
+    play.hear(play.moved, Sidecar(rank=1, started_at=T0 + 9, epochs=[]).report())
+    assert [one.node for one in play.wanted()] == ["node-1"]
+
+
 def test_a_pod_that_comes_back_to_its_node_needs_nobody() -> None:
     play = Move()
     play.move(to="node-1", told=False)

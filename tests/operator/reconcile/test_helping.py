@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,8 +12,9 @@ from keepstep_operator.kube import CONFIG_MAPS, PODS, Client
 from keepstep_operator.reconcile import graves
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.graves import Grave
-from keepstep_operator.reconcile.helping import AGAIN_S, Helping
+from keepstep_operator.reconcile.helping import AGAIN_S, MOST_CLEANERS, PENDING_S, Helping
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.records import RunKey
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import KEY, T0, pod, run_object
 from tests.operator.reconcile.serving import until
@@ -65,7 +66,7 @@ def play(
     story: Callable[[Stage], Coroutine[Any, Any, None]],
     book: Book,
     *,
-    before: Grave | None = None,
+    before: Grave | Sequence[Grave] = (),
     grace_s: float | None = GRACE_S,
 ) -> None:
     async def whole() -> None:
@@ -76,11 +77,13 @@ def play(
 
 
 @asynccontextmanager
-async def _stage(book: Book, before: Grave | None, grace_s: float | None) -> AsyncIterator[Stage]:
+async def _stage(
+    book: Book, before: Grave | Sequence[Grave], grace_s: float | None
+) -> AsyncIterator[Stage]:
     server = ApiServer()
     async with server.running(), Client(server.access) as client, asyncio.TaskGroup() as group:
-        if before is not None:
-            server.put(CONFIG_MAPS, graves.render(before, namespace=SYSTEM))
+        for grave in (before,) if isinstance(before, Grave) else before:
+            server.put(CONFIG_MAPS, graves.render(grave, namespace=SYSTEM))
         stage = Stage(book, server, client, grace_s=grace_s)
         feeds = (stage.helping.pods, stage.helping.records)
         tasks = [group.create_task(feed.run(client)) for feed in feeds]
@@ -191,6 +194,48 @@ def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
         assert stage.notes() == [replace(GONE, gone_since=None)]
 
     play(story, book, before=GONE)
+
+
+def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
+    before = Grave(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0)
+
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        stage.server.delete(CONFIG_MAPS, before.name, namespace=SYSTEM)
+        await until(lambda: not stage.helping.records.known)
+        stage.now += GRACE_S + 1
+        await stage.sync()
+        assert stage.pods() == []
+        assert stage.notes() == []
+
+    play(story, Book(), before=before)
+
+
+def test_cleaners_that_get_nowhere_keep_no_place_for_ever() -> None:
+    book, many = Book(), MOST_CLEANERS + 3
+    known = [
+        Grave(run=RunKey("team", f"run-{number}"), nodes={"node-0": (PATH,)}, gone_since=T0)
+        for number in range(many)
+    ]
+
+    async def story(stage: Stage) -> None:
+        await until(lambda: len(stage.helping.records.known) == many)
+        stage.now += GRACE_S + 1
+        await stage.sync()
+        first = {one["metadata"]["name"] for one in stage.pods()}
+        assert len(first) == MOST_CLEANERS
+        failed, pending = sorted(first)[:4], sorted(first)[4:]
+        for name in failed:
+            await stage.becomes(name, "Failed")
+        await stage.sync()  # they are seen, and deleted
+        await stage.sync()
+        assert len({one["metadata"]["name"] for one in stage.pods()} - first) == 3
+        stage.now += PENDING_S + 1
+        await stage.sync()
+        await stage.sync()
+        assert not {one["metadata"]["name"] for one in stage.pods()} & set(pending)
+
+    play(story, book, before=known)
 
 
 def test_cleaning_can_be_switched_off_and_keeps_to_what_is_allowed() -> None:

@@ -17,6 +17,10 @@ import pytest
 
 from keepstep.reports import Report, ReportReply
 from keepstep.steps import Answer
+from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.actions import AskJob
+from keepstep_operator.reconcile.handlers import asked
+from keepstep_operator.reconcile.records import Job, JobState, RunKey
 from keepstep_operator.reconcile.reports import LARGEST_REPORT_BYTES
 from tests.operator.reconcile.samples import Sidecar, later, step
 from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting, until
@@ -403,6 +407,18 @@ def test_a_run_is_finished_when_its_pods_are_gone_and_its_job_is_over(tmp_path: 
         assert len(at.asked("GET", "/pytorchjobs/gpt")) == 1
 
     play(tmp_path, scene, at)
+
+
+def test_a_job_that_may_not_be_read_is_not_over() -> None:
+    """What it left on drives goes when its run does: it may only be suspended."""
+    scaled = Job(api_version="apps/v1", kind="StatefulSet", name="gpt", uid="1a2b3c4d-0000")
+
+    async def scene(at: StandIn) -> JobState:
+        async with at.serving(), Client(at.access) as client:
+            return await asked(client, AskJob(RunKey("team", "gpt"), scaled))
+
+    assert asyncio.run(scene(StandIn(forbidden="/statefulsets/"))) is JobState.ACTIVE
+    assert asyncio.run(scene(StandIn())) is JobState.GONE
 
 
 def test_an_acknowledged_fresh_start_is_named_in_the_annotation(tmp_path: Path) -> None:

@@ -125,23 +125,9 @@ class Errands:
             task.cancel()
 
     async def _ask_job(self, action: AskJob) -> None:
-        job = action.job
-        group, _, version = job.api_version.rpartition("/")
-        plural = _PLURALS.get(job.kind, f"{job.kind.lower()}s")
-        resource = Resource(group=group, version=version, plural=plural)
         async with self._asking:
-            state = await self._job_state(resource, action)
+            state = await asked(self._client, action)
         self.obey(self._book.job_answered(action.run, state, at=self._clock()))
-
-    async def _job_state(self, resource: Resource, action: AskJob) -> JobState:
-        try:
-            body = await self._client.get(resource, action.job.name, namespace=action.run.namespace)
-        except (NotFound, Denied):
-            # of a kind that we may not read: its pods are gone, that must do
-            return JobState.GONE
-        if action.job.uid and (body.get("metadata") or {}).get("uid") != action.job.uid:
-            return JobState.GONE
-        return job_state(body)
 
     async def _delete_run(self, run: RunKey) -> None:
         try:
@@ -317,3 +303,22 @@ def _uid_if_ours(body: Body) -> str | None:
     asks = names.POLICY_ANNOTATION in (metadata.get("annotations") or {})
     injected = names.INJECTED_LABEL in (metadata.get("labels") or {})
     return str(metadata["uid"]) if asks or injected else None
+
+
+async def asked(client: Client, action: AskJob) -> JobState:
+    """What has become of the job. Raises KubeError."""
+    job = action.job
+    group, _, version = job.api_version.rpartition("/")
+    plural = _PLURALS.get(job.kind, f"{job.kind.lower()}s")
+    resource = Resource(group=group, version=version, plural=plural)
+    try:
+        body = await client.get(resource, job.name, namespace=action.run.namespace)
+    except NotFound:
+        return JobState.GONE
+    except Denied:
+        # of a kind that we may not read. It may be suspended or scaled to nothing: what it left
+        # must outlast that. A run whose pods all succeeded is finished without asking
+        return JobState.ACTIVE
+    if job.uid and (body.get("metadata") or {}).get("uid") != job.uid:
+        return JobState.GONE
+    return job_state(body)

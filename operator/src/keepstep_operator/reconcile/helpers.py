@@ -79,15 +79,18 @@ def wanted(run: Run) -> list[Helper]:
 
 def needed(run: Run) -> Iterator[Left]:
     """What was left behind, is not restorable without, and lies on a node that is up."""
-    lefts = list(run.host.lefts)
+    told = _all_told(run)
+    lefts = [one for one in _reachable(run) if told or number_of(one.node) in run.host.helpers]
     if not lefts:
         return
-    without = run.host.unaided()
-    told = _all_told(run)
-    for left in lefts:
-        known = told or number_of(left.node) in run.host.helpers
-        missing = without is None or without < left.step
-        if known and missing and _went_on(run, left) and _is_up(run, left.node):
+    without = run.host.unaided()  # walks all copies there are
+    yield from (one for one in lefts if without is None or without < one.step)
+
+
+def _reachable(run: Run) -> Iterator[Left]:
+    """What could be served again, be it needed or not."""
+    for left in run.host.lefts:
+        if _went_on(run, left) and _is_up(run, left.node):
             yield left
 
 
@@ -101,7 +104,15 @@ def peers(run: Run) -> tuple[Peer, ...]:
 
 
 def awaits(run: Run, node_rank: int) -> str:
-    """What the pod of this place has left on another node and can have back in a moment."""
+    """What the pod of this place has left on another node and can have back in a moment; also
+    while nobody knows yet whether it needs that: its vote must not come before."""
+    if run.helper_paths and not _all_told(run):
+        for left in _reachable(run):
+            if left.node_rank == node_rank:
+                return (
+                    f"shards of node rank {node_rank} lie on node {left.node}, and not all pods of"
+                    " the run have told what they hold"
+                )
     for helper in wanted(run):
         if node_rank in helper.node_ranks and helper.number not in run.host.helpers:
             return (
@@ -133,8 +144,9 @@ def _all_told(run: Run) -> bool:
 
 
 def _went_on(run: Run, left: Left) -> bool:
-    """Whether the place has a pod, on another node."""
-    nodes = {pod.node for pod in run.pods.values() if pod.node_rank == left.node_rank}
+    """Whether the place has a pod, on another node. One that ended there serves nobody."""
+    pods = [pod for pod in run.pods.values() if pod.node_rank == left.node_rank]
+    nodes = {pod.node for pod in pods if not pod.over}
     return bool(nodes - {""}) and left.node not in nodes
 
 

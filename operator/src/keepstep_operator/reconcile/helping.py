@@ -32,6 +32,8 @@ from keepstep_operator.reconcile.watching import Feed
 EVERY_S: Final = 1.0
 AGAIN_S: Final = 60.0
 """A pod that could not be made, or failed, is made again after that."""
+PENDING_S: Final = 1800.0
+"""A cleaner that did not begin for so long makes room for others, for as long."""
 MOST_CLEANERS: Final = 8
 """At once."""
 _OVER: Final = ("Succeeded", "Failed")
@@ -65,6 +67,7 @@ class Helping:
         self._graves: dict[RunKey, Grave] = {}
         self._written: dict[RunKey, Grave] = {}
         self._not_before: dict[str, float] = {}
+        self._pending_since: dict[str, float] = {}
         self.pods = Feed[str](
             name="helper pods",
             resource=PODS,
@@ -81,7 +84,7 @@ class Helping:
             labels=graves.LABEL,
             key_of=_name,
             seen=self._grave_seen,
-            gone=lambda name: None,
+            gone=self._grave_gone,
             namespace=defaults.namespace,
             told=metrics.following,
         )
@@ -101,6 +104,7 @@ class Helping:
 
     def _pod_gone(self, name: str) -> None:
         body = self.pods_by_name.pop(name, None)
+        self._pending_since.pop(name, None)
         if body is not None:
             self._obey(self._book.helper_gone(body["metadata"]["uid"], at=self._clock()))
 
@@ -111,6 +115,14 @@ class Helping:
             return
         if grave.run not in self._graves:
             self._graves[grave.run] = self._written[grave.run] = grave
+
+    def _grave_gone(self, name: str) -> None:
+        """Somebody removed it: what a run left that is gone stays where it lies."""
+        for run, grave in list(self._graves.items()):
+            if grave.name == name and run not in self._book.runs:
+                del self._graves[run]
+                self._written.pop(run, None)
+                say("directories of a run are left alone", run=str(run), reason="record deleted")
 
     # --- working -----------------------------------------------------------------------------
 
@@ -155,8 +167,18 @@ class Helping:
             for grave in self._graves.values()
             for one in graves.due(grave, nodes, grace_s=self._grace_s, at=now)
             if set(one.paths) == set(helpers.allowed(one.paths, self._host_paths))
+            # what has failed, or cannot begin, keeps no place that another could have
+            and self._may(one.name)
+            and not self._stuck(one.name)
         ]
         return {one.name: helperpods.cleaning(one, self._defaults) for one in found[:MOST_CLEANERS]}
+
+    def _stuck(self, name: str) -> bool:
+        """Whether the pod waits for too long to begin, so that its node may never take it."""
+        body = self.pods_by_name.get(name)
+        if body is None or _phase(body) != "Pending":
+            return False
+        return self._clock() - self._pending_since.setdefault(name, self._clock()) > PENDING_S
 
     # --- graves ------------------------------------------------------------------------------
 
@@ -227,6 +249,9 @@ class Helping:
         elif _phase(body) == "Failed":
             self._not_before[name] = self._clock() + AGAIN_S
             warn("helper pod failed", pod=name, reason=_last_words(body))
+        elif self._stuck(name):
+            self._not_before[name] = self._clock() + PENDING_S
+            warn("helper pod did not begin", pod=name, reason=_last_words(body))
         if (body["metadata"]).get("deletionTimestamp"):
             return
         try:

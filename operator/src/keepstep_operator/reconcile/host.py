@@ -89,7 +89,8 @@ class Host:
             return None
         said: list[Action] = []
         if place is not None and place.pod != sender.pod:
-            commit = self.ledger.watermark(Tier.LOCAL)
+            # the first pod that moves takes the watermark with it; the others left the same step
+            commit = self.ledger.watermark(Tier.LOCAL) or self.lefts.newest
             self.lefts.moved(sender.node_rank, place, to=sender.node, commit=commit)
             stays = sender.local_stays and place.node == sender.node
             said += self.pod_gone(place.pod, local_stays=stays)

@@ -35,6 +35,11 @@ class Lefts:
     def __iter__(self) -> Iterator[Left]:
         return iter([self._held[key] for key in sorted(self._held)])
 
+    @property
+    def newest(self) -> StepId | None:
+        """The newest step that anything left behind is needed for."""
+        return max((one.step for one in self._held.values()), default=None)
+
     def moved(self, node_rank: int, place: Place, *, to: str, commit: StepId | None) -> None:
         """The place is now on node `to`. What stays behind is needed as far as it is committed."""
         ids = [held.id for one in place.report.ranks for held in (*one.local, *one.peer)]

@@ -100,6 +100,7 @@ class Run:
         self.labelled = False
         self._resumed_at: float | None = None
         self._past_step: int | None = None
+        self._durable: tuple[StepId | None, StepId | None] = None, None
         self.alive_since: float | None = None
         self.training_since: dict[str, float] = {}
         self._alarms: dict[str, float] = {}
@@ -248,8 +249,10 @@ class Run:
         said = self.host.take(sender, report, at=at)
         if said is None:
             return []
-        if any(self.host.lefts):
-            self.host.lefts.superseded(self.host.unaided())
+        durable = self.host.committed(), max(self.host.archived(), default=None)
+        if durable != self._durable and any(self.host.lefts):
+            self.host.lefts.superseded(self.host.unaided())  # walks all copies there are
+        self._durable = durable
         self.restores.take(
             report,
             current=self.host.ledger.lineage.current,

@@ -46,8 +46,15 @@ class Copies:
     """Over the volumes of one run on this machine."""
 
     def __init__(
-        self, volumes: Sequence[Volume], *, run: str, filesystem: Filesystem | None = None
+        self,
+        volumes: Sequence[Volume],
+        *,
+        run: str,
+        filesystem: Filesystem | None = None,
+        commit: Callable[[], StepId | None] = lambda: None,
     ) -> None:
+        """`commit`: the run's newest one that is known here, of ranks whose sender says nothing:
+        it may be another pod's buddy by now."""
         self._volumes = volumes
         self._run = run
         self._filesystem = filesystem or Filesystem()
@@ -55,6 +62,7 @@ class Copies:
         self._held: dict[tuple[StepId, int], Copy] = {}
         self._parts: dict[Path, Part] = {}
         self._committed: dict[int, StepId] = {}  # by rank, as its sender last said
+        self._commit = commit
         self.unreadable = ""
         self._said = ""
 
@@ -173,7 +181,9 @@ class Copies:
         return roomiest
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
-        for id, rank in ring.crowded_out(self._by_rank(), self._committed):
+        held, commit = self._by_rank(), self._commit()
+        committed = {**(dict.fromkeys(held, commit) if commit else {}), **self._committed}
+        for id, rank in ring.crowded_out(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
             self._drop(id, rank, why="no space")

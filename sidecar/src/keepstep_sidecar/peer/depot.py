@@ -62,7 +62,8 @@ class PeerDepot:
         self._run = run
         self._credentials = credentials
         self._keep_fresh = keep_fresh
-        self._copies = Copies(volumes.volumes, run=run)
+        self.commit: Callable[[], StepId | None] = lambda: None
+        self._copies = Copies(volumes.volumes, run=run, commit=lambda: self.commit())
         self._shards = Shards(volumes, self._copies, run=run)
         self._calls = Calls(credentials)
         self._changes = Changes()
