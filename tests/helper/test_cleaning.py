@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from keepstep.errors import StorageError, UsageError
-from keepstep_sidecar.helper.cleaning import clean
+from keepstep.reports import STILL_USED_EXIT
+from keepstep_sidecar.helper.cleaning import StillUsedError, clean
 from keepstep_sidecar.ownership import Ownership
 
 
@@ -41,6 +44,20 @@ def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
     lock.release()
     clean(run)
     assert not run.exists()
+
+
+def test_a_run_that_wrote_anything_since_it_was_taken_for_gone_is_left_whole(
+    tmp_path: Path,
+) -> None:
+    run = _run(tmp_path)
+    gone = time.time() + 3600.0
+    (run / "0" / "gpt" / "run.json").write_text("{}")
+    for path in (run / "1" / "gpt", run / "0" / "gpt" / "run.json"):
+        os.utime(path, (gone + 900.0, gone + 900.0))
+        with pytest.raises(StillUsedError, match="written to after the run was gone"):
+            clean(run, gone_since=gone)
+        os.utime(path, (gone + 300.0, gone + 300.0))  # clocks of two machines may differ so much
+    assert clean(run, gone_since=gone) == 5
 
 
 def test_no_link_is_followed_neither_on_the_way_nor_within(tmp_path: Path) -> None:
@@ -75,6 +92,10 @@ def test_the_command_says_what_went_and_needs_to_be_told_what(tmp_path: Path) ->
     program = (sys.executable, "-m", "keepstep_sidecar")
     done = subprocess.run([*program, "--clean", str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run}: 4 files removed\n")
+    late = [*program, "--clean", "--gone-since", "1000", str(_run(tmp_path))]
+    done = subprocess.run(late, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (STILL_USED_EXIT, "")
+    assert "nothing was removed" in done.stderr
     done = subprocess.run([*program, "--clean"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--clean needs at least one DIR" in done.stderr

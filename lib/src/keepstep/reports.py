@@ -17,6 +17,10 @@ PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
 """Of the projected service-account token that a sidecar shows."""
 
+STILL_USED_EXIT = 3
+"""Exit status of a pod that was to remove a run's directories, and found that the run lived after
+the operator had taken it for gone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedRank:

@@ -5,6 +5,7 @@ The server is imported only where it serves: a probe runs once a second, and a p
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import click
 
 from keepstep.errors import KeepstepError, StorageError
+from keepstep.reports import STILL_USED_EXIT
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.parameters import (
     Command,
@@ -106,6 +108,14 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
 @_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
 @_action("--serve", "Serve what pods that left this node have in each DIR, for the run's others.")
 @_action("--clean", "Remove each DIR, <volume>/<namespace>/<run> of a run that is gone; as root.")
+@click.option(
+    "--gone-since",
+    type=float,
+    default=None,
+    metavar="UNIX",
+    allow_from_autoenv=False,
+    help="With --clean: exit with 3, and remove nothing, if the run wrote anything after that.",
+)
 @click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 def main(directories: tuple[Path, ...], **options: Any) -> None:
     """Keep one run's steps on this machine: slots in shared memory, shards on volumes.
@@ -145,7 +155,7 @@ def _do(action: str, directories: tuple[Path, ...], options: dict[str, Any]) -> 
     if action == "prepare":
         _prepare(directories)
     elif action == "clean":
-        _clean(directories)
+        _clean(directories, options["gone_since"])
     elif action == "serve":
         _serve_left(directories, options)
     elif action == "probe":
@@ -188,11 +198,16 @@ def _prepare(directories: Sequence[Path]) -> None:
         click.echo(f"{directory} is ready")
 
 
-def _clean(directories: Sequence[Path]) -> None:
-    from keepstep_sidecar.helper.cleaning import clean
+def _clean(directories: Sequence[Path], gone_since: float | None) -> None:
+    from keepstep_sidecar.helper.cleaning import StillUsedError, clean
 
-    for directory in directories:
-        click.echo(f"{directory}: {clean(directory)} files removed")
+    since = math.inf if gone_since is None else gone_since
+    try:
+        for directory in directories:
+            click.echo(f"{directory}: {clean(directory, gone_since=since)} files removed")
+    except StillUsedError as error:
+        click.echo(f"keepstep-sidecar: {error}", err=True)
+        sys.exit(STILL_USED_EXIT)
 
 
 def _serve_left(directories: tuple[Path, ...], options: dict[str, Any]) -> None:

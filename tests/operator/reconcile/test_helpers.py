@@ -275,7 +275,7 @@ def test_only_nodes_that_are_up_are_cleaned_and_others_are_waited_for() -> None:
     gone = replace(GRAVE, gone_since=T0)
     assert list(graves.due(gone, NODES, grace_s=10, at=T0 + 9)) == []
     (one,) = graves.due(gone, NODES, grace_s=10, at=T0 + 10)
-    assert one == Cleaning(run=KEY, node="a", paths=(PATH,))
+    assert one == Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0)
     left = graves.cleaned(gone, "a")
     assert set(left.nodes) == {"b", "c"}
     late = graves.without_lost_nodes(left, NODES, at=T0 + graves.FORGET_S)
@@ -303,9 +303,10 @@ def test_a_note_that_makes_no_sense_is_left_alone(data: dict[str, str]) -> None:
 
 
 def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None:
-    body = helperpods.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,)), DEFAULTS)
+    body = helperpods.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0), DEFAULTS)
     (container,) = body["spec"]["containers"]
-    assert container["command"][1:] == ["--clean", f"/host/0/{KEY.namespace}/{KEY.name}"]
+    where = f"/host/0/{KEY.namespace}/{KEY.name}"
+    assert container["command"][1:] == ["--clean", "--gone-since", f"{T0:.0f}", where]
     assert container["securityContext"]["capabilities"] == {
         "drop": ["ALL"],
         "add": ["DAC_OVERRIDE"],

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from keepstep.reports import STILL_USED_EXIT
 from keepstep_operator.kube import CONFIG_MAPS, PODS, Client
 from keepstep_operator.reconcile import graves
 from keepstep_operator.reconcile.book import Book
@@ -53,9 +54,11 @@ class Stage:
         names = {one["metadata"]["name"] for one in self.pods()}
         await until(lambda: set(self.helping.pods.known) == names)
 
-    async def becomes(self, name: str, phase: str) -> None:
+    async def becomes(self, name: str, phase: str, *, exits: int = 0) -> None:
         body = self.server.take(PODS, name, namespace=SYSTEM)
-        self.server.put(PODS, {**body, "status": {"phase": phase}})
+        ended = {"state": {"terminated": {"exitCode": exits}}}
+        status = {"phase": phase, "containerStatuses": [ended]}
+        self.server.put(PODS, {**body, "status": status})
         await until(lambda: self._phase(name) == phase)
 
     def _phase(self, name: str) -> str:
@@ -194,6 +197,21 @@ def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
         assert stage.notes() == [replace(GONE, gone_since=None)]
 
     play(story, book, before=GONE)
+
+
+def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grace_anew() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        (pod,) = stage.pods()
+        await stage.becomes(pod["metadata"]["name"], "Failed", exits=STILL_USED_EXIT)
+        await stage.sync()
+        await stage.sync()
+        assert (stage.pods(), stage.notes()) == ([], [replace(GONE, gone_since=T0)])
+        stage.now += GRACE_S
+        await stage.sync()
+        assert len(stage.pods()) == 1
+
+    play(story, Book(), before=GONE)
 
 
 def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:

@@ -41,11 +41,12 @@ class Grave:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleaning:
-    """One pod that removes the directories of a run from one node."""
+    """One pod that removes the directories of a run from one node. `gone_since`: as in `Grave`."""
 
     run: RunKey
     node: str
     paths: tuple[str, ...]
+    gone_since: float
 
     @property
     def name(self) -> str:
@@ -78,7 +79,7 @@ def due(
     for node, paths in sorted(grave.nodes.items()):
         known = nodes.get(node)
         if known.ready if known is not None else not nodes:
-            yield Cleaning(run=grave.run, node=node, paths=paths)
+            yield Cleaning(run=grave.run, node=node, paths=paths, gone_since=grave.gone_since)
 
 
 def without_lost_nodes(grave: Grave, nodes: Mapping[str, NodeRecord], *, at: float) -> Grave:
@@ -91,6 +92,11 @@ def without_lost_nodes(grave: Grave, nodes: Mapping[str, NodeRecord], *, at: flo
 def cleaned(grave: Grave, node: str) -> Grave:
     """Nothing is left on this node."""
     return replace(grave, nodes={name: one for name, one in grave.nodes.items() if name != node})
+
+
+def still_used(grave: Grave, *, at: float) -> Grave:
+    """It lived while nobody watched: the time of grace begins anew."""
+    return replace(grave, gone_since=at)
 
 
 def render(grave: Grave, *, namespace: str) -> Body:

@@ -78,8 +78,9 @@ def cleaning(one: Cleaning, defaults: HelperDefaults) -> Body:
     where = [f"{_HOST}/{number}/{_below(one.run)}" for number in range(len(one.paths))]
     security = _confined(user=0)
     security["capabilities"]["add"] = ["DAC_OVERRIDE"]
+    since = ("--gone-since", f"{one.gone_since:.0f}")
     container = {
-        **_container("clean", where, defaults, memory="64Mi"),
+        **_container("clean", (*since, *where), defaults, memory="64Mi"),
         "volumeMounts": [
             {"name": f"volume-{number}", "mountPath": f"{_HOST}/{number}"}
             for number in range(len(one.paths))

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from keepstep.reports import STILL_USED_EXIT
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import (
@@ -246,6 +247,8 @@ class Helping:
         """Delete it; note what a cleaner has done. One that failed is tried again, later."""
         if _phase(body) == "Succeeded":
             self._note_cleaned(body)
+        elif _exit_status(body) == STILL_USED_EXIT:
+            self._note_still_used(body)
         elif _phase(body) == "Failed":
             self._not_before[name] = self._clock() + AGAIN_S
             warn("helper pod failed", pod=name, reason=_last_words(body))
@@ -263,12 +266,23 @@ class Helping:
             warn("helper pod not deleted", pod=name, reason=str(error))
 
     def _note_cleaned(self, body: Body) -> None:
+        if (told := self._gone(body)) is not None:
+            run, node = told
+            self._graves[run] = graves.cleaned(self._graves[run], node)
+
+    def _note_still_used(self, body: Body) -> None:
+        if (told := self._gone(body)) is not None:
+            run, node = told
+            self._graves[run] = graves.still_used(self._graves[run], at=self._clock())
+            say("run was alive while nobody watched", run=str(run), node=node)
+
+    def _gone(self, body: Body) -> tuple[RunKey, str] | None:
+        """The run and the node that a cleaner was for, if that run is gone still."""
         told = helperpods.about(body)
         if told is None or told[0] != CLEANS:
-            return
+            return None
         _, run, node = told
-        if run in self._graves and run not in self._book.runs:
-            self._graves[run] = graves.cleaned(self._graves[run], node)
+        return (run, node) if run in self._graves and run not in self._book.runs else None
 
 
 def _name(body: Body) -> str:
@@ -279,10 +293,19 @@ def _phase(body: Body) -> str:
     return str((body.get("status") or {}).get("phase") or "Pending")
 
 
+def _ended(body: Body) -> Body:
+    """How its container ended."""
+    statuses = (body.get("status") or {}).get("containerStatuses") or [{}]
+    found: Body = (statuses[0].get("state") or {}).get("terminated") or {}
+    return found
+
+
+def _exit_status(body: Body) -> int:
+    return int(_ended(body).get("exitCode") or 0)
+
+
 def _last_words(body: Body) -> str:
     status = body.get("status") or {}
-    for one in status.get("containerStatuses") or []:
-        message = ((one.get("state") or {}).get("terminated") or {}).get("message")
-        if message:
-            return str(message)[-300:]
+    if message := _ended(body).get("message"):
+        return str(message)[-300:]
     return str(status.get("message") or status.get("reason") or "no reason given")

@@ -1,8 +1,9 @@
 """`keepstep-sidecar --clean DIR...`: the directory of a run that is gone, `<volume>/<ns>/<run>`.
 
 Whether a run is gone is the operator's to know. What is checked here: that no sidecar holds any of
-its volumes, by the lock that each takes. The directory is first renamed, at once and as a whole, so
-that a run of the same name that begins meanwhile gets a new one and none of the old one's files.
+its volumes, by the lock that each takes, nor has written there since the run was gone: the operator
+may have been away while it lived once more. The directory is first renamed, at once and as a whole,
+so that a run of the same name that begins meanwhile gets a new one and none of the old one's files.
 Runs as root with DAC_OVERRIDE only, so no link is ever followed, nor another file system entered.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -23,10 +25,19 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def clean(directory: Path) -> int:
+_RECORD = "run.json"
+_CLOCKS_APART_S = 600.0
+
+
+class StillUsedError(StorageError):
+    """The run lived after it was taken for gone."""
+
+
+def clean(directory: Path, *, gone_since: float = math.inf) -> int:
     """Remove it; returns how many files went. One that is not there is clean. Idempotent.
 
-    Raises StorageError when a sidecar uses it, or something cannot be removed.
+    `gone_since`: unix seconds; what was written later is a sign of life. Raises StillUsedError for
+    that, and StorageError when a sidecar uses it, or something cannot be removed.
     """
     directory = Path(os.path.abspath(directory))
     if directory == mount_of(directory):
@@ -34,7 +45,7 @@ def clean(directory: Path) -> int:
     try:
         with _opened(directory.parent) as parent:
             _drop(parent, _aside(directory.name))  # of an attempt that was cut short
-            with _unused(parent, directory):
+            with _unused(parent, directory, gone_since + _CLOCKS_APART_S):
                 os.rename(
                     directory.name, _aside(directory.name), src_dir_fd=parent, dst_dir_fd=parent
                 )
@@ -66,7 +77,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _unused(parent: int, directory: Path) -> Iterator[None]:
+def _unused(parent: int, directory: Path, latest: float) -> Iterator[None]:
     """Hold every lock that a sidecar would, `<node rank>/<run>/.lock`. Raises StorageError."""
     with contextlib.ExitStack() as held:
         run = _entered(held, parent, directory.name)
@@ -74,12 +85,27 @@ def _unused(parent: int, directory: Path) -> Iterator[None]:
             place = _place(held, run, rank)
             for name in os.listdir(place) if place is not None else ():
                 inner = _place(held, place, name)
-                if inner is not None and not _locked(held, inner):
+                if inner is None:
+                    continue
+                if not _locked(held, inner):
                     raise StorageError(
                         f"{directory}/{rank}/{name}: a sidecar uses it, so the run is not gone;"
                         " nothing was removed"
                     )
+                if _written(inner) > latest:
+                    raise StillUsedError(
+                        f"{directory}/{rank}/{name}: was written to after the run was gone;"
+                        " nothing was removed"
+                    )
         yield
+
+
+def _written(directory: int) -> float:
+    """When a step was last begun or removed there, or the record replaced; unix seconds."""
+    times = [os.fstat(directory).st_mtime]
+    with contextlib.suppress(FileNotFoundError):
+        times.append(_lstat(directory, _RECORD).st_mtime)
+    return max(times)
 
 
 def _entered(held: contextlib.ExitStack, parent: int, name: str) -> int:
