@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.harness import SidecarProcess
+
+# a busy machine is no failure: what a step of a test may take is not what it tests
+settings.register_profile("keepstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("keepstep")
 
 
 @pytest.fixture

@@ -422,6 +422,4 @@ class Tiers(RuleBasedStateMachine):
 
 
 TestTiers = pytest.mark.timeout(120)(Tiers.TestCase)
-TestTiers.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, print_blob=True
-)
+TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blob=True)

@@ -391,6 +391,4 @@ def _report(rank: Rank, world: int) -> RankReport:
 
 
 TestWholeRun = pytest.mark.timeout(60)(WholeRun.TestCase)
-TestWholeRun.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, print_blob=True
-)
+TestWholeRun.settings = settings(max_examples=60, stateful_step_count=60, print_blob=True)

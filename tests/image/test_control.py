@@ -31,7 +31,7 @@ epochs = st.builds(
 times = st.floats(0, 1e11)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     run=st.text(max_size=60),
     layout=hexes,

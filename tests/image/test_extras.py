@@ -48,7 +48,7 @@ def _key(value: Any) -> str:
     return f"{type(value).__name__} {hex(value) if type(value) is int else value!r}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(states)
 def test_a_state_comes_back_with_its_types(state: Any) -> None:
     assert same(extras.decode(extras.encode(state)), state)
@@ -178,7 +178,7 @@ def test_an_instance_that_pickle_refuses_is_named() -> None:
         extras.encode({"f": lambda: None}, trusted=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(states)
 def test_a_damaged_text_is_refused_or_read_but_never_crashes(state: Any) -> None:
     data = bytearray(extras.encode(state))

@@ -22,7 +22,7 @@ def build(*specs: TensorSpec, **options: object) -> Layout:
     return Layout.build(specs, **{"rank": 0, "world": 1, **options})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor_lists, st.integers(0, 3), st.integers(0, 20_000), st.text(max_size=8))
 def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) -> None:
     layout = build(*specs, rank=rank, world=4, skeleton=skeleton, extras_capacity_bytes=capacity)
@@ -33,7 +33,7 @@ def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) ->
     assert read == layout
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor_lists, st.integers(0, 20_000))
 def test_tensors_tile_the_data_and_every_start_suits_its_dtype(specs, capacity) -> None:
     layout = build(*specs, extras_capacity_bytes=capacity)
@@ -49,7 +49,7 @@ def test_tensors_tile_the_data_and_every_start_suits_its_dtype(specs, capacity) 
     assert layout.size_bytes == layout.control_begin + PAGE_BYTES
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tensor_lists)
 def test_the_extents_of_the_sections_are_their_tensors(specs) -> None:
     layout = build(*specs)

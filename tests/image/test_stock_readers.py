@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(tensor_lists)
 def test_stock_safetensors_reads_every_tensor_bit_equal(tmp_path: Path, specs) -> None:
     layout = Layout.build(specs, rank=0, world=1)

@@ -75,14 +75,14 @@ def _lost_of_list(old: list[Any], new: list[Any], path: str) -> list[str]:
 
 
 @given(pod=pods(), policy=policies())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_second_injection_changes_nothing(pod: Body, policy: Policy) -> None:
     once = _inject(pod, policy)
     assert inject(once, policy, DEFAULTS) == once
 
 
 @given(pod=pods(), policy=policies())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_of_the_users_pod_is_lost(pod: Body, policy: Policy) -> None:
     before = deepcopy(pod)
     injected = _inject(pod, policy)
@@ -95,7 +95,6 @@ def test_nothing_of_the_users_pod_is_lost(pod: Body, policy: Policy) -> None:
 
 
 @given(pod=pods(), policy=policies())
-@settings(deadline=None)
 def test_the_grace_period_is_raised_to_a_flush_and_never_lowered(pod: Body, policy: Policy) -> None:
     own = pod["spec"].get("terminationGracePeriodSeconds", 30)
     grace = _inject(pod, policy)["spec"]["terminationGracePeriodSeconds"]
@@ -105,7 +104,7 @@ def test_the_grace_period_is_raised_to_a_flush_and_never_lowered(pod: Body, poli
 
 
 @given(pod=pods(), policy=policies())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
     injected = _inject(pod, policy)
     assert apply(pod, json_patch(pod, injected)) == injected
@@ -113,7 +112,6 @@ def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
 
 
 @given(pod=pods(), policy=policies())
-@settings(deadline=None)
 def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
     pod: Body, policy: Policy
 ) -> None:

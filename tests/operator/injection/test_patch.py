@@ -24,7 +24,7 @@ _DOCUMENTS = st.dictionaries(
 
 
 @given(old=_DOCUMENTS, new=_DOCUMENTS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_patch_makes_the_new_document_of_the_old_one(
     old: dict[str, Any], new: dict[str, Any]
 ) -> None:

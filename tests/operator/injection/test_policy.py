@@ -148,7 +148,7 @@ _PATHS = [
 
 
 @given(path=st.sampled_from(_PATHS), value=_ANYTHING)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_nothing_in_a_policy_is_worse_than_a_policy_error(
     path: tuple[str, ...], value: Any
 ) -> None:
@@ -163,7 +163,7 @@ def test_nothing_in_a_policy_is_worse_than_a_policy_error(
 
 
 @given(value=_ANYTHING, name=st.sampled_from(["name", "emptyDir", "hostPath", "ephemeral"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_in_a_volume_is_worse_than_a_policy_error(value: Any, name: str) -> None:
     volume = {"name": "a", **({"emptyDir": {}} if name == "name" else {}), name: value}
     for wrong in (volume, {**volume, name: {"path": value, "size": value, "sizeLimit": value}}):
