@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ import pytest
 
 
 def eventually(
-    condition: Callable[[], Any], *, within_s: float = 20.0, what: str = "", every_s: float = 0.01
+    condition: Callable[[], Any], *, within_s: float = 60.0, what: str = "", every_s: float = 0.01
 ) -> Any:
     """The first true value of `condition`; fails the test when there is none in time."""
     deadline = time.monotonic() + within_s
@@ -28,6 +30,20 @@ def eventually(
         if time.monotonic() > deadline:
             pytest.fail(f"not within {within_s} s: {what or condition}")
         time.sleep(every_s)
+
+
+async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: str = "") -> Any:
+    """`eventually` beside an event loop; `condition` may also return what is to be awaited."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s} s: {what or condition}")
+        await asyncio.sleep(0.01)
 
 
 class SidecarProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -121,11 +120,3 @@ def bucket(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket
     proxy = Proxy(gateway.port).start()
     yield Bucket(name, gateway.bucket(name), gateway, proxy)
     proxy.stop()
-
-
-async def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> None:
-    """`harness.eventually` beside an event loop."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        await asyncio.sleep(0.01)

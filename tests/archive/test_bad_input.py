@@ -12,7 +12,8 @@ import pytest
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
-from tests.archive.conftest import commit, running, until, write_step
+from tests.archive.conftest import commit, running, write_step
+from tests.harness import until
 from tests.volume.images import EPOCH, RUN, step_id
 
 OTHER = Epoch(EpochId(1, "99999999"))

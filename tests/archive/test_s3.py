@@ -15,8 +15,9 @@ from keepstep.retention import Retention
 from keepstep.steps import Answer
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
-from tests.archive.conftest import Bucket, commit, running, until, write_step
+from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.test_directory import flip
+from tests.harness import until
 from tests.volume.images import RUN, empty_slot, step_id
 
 SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image

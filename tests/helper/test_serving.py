@@ -20,8 +20,9 @@ from keepstep_sidecar.peer.wire import Wanted
 from keepstep_sidecar.scan import Found
 from keepstep_sidecar.volume import Volume
 from keepstep_sidecar.volumes import VolumeSet
+from tests.harness import until
 from tests.peer.authority import Authority
-from tests.peer.nodes import Node, running, same, until
+from tests.peer.nodes import Node, running, same
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 HELPER = 100_000_007

@@ -43,9 +43,10 @@ from keepstep_operator.kube import (
     in_cluster,
 )
 from keepstep_operator.serving import listening
+from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import policy_body
-from tests.operator.loop import eventually, in_loop
+from tests.operator.loop import in_loop
 
 _DAY = timedelta(days=1)
 
@@ -106,19 +107,19 @@ async def test_following_begins_with_all_there_is_and_goes_on_through_errors() -
                 seen += [event]
 
         task = asyncio.create_task(follow(seen))
-        await eventually(lambda: seen)
+        await until(lambda: seen)
         assert isinstance(seen[0], Listing)
         assert [one["metadata"]["name"] for one in seen[0].items] == ["a"]
         server.put(POLICIES, {**policy_body(name="b"), "padding": "x" * 300_000})
-        await eventually(lambda: len(seen) == 2)
+        await until(lambda: len(seen) == 2)
         assert isinstance(seen[1], Change)
         assert seen[1].kind is ChangeKind.ADDED
         server.down = True
         server.expire_watches()
-        await eventually(lambda: len(seen) == 3)
+        await until(lambda: len(seen) == 3)
         assert isinstance(seen[2], Unavailable)
         server.down = False
-        await eventually(lambda: isinstance(seen[-1], Listing))
+        await until(lambda: isinstance(seen[-1], Listing))
         task.cancel()
 
 

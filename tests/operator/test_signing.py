@@ -21,7 +21,8 @@ from keepstep_operator.reconcile.signing import Signing
 from keepstep_sidecar.config import Reporting
 from keepstep_sidecar.peer.identity import Identity
 from keepstep_sidecar.peer.issued import IssuedCredentials
-from tests.operator.reconcile.serving import Served, serving, until
+from tests.harness import until
+from tests.operator.reconcile.serving import Served, serving
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 
 GOOD = "good-token"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from keepstep.reports import Peer
 from keepstep.steps import StepId
@@ -92,16 +89,6 @@ async def running(*nodes: Node) -> AsyncIterator[None]:
         for node in nodes:
             await node.depot.close()
             node.volume.close()
-
-
-async def until(condition: Callable[[], Any], *, what: str = "", within_s: float = 20.0) -> Any:
-    """The first true value of `condition`."""
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what or condition}")
-        await asyncio.sleep(0.01)
-    return value
 
 
 def same(view: memoryview, slot: Slot) -> bool:

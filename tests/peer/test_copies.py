@@ -12,7 +12,8 @@ from keepstep.image import verify_image
 from keepstep.steps import Answer
 from keepstep_sidecar.depots import Acquainted, Depot, Keeper
 from keepstep_sidecar.scan import survey
-from tests.peer.nodes import BIG, Node, running, same, until
+from tests.harness import until
+from tests.peer.nodes import BIG, Node, running, same
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]

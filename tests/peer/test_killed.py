@@ -14,8 +14,9 @@ import pytest
 from keepstep.reports import Peer
 from keepstep.steps import Answer
 from keepstep_sidecar import faults
+from tests.harness import until
 from tests.peer.authority import Authority
-from tests.peer.nodes import BIG, Node, running, same, until
+from tests.peer.nodes import BIG, Node, running, same
 from tests.volume.images import empty_slot
 
 POINTS = [point for point in faults.POINTS if point.startswith("peer.")]

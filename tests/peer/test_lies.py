@@ -14,7 +14,8 @@ from keepstep.errors import DigestError, ImageError, StorageError
 from keepstep_sidecar.peer import wire
 from keepstep_sidecar.peer.copies import Copies
 from keepstep_sidecar.peer.shards import Reading
-from tests.peer.nodes import BIG, Node, running, same, until
+from tests.harness import until
+from tests.peer.nodes import BIG, Node, running, same
 from tests.volume.images import empty_slot
 
 Make = Callable[..., Node]

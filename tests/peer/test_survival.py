@@ -15,8 +15,9 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep_sidecar.peer.outbox import Outbox
 from keepstep_sidecar.peer.server import _MOST_CONNECTIONS
+from tests.harness import until
 from tests.peer.authority import Authority
-from tests.peer.nodes import Node, running, until
+from tests.peer.nodes import Node, running
 
 Make = Callable[..., Node]
 

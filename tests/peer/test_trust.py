@@ -17,8 +17,9 @@ from keepstep_sidecar.peer.credentials import FileCredentials
 from keepstep_sidecar.peer.identity import Identity
 from keepstep_sidecar.peer.settings import Files, PeerSettings
 from keepstep_sidecar.scan import survey
+from tests.harness import until
 from tests.peer.authority import Authority
-from tests.peer.nodes import Node, running, until
+from tests.peer.nodes import Node, running
 from tests.volume.images import RUN
 
 Make = Callable[..., Node]

@@ -17,10 +17,11 @@ import pytest
 from keepstep_operator.certificates.pki import Pair
 from keepstep_operator.kube import CONFIG_MAPS
 from keepstep_operator.pods import parse_pod
+from tests.harness import until
 from tests.operator.admission.reviews import ApiServersWebhook
 from tests.operator.apiserver import ApiServer, put_policy
 from tests.operator.injection.pods import DEFAULTS, policy_body, pytorch_job
-from tests.operator.loop import eventually, in_loop
+from tests.operator.loop import in_loop
 
 _CONFIG_MAP = {
     "metadata": {"name": "keepstep-reports-ca", "namespace": "keepstep-system"},
@@ -57,7 +58,7 @@ class Process:
         async def does() -> bool:
             return (await self.get("/readyz"))[0] == status
 
-        await eventually(does)
+        await until(does)
 
     async def get(self, path: str) -> tuple[int, str]:
         """From the metrics port."""
@@ -134,11 +135,11 @@ async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
         async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
             await admission.says_ready(200)
             waiting = asyncio.create_task(webhook.create(pytorch_job()))
-            await eventually(lambda: ("GET", _POLICY) in server.requests)
+            await until(lambda: ("GET", _POLICY) in server.requests)
             admission.process.send_signal(signal.SIGTERM)
             await admission.says_ready(503)
             late = asyncio.create_task(webhook.create(pytorch_job("master", rank=0)))
-            await eventually(lambda: server.requests.count(("GET", _POLICY)) == 2)
+            await until(lambda: server.requests.count(("GET", _POLICY)) == 2)
             put_policy(server, policy_body())
             for created, _ in (await waiting, await late):
                 assert parse_pod(created).has_sidecar

@@ -14,8 +14,9 @@ from keepstep.errors import UsageError
 from keepstep_operator.certificates.pki import Pair, facts, make_authority, sign_leaf
 from keepstep_operator.serving import health_routes, listening
 from keepstep_operator.tls import ServerTls
+from tests.harness import until
 from tests.operator.admission.reviews import NAME, write_pair
-from tests.operator.loop import eventually, in_loop
+from tests.operator.loop import in_loop
 
 _DAY = timedelta(days=1)
 
@@ -49,7 +50,7 @@ async def test_new_connections_get_the_new_certificate(tls_dir: Path, authority:
         async def changed() -> bool:
             return await _serial(port, authority) != first
 
-        await eventually(changed)
+        await until(changed)
         task.cancel()
         assert await _serial(port, authority) == facts(new.certificate).serial
 

@@ -12,6 +12,7 @@ from keepstep_operator.admission import server as admission_server
 from keepstep_operator.injection import inject
 from keepstep_operator.kube import POLICIES, RUNS
 from keepstep_operator.pods import injected_of, parse_pod
+from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import put_policy
@@ -27,11 +28,11 @@ from tests.operator.injection.pods import (
     policy_body,
     pytorch_job,
 )
-from tests.operator.loop import eventually, in_loop
+from tests.operator.loop import in_loop
 
 
 async def _synced(running: Running) -> None:
-    await eventually(lambda: _policies(running) == 1)
+    await until(lambda: _policies(running) == 1)
 
 
 def _policies(running: Running) -> float | None:
@@ -143,7 +144,7 @@ async def test_a_changed_policy_holds_for_the_next_pod(started: Start) -> None:
             environment = created["spec"]["initContainers"][0]["env"]
             return {"name": "KEEPSTEP_KEEP", "value": "9"} in environment
 
-        await eventually(kept_nine)
+        await until(kept_nine)
 
 
 @in_loop
@@ -153,17 +154,17 @@ async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
         await _synced(running)
         running.server.expire_watches()
         put_policy(running.server, policy_body(name="second"))
-        await eventually(lambda: _policies(running) == 2)
+        await until(lambda: _policies(running) == 2)
         running.server.end_watches()
         running.server.delete(POLICIES, "second", namespace=NAMESPACE)
-        await eventually(lambda: _policies(running) == 1)
+        await until(lambda: _policies(running) == 1)
 
 
 @in_loop
 async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started: Start) -> None:
     async with started() as running:
         creation = asyncio.create_task(running.webhook.create(pytorch_job()))
-        await eventually(lambda: ("GET", _path("default")) in running.server.requests)
+        await until(lambda: ("GET", _path("default")) in running.server.requests)
         assert not creation.done()
         put_policy(running.server, policy_body())
         created, warnings = await creation

@@ -21,9 +21,10 @@ from keepstep_operator.certificates.keeper import Keeper, Published, Server
 from keepstep_operator.certificates.pki import Facts, Pair, facts, is_signed_by, split
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError, Unavailable
+from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.certificates.handshake import shakes_hands
-from tests.operator.loop import eventually, in_loop
+from tests.operator.loop import in_loop
 
 Body = dict[str, Any]
 DAY = timedelta(days=1)
@@ -370,15 +371,15 @@ async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
             },
         )  # fmt: skip
         try:
-            await eventually(lambda: _bundles(server)["inject"])
+            await until(lambda: _bundles(server)["inject"])
             server.put(WEBHOOKS, _webhooks(inject=""))
-            await eventually(lambda: _bundles(server)["inject"])
+            await until(lambda: _bundles(server)["inject"])
             server.down = True
-            await eventually(lambda: "round failed" in log.read_text())
+            await until(lambda: "round failed" in log.read_text())
             server.down = False
             server.delete(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)
             wanted = SECRETS.path("keepstep-reports-tls", namespace=NAMESPACE)
-            await eventually(lambda: wanted in server.objects)
+            await until(lambda: wanted in server.objects)
             process.terminate()
             assert await process.wait() == 0
         finally:

@@ -7,7 +7,7 @@ import datetime
 import io
 import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +77,6 @@ async def serving(cluster: StandIn, directory: Path) -> AsyncIterator[Served]:
         ) as port:
             yield Served(parts, cluster, tls, session, port)
         parts.stop()
-
-
-async def until(condition: Callable[[], Any], *, within_s: float = 10.0, what: str = "") -> Any:
-    """The first true value of `condition`, while the loop goes on."""
-    async with asyncio.timeout(within_s):
-        while not (value := condition()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return value
 
 
 def make_certificate(directory: Path) -> bytes:

@@ -16,9 +16,9 @@ from keepstep_operator.reconcile.graves import Grave
 from keepstep_operator.reconcile.helping import AGAIN_S, MOST_CLEANERS, PENDING_S, Helping
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.records import RunKey
+from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import KEY, T0, pod, run_object
-from tests.operator.reconcile.serving import until
 from tests.operator.reconcile.test_helpers import DEFAULTS, PATH, Move
 
 SYSTEM = DEFAULTS.namespace

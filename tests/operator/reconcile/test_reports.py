@@ -22,8 +22,9 @@ from keepstep_operator.reconcile.actions import AskJob
 from keepstep_operator.reconcile.handlers import asked
 from keepstep_operator.reconcile.records import Job, JobState, RunKey
 from keepstep_operator.reconcile.reports import LARGEST_REPORT_BYTES
+from tests.harness import until
 from tests.operator.reconcile.samples import Sidecar, later, step
-from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting, until
+from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 
 GOOD = "good-token"

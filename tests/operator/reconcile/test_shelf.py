@@ -15,6 +15,7 @@ from keepstep_operator.reconcile.pacing import Pacer
 from keepstep_operator.reconcile.records import NodeRecord
 from keepstep_operator.reconcile.shelf import AT_ONCE, Shelf
 from keepstep_operator.reconcile.watching import NodeClient
+from tests.harness import until
 from tests.operator.reconcile.samples import (
     IMAGE_BYTES,
     KEY,
@@ -25,7 +26,6 @@ from tests.operator.reconcile.samples import (
     run_object,
     step,
 )
-from tests.operator.reconcile.serving import until
 from tests.operator.reconcile.standin import StandIn
 from tests.operator.reconcile.test_tiers import ARCHIVE
 

@@ -13,8 +13,8 @@ import pytest
 from keepstep.agreement import choose
 from keepstep.protocol import RestoredRequest
 from keepstep.steps import StepId, Tier
-from tests.harness import eventually
-from tests.operator.reconcile.serving import Served, serving, until
+from tests.harness import eventually, until
+from tests.operator.reconcile.serving import Served, serving
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 from tests.sidecar.pods import Pod
 from tests.sidecar.trainer import FakeTrainer

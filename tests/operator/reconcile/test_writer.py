@@ -13,8 +13,8 @@ from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.pacing import Pacer, Throttle
 from keepstep_operator.reconcile.records import RunKey
 from keepstep_operator.reconcile.writer import Writer
+from tests.harness import until
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod
-from tests.operator.reconcile.serving import until
 from tests.operator.reconcile.standin import StandIn
 
 PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
