@@ -26,8 +26,9 @@ from typing import Any
 from keepstep.reports import Peer
 from keepstep_sidecar.peer.credentials import FileCredentials
 from keepstep_sidecar.peer.settings import Files
+from tests.harness import until
 from tests.peer.authority import Authority
-from tests.peer.nodes import Node, running, until
+from tests.peer.nodes import Node, running
 from tests.volume.images import empty_slot
 
 CHUNK = 8 << 20
