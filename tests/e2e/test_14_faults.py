@@ -181,7 +181,8 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     restored = life.first - 1
     in_archive = rotten % 10 == 0  # or on its way there: then its whole twin may be restored
     assert archived - 1 <= restored < rotten + in_archive, "the newest step that verifies"
-    runs.same_losses(life, reference)
+    if restored in copies or restored % 10 == 0:  # else a twin's, whose generators are its own
+        runs.same_losses(life, reference)
     record_property("lost_steps", max(0, last - restored))
     refused = [one for one in tiers.said(namespace, MASTER) if one["event"] == "copy refused"]
     assert {_step(str(one["step"])) for one in refused} == {rotten}, refused
@@ -282,10 +283,14 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
 
 
 def _no_room(kubectl: Kubectl) -> str:
-    """What the run says of a drive that is full; '' while it says nothing."""
+    """What is said of a drive that is full; '' while nothing is. A condition says it only as long
+    as it is so: what retention frees may be enough for a while."""
     said = [
         str(one["message"])
         for kind in ("Committing", "Replicated")
         if (one := runs.condition(kubectl, kind))["status"] == "False"
     ]
-    return next((text for text in said if "0 free" in text or "no space" in text.lower()), "")
+    said += [
+        str(one["reason"]) for one in tiers.said(kubectl, MASTER) if one["event"] == "copy not sent"
+    ]
+    return next((one for one in said if " free" in one or "no space" in one.lower()), "")
