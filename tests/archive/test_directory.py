@@ -20,6 +20,7 @@ from keepstep_sidecar.archive.directory import DirectoryStore
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
 from tests.archive.conftest import commit, running, write_step
+from tests.harness import until
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
 
 
@@ -192,6 +193,25 @@ def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
             assert await depot.drain(timeout_s=10)
             assert (await depot.look()).complete == {step_id(20)}
             assert depot.status().trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_gone(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        archive_dir.rmdir()
+        async with running(config(archive_dir)) as depot:
+            commit(depot, write_step(local, 10))
+            await until(lambda: depot.status().trouble)
+            depot.forget([step_id(10)])
+            failures = depot.status().failures
+            await until(lambda: depot.status().failures > failures + 1)
+            assert depot.status().backlog == 0
+            assert "mount it" in depot.status().trouble
+            archive_dir.mkdir()
+            await until(lambda: not depot.status().trouble)
 
     asyncio.run(scenario())
 

@@ -282,6 +282,14 @@ def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:
     assert "100" in message
 
 
+def test_an_archive_that_is_away_is_told_of_when_all_that_waited_was_retired() -> None:
+    play, pods, sidecars = archived()
+    away = ReportedDepot(tier=Tier.ARCHIVE, where="s3://ckpt", trouble="connection refused")
+    sidecars[0].more = {"depots": (away,)}
+    play.hear(pods[0], sidecars[0].report())
+    assert play.condition(ARCHIVED)[:2] == ("False", "Troubled")
+
+
 def test_an_archive_that_is_down_is_told_with_the_newest_step_there() -> None:
     play, pods, sidecars = archived()
     depot = ReportedDepot(

@@ -145,13 +145,14 @@ def _without_address(run: Run) -> Iterator[str]:
 
 
 def _troubled(run: Run, tier: Tier) -> Verdict | None:
-    """What a sidecar says of its way there, when something waits for it."""
+    """What a sidecar says of its way there, when something waits for it. An archive that is away is
+    told of also between two steps that are due: those that waited may have been retired."""
     waiting = [
         (run.pods[place.pod].name, depot)
         for _, place in sorted(run.host.places.items())
         if place.pod in run.pods and not place.gone
         for depot in place.report.depots
-        if depot.tier is tier and depot.backlog
+        if depot.tier is tier and (depot.backlog or tier is Tier.ARCHIVE)
     ]
     for pod, depot in waiting:
         if depot.trouble:

@@ -210,7 +210,8 @@ class ArchiveDepot:
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
     async def _work(self) -> None:
-        if self._backlog.waiting():
+        # after a failure also when all that waited was retired: only an answer ends the trouble
+        if self._backlog.waiting() or self._trouble:
             survey = await self._survey()
             if survey.conflict:
                 raise StorageError(survey.conflict)
