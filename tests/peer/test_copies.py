@@ -19,6 +19,14 @@ from tests.volume.images import RUN, empty_slot, step_id
 Make = Callable[..., Node]
 
 
+async def sent(here: Node, buddy: Node, *steps: int) -> None:
+    """Steps of rank 0 that became durable here, and then the buddy's copies, one by one."""
+    for step in steps:
+        _, found = here.write(step, rank=0)
+        here.depot.durable(found)
+        await until(lambda step=step: (step, 0) in buddy.copies())
+
+
 def test_the_depot_is_what_the_service_expects(node: Make) -> None:
     async def story() -> None:
         one = node(0)
@@ -145,10 +153,7 @@ def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> None:
         here, buddy = node(0), node(1)
         here.knows(buddy, buddies=(buddy,))
         async with running(here, buddy):
-            for step in (1, 2, 3):
-                _, found = here.write(step, rank=0)
-                here.depot.durable(found)
-                await until(lambda step=step: (step, 0) in buddy.copies())
+            await sent(here, buddy, 1, 2, 3)
             assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
             here.depot.committed(step_id(2), {})
             await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
@@ -184,10 +189,7 @@ def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: Make) 
         here, buddy = node(0), node(1)
         here.knows(buddy, buddies=(buddy,))
         async with running(here, buddy):
-            for step in (1, 2, 3):
-                _, found = here.write(step, rank=0)
-                here.depot.durable(found)
-                await until(lambda step=step: (step, 0) in buddy.copies())
+            await sent(here, buddy, 1, 2, 3)
             here.depot.committed(step_id(2), {})
             await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
             assert await buddy.depot.make_room(1 << 60)
@@ -202,10 +204,7 @@ def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) 
         here, buddy = node(0), node(1)
         here.knows(buddy, buddies=(buddy,))
         async with running(here, buddy):
-            for step in (1, 2, 3):
-                _, found = here.write(step, rank=0)
-                here.depot.durable(found)
-                await until(lambda step=step: (step, 0) in buddy.copies())
+            await sent(here, buddy, 1, 2, 3)
         again = node(1)  # and nobody sends to it any more
         async with running(again):
             await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])

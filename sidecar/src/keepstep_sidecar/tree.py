@@ -20,6 +20,9 @@ from pathlib import Path
 
 from keepstep.steps import StepId, shard_name
 
+LOCK = ".lock"
+RECORD = "run.json"
+
 _SHARD = re.compile(r"^rank-(\d{5,})-of-(\d{5,})\.safetensors$")
 _TEMPORARY = re.compile(r"^\.(.+)\.tmp-\d+-\d+$")
 
@@ -48,11 +51,11 @@ class Tree:
 
     @property
     def lock(self) -> Path:
-        return self.root / ".lock"
+        return self.root / LOCK
 
     @property
     def record(self) -> Path:
-        return self.root / "run.json"
+        return self.root / RECORD
 
     @property
     def pending(self) -> Path:

@@ -17,6 +17,7 @@ from keepstep.status import Status, StepStatus
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.places import Places
+from keepstep_sidecar.tree import Tree
 
 if TYPE_CHECKING:
     from keepstep_sidecar.scan import Found, Refused, Scan
@@ -164,7 +165,7 @@ def _epochs(places: Places) -> tuple[Epoch, ...]:
     epochs: dict[object, Epoch] = {}
     for root in places.roots:
         try:
-            record = runrecord.load(root / "run.json", run=places.run)
+            record = runrecord.load(Tree(root).record, run=places.run)
         except (KeepstepError, OSError):
             continue
         epochs.update({epoch.id: epoch for epoch in record.epochs})

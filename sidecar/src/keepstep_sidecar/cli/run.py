@@ -22,6 +22,7 @@ from keepstep_sidecar.cli.parameters import (
 from keepstep_sidecar.cli.places import Options, Places, Service, places_of, run_name, save_service
 from keepstep_sidecar.peer.options import peer_options
 from keepstep_sidecar.peer.settings import PeerSettings
+from keepstep_sidecar.tree import Tree
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
@@ -156,7 +157,7 @@ def _newest_epoch(places: Places) -> int:
     newest = 0
     for root in places.roots:
         with suppress(KeepstepError, OSError):
-            record = runrecord.load(root / "run.json", run=places.run)
+            record = runrecord.load(Tree(root).record, run=places.run)
             newest = max([newest, *(one.id.number for one in record.epochs)])
     return newest
 

@@ -19,13 +19,11 @@ from pathlib import Path
 
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.preparing import mount_of
+from keepstep_sidecar.tree import LOCK, RECORD
 
-LOCK = ".lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
-
-_RECORD = "run.json"
 _CLOCKS_APART_S = 600.0
 
 
@@ -104,7 +102,7 @@ def _written(directory: int) -> float:
     """When a step was last begun or removed there, or the record replaced; unix seconds."""
     times = [os.fstat(directory).st_mtime]
     with contextlib.suppress(FileNotFoundError):
-        times.append(_lstat(directory, _RECORD).st_mtime)
+        times.append(_lstat(directory, RECORD).st_mtime)
     return max(times)
 
 
