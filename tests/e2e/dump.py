@@ -21,6 +21,28 @@ def namespace(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     _logs(system, place)
 
 
+def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
+    """Where every trainer stands: its connections, what the kernel knows of its threads and, on its
+    standard error, Python's stacks (it must run with PYTHONFAULTHANDLER). Best effort."""
+    place.mkdir(parents=True, exist_ok=True)
+    for pod in kubectl.list("pods", "keepstep.dev/injected"):
+        name = pod["metadata"]["name"]
+        try:
+            node, pid = cluster.process(pod, "pytorch")
+            said = cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid))
+            cluster.on_node(node, "kill", "-ABRT", pid)  # as the first of its container it lives on
+        except (RuntimeError, KeyError, ValueError) as error:
+            said = f"no process of the trainer: {error}"
+        (place / f"{name}.stacks.txt").write_text(said)
+
+
+_THREADS = """cd /proc/{pid}; tr '\\0' ' ' <cmdline; echo
+grep -E 'State|Threads|SigPnd|ShdPnd|SigCgt' status; cat net/tcp net/tcp6
+for task in task/*; do
+  echo "$task $(cat $task/comm) $(cat $task/wchan) $(cat $task/syscall)"; cat $task/stack
+done 2>&1"""
+
+
 def _logs(kubectl: Kubectl, place: Path) -> None:
     try:
         pods = kubectl.list("pods")

@@ -70,7 +70,9 @@ class Kubectl:
         found = [one for one in self.list("events") if one.get("reason") == reason]
         return sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"]))
 
-    def eventually(self, look: Callable[[], Any], *, within_s: float = 60.0, what: str = "") -> Any:
+    def eventually(
+        self, look: Callable[[], Any], *, within_s: float = 120.0, what: str = ""
+    ) -> Any:
         """The first true answer of `look`, which may fail while the API server is away."""
 
         def answer() -> Any:

@@ -70,9 +70,7 @@ def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
 
     life = runs.restarted(namespace, within_s=300)
     assert life.first - 1 >= archived
-    namespace.eventually(
-        lambda: runs.status(namespace)["world"] == 3, within_s=60, what="three ranks"
-    )
+    namespace.eventually(lambda: runs.status(namespace)["world"] == 3, what="three ranks")
     assert runs.committed_beyond(namespace, life.first) > life.first
     record_property("lost_steps", max(0, last - life.first + 1))
 

@@ -120,11 +120,11 @@ def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_br
     usual, slowed = _pace_s(before, 20, 60), _pace_s(during, stopped_at + 5, stopped_at + 60)
     measured["a step with a buddy"] = usual
     measured["a step while the buddy stands still"] = slowed
-    assert slowed < 1.5 * usual
+    # who waits for a buddy waits for seconds: the rest is left to what else the machine does
+    assert slowed < 3 * usual
     tiers.beyond(namespace, "peer", during.last)
 
-    copies = f"{_directory(namespace, run, 1)}/peers"
-    cluster.on_node(two, "find", copies, "-name", "rank-*", "-delete")
+    tiers.delete_copies(cluster, two, _directory(namespace, run, 1))
     runs.kill_trainer(cluster, namespace, WORKER, tiers.SIDECAR)
     at = runs.training_beyond(namespace, 0).last
     tiers.beyond(namespace, "peer", at)

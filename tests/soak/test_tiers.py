@@ -82,9 +82,14 @@ def _teams(cluster: Cluster, seed: int) -> Iterator[list[Team]]:
         stack.callback(_swept, cluster, teams)
         for one in teams:
             one.start()
-        for one in teams:
-            one.well(within_s=300)
-        yield teams
+        try:
+            for one in teams:
+                one.well(within_s=300)
+            yield teams
+        except BaseException:
+            for one in teams:
+                dump.stacks(cluster, one.kubectl, _SCRATCH / "teams" / one.name)
+            raise
 
 
 def _swept(cluster: Cluster, teams: list[Team]) -> None:

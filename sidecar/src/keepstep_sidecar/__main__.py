@@ -134,6 +134,8 @@ def main(directories: tuple[Path, ...], **options: Any) -> None:
     if len(chosen) > 1:
         raise click.UsageError(f"choose one of {_flags(_ACTIONS)}")
     action = chosen[0] if chosen else ""
+    if options["gone_since"] is not None and action != "clean":
+        raise click.UsageError("--gone-since goes with --clean only")
     if bool(directories) is not (action in _OF_DIRECTORIES):
         raise click.UsageError(
             f"--{action} needs at least one DIR"
