@@ -127,6 +127,16 @@ REFUSED = [
         "everySteps or every, not both",
     ),
     Case(
+        "kept twice on the volumes",
+        spec(retention={"local": {"every": "6h", "everySteps": 9}}),
+        "retention.local takes everySteps or every, not both",
+    ),
+    Case(
+        "kept for too long on the volumes",
+        spec(retention={"local": {"last": 1, "every": "9000h"}}),
+        "retention.local.every must be from 1m to 8760h",
+    ),
+    Case(
         "kept for a moment",
         archive(retention={"archive": {"every": "1s"}}, s3={"bucket": "a"}),
         "from 1m to 8760h",

@@ -86,6 +86,14 @@ def test_other_options_replace_the_lingering_sidecar_and_keep_its_memory(
     assert len(keepstep.json("steps")["steps"]) == 1
 
 
+def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    said = keepstep("run", "--keep", "1", "--keep-every", "3", "--", PYTHON, "train.py", "8", "-1")
+    assert "the newest 1 committed steps and one every 3 steps are kept" in said.stderr
+    kept = [one["step"] for one in keepstep.json("steps")["steps"]]
+    assert sorted(kept) == [0, 3, 6, 7]
+
+
 def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: Keepstep) -> None:
     wait = "touch ready; while [ ! -e go ]; do sleep 0.01; done"
     with keepstep.start("run", "--run", "a", "--", "sh", "-c", wait) as running:

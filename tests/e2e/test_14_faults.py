@@ -161,7 +161,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     one, two = cluster.workers()
     stores.start(namespace)
     job = tiers.job(one, two, run=run)
-    namespace.apply(tiers.policy(), job)
+    namespace.apply(tiers.policy(kept=6), job)  # copies come some steps behind what is kept here
     archived = tiers.beyond(namespace, "archive", 20)
     tiers.beyond(namespace, "peer", archived)
     last = runs.training_beyond(namespace, 0).last

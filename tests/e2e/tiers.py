@@ -15,14 +15,15 @@ POLICY = "all-tiers"
 SIDECAR = "keepstep-sidecar"
 
 
-def policy(path: str = HOST_PATH, *, archive_every: int = 10, **spec: Any) -> Object:
-    """Memory, a directory of the node, a buddy and an archive that forgets nothing."""
+def policy(path: str = HOST_PATH, *, archive_every: int = 10, kept: int = 2, **spec: Any) -> Object:
+    """Memory, a directory of the node with the last `kept` steps, a buddy and an archive that
+    forgets nothing."""
     body = jobs.policy(
         POLICY,
         host_path=True,
         peers={"replicas": 1},
         archive=stores.archive(every=archive_every),
-        retention={"local": {"last": 2}, "archive": {"last": 1000}},
+        retention={"local": {"last": kept}, "archive": {"last": 1000}},
         **spec,
     )
     body["spec"]["volumes"][0]["hostPath"]["path"] = path

@@ -54,6 +54,21 @@ def test_a_full_volume_gives_up_one_step_at_a_time_the_oldest_first(
     assert "evicted" in sidecar.text()
 
 
+def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
+    sidecars: Sidecars, trainers: Trainers
+) -> None:
+    limits = ("--keep", "2", "--keep-every", "2", "--capacity", str(5 * MIB + MIB // 2))
+    sidecar = sidecars().start(*limits)
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    train(sidecar, trainer, range(1, 7))
+    eventually(lambda: published(sidecar) == [2, 4, 5, 6])
+    assert sidecar.get("/v1/status")["warnings"] == []
+    train(sidecar, trainer, range(7, 11))
+    eventually(lambda: published(sidecar) == [4, 6, 8, 9, 10])
+    (warning,) = sidecar.get("/v1/status")["warnings"]
+    assert "the newest 2 and one every 2 steps" in warning
+
+
 def test_steps_that_the_policy_does_not_keep_go_without_a_warning(
     sidecars: Sidecars, trainers: Trainers
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from keepstep.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
@@ -48,7 +49,7 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
         catalog = Catalog(
             volumes,
             Slotkeeper(tmp_path / "memory", run="run"),
-            keep=2,
+            keep=Retention(),
             executor=threads,
             changes=Changes(),
             busy=lambda id: False,

@@ -1,10 +1,11 @@
-"""A new run whose policy has peers: nothing is anywhere, and the operator must say so."""
+"""Before the operator has said who the others are: nothing is here, and they may hold something."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from operator_host import OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer
 
-from keepstep.steps import Answer
+from keepstep.steps import Answer, Tier
+from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
 pytestmark = pytest.mark.timeout(90)
@@ -73,3 +75,50 @@ def test_while_a_pod_has_not_reported_nobody_says_that_there_is_nothing(
     found = come(pod, trainers).candidates()
     assert found.answer is Answer.UNKNOWN
     assert "not heard of all pods" in found.reason
+
+
+@pytest.fixture
+def archive(operator: OperatorHost, pod: Pod, trainers: Trainers, tmp_path: Path) -> Path:
+    """It holds a step of the pod that has no drive and no memory any more, and is down."""
+    made = tmp_path / "archive"
+    made.mkdir()
+    operator.all_peers = True
+    pod.end()
+    pod.start(**PEERS, **archived(made))
+    trainer = come(pod, trainers).begin_run()
+    assert trainer.wait(trainer.stage(10), "committed", flush=True).reached
+    eventually(lambda: list(made.rglob("step.json")))
+    pod.end()
+    pod.lose_memory()
+    shutil.rmtree(pod.volume)
+    return made
+
+
+def archived(archive: Path) -> dict[str, str]:
+    return {"KEEPSTEP_ARCHIVE": str(archive), "KEEPSTEP_ARCHIVE_EVERY": "1"}
+
+
+def test_a_rank_that_finds_an_archived_step_waits_for_pods_that_may_hold_a_newer_one(
+    operator: OperatorHost, pod: Pod, trainers: Trainers, archive: Path
+) -> None:
+    """The operator was made anew at the same time, and has not heard of them yet."""
+    operator.all_peers = False
+    trainer = come(pod.start(**PEERS, **archived(archive)), trainers)
+    eventually(lambda: pod.text().count("not heard of all pods") >= 2)
+    later = threading.Timer(8.0, lambda: setattr(operator, "all_peers", True))
+    later.start()
+    found = trainer.candidates(timeout_s=60.0)
+    assert operator.all_peers, "it was heard before the vote"
+    later.join()
+    assert [(one.id.step, one.tier) for one in found.candidates] == [(10, Tier.ARCHIVE)]
+
+
+def test_without_an_operator_a_rank_goes_on_from_the_archive_after_a_while(
+    operator: OperatorHost, pod: Pod, trainers: Trainers, archive: Path
+) -> None:
+    operator.stop()
+    trainer = come(pod.start(**PEERS, **archived(archive)), trainers)
+    began = time.monotonic()
+    found = trainer.candidates(timeout_s=5.0)
+    assert time.monotonic() - began >= 5.0, "it might have come back"
+    assert [one.id.step for one in found.candidates] == [10]

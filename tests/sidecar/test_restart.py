@@ -6,6 +6,7 @@ import http.client
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,45 @@ def test_retention_keeps_the_newest_committed_steps(
         assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
     eventually(lambda: len(list(sidecar.root.glob("0*"))) == 2)
     assert {StepId.parse(path.name).step for path in sidecar.root.glob("0*")} == {4, 5}
+
+
+def test_retention_keeps_every_so_many_steps_beside_the_newest(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--keep", "1", "--keep-every", "4")
+    trainer = trainers(sidecar.socket).begin_run()
+    for step in range(1, 11):
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
+    eventually(lambda: _published(sidecar) == [4, 8, 10])
+
+
+def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_life(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--keep", "1", "--keep-every", "2s")
+    trainer = trainers(sidecar.socket).begin_run()
+    began, step = time.monotonic(), 0
+    while time.monotonic() - began < 5:  # two or three spans begin meanwhile
+        step += 1
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
+    eventually(lambda: 3 <= len(_published(sidecar)) <= 5)
+    kept = _published(sidecar)
+    assert kept[0] == 1
+    assert kept[-1] == step
+    sidecar.kill()
+    sidecar.start("--keep", "1", "--keep-every", "2s")
+    again = trainers(sidecar.socket)
+    again.connect()
+    again.register()
+    again.restored(next_epoch(again.candidates().candidates[-1].id))
+    assert again.wait(again.stage(step + 1), "committed", flush=True).reached
+    eventually(lambda: _published(sidecar)[-1] == step + 1)
+    # the newest one of then may have been the first of its span
+    assert [one for one in _published(sidecar) if one < step] == kept[:-1]
+
+
+def _published(sidecar: SidecarProcess) -> list[int]:
+    return sorted(StepId.parse(path.name).step for path in sidecar.root.glob("0*"))
 
 
 def test_a_full_volume_gives_up_older_commits_and_never_the_newest(

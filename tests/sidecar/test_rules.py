@@ -40,6 +40,7 @@ def test_failures_are_retried_after_half_a_minute_at_the_latest(
     failures: int, chance: float
 ) -> None:
     assert 0.5 <= Rhythm().backoff_s(failures, chance=chance) <= 30.0
+    assert 0.5 <= Rhythm().backoff_s(failures, urgent=True, chance=chance) <= 4.0, "it is awaited"
 
 
 def test_an_answer_that_somebody_waits_for_is_asked_for_every_second() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
+from keepstep.retention import Retention
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.origins import LocalReader
@@ -36,7 +37,7 @@ def catalog(volumes: VolumeSet, tmp_path: Path) -> Iterator[Catalog]:
         yield Catalog(
             volumes,
             Slotkeeper(tmp_path / "memory", run=RUN),
-            keep=9,
+            keep=Retention(last=9),
             executor=threads,
             changes=Changes(),
             busy=lambda id: False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e import jobs
 from tests.e2e.cluster import ROOT, Cluster
 
 _QUICK = """
@@ -25,6 +27,13 @@ def cluster() -> Iterator[Cluster]:
         made.up()
         for node in made.workers():
             made.on_node(node, "sh", "-c", _QUICK)
+        system = made.kubectl.namespaced("default")
+        job = json.dumps(jobs.pytorch_job(policy=None))
+        # kubelets that begin anew take pods from their Services for a while: webhooks, too
+        made.kubectl.eventually(
+            lambda: system("create", "--dry-run=server", "-f", "-", input=job),
+            what="jobs are admitted",
+        )
         yield made
     finally:
         made.down()

@@ -37,9 +37,7 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
     stores.start(namespace)
     job = tiers.job(*cluster.workers(), run=namespace.namespace)
     tiny(job, "--step-seconds", str(STEP_S))
-    policy = tiers.policy(archive_every=_EVERY)
-    policy["spec"]["retention"]["local"]["last"] = _KEPT
-    namespace.apply(policy, job)
+    namespace.apply(tiers.policy(archive_every=_EVERY, kept=_KEPT), job)
     tiers.beyond(namespace, "archive", 20)
     namespace("scale", "deployment/s3", "--replicas=0")
     time.sleep(_WARM_S)  # its first retries are part of what is compared with

@@ -28,6 +28,20 @@ class Retention:
         if (self.every_steps or 1) < 1 or (self.every_s or 1.0) <= 0:
             raise ValueError("every_steps and every_s must be positive")
 
+    @property
+    def every(self) -> str | None:
+        """What stays beside the last ones, as options name it: `1000` steps, or `21600s`."""
+        if self.every_steps is not None:
+            return str(self.every_steps)
+        return None if self.every_s is None else f"{self.every_s}s"
+
+    def __str__(self) -> str:
+        """For people: `the newest 2 and one every 1000 steps`. Without pins."""
+        beside = "" if self.every_steps is None else f" and one every {self.every_steps} steps"
+        if self.every_s is not None:
+            beside += f" and one every {self.every_s:.0f} s"
+        return f"the newest {self.last}{beside}"
+
 
 def retired(
     committed: Collection[StepId],

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from keepstep.retention import Retention
 from keepstep_operator.fields import Fields
 
 HOSTNAME: Final = "kubernetes.io/hostname"
@@ -73,22 +74,12 @@ class Directory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Which archived steps stay: the newest `last`, and either every `every_steps`-th or one a span
-    of `every_s` seconds; pinned ones in any case."""
-
-    last: int = 3
-    every_steps: int | None = None
-    every_s: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Committed steps whose number `every` divides go there."""
+    """Committed steps whose number `every` divides go there. `kept`: which ones stay."""
 
     store: Bucket | Directory
     every: int = 1000
-    kept: Kept = Kept()
+    kept: Retention = field(default_factory=lambda: Retention(last=3))
 
     @property
     def bucket(self) -> Bucket | None:
@@ -133,18 +124,18 @@ def parse_archive(spec: Fields) -> Archive | None:
     return Archive(
         store=_directory(store) if given[0] == "directory" else _bucket(given[0], store),
         every=fields.number("every", 1000, least=1, most=_MOST_STEPS),
-        kept=_kept(retention),
+        kept=parse_retention(retention.child("archive"), 3, most=100_000),
     )
 
 
-def _kept(retention: Fields) -> Kept:
-    fields = retention.child("archive")
+def parse_retention(fields: Fields, last: int, *, most: int) -> Retention:
+    """Which steps of a tier stay; `last` where it is left out. Raises PolicyError."""
     steps = fields.value("everySteps")
     every = fields.value("every")
     if steps is not None and every is not None:
         raise fields.wrong("", "takes everySteps or every, not both")
-    return Kept(
-        last=fields.number("last", 3, least=1, most=100_000),
+    return Retention(
+        last=fields.number("last", last, least=1, most=most),
         every_steps=(
             None if steps is None else fields.number("everySteps", 1, least=1, most=_MOST_STEPS)
         ),

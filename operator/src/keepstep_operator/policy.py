@@ -10,11 +10,18 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from keepstep_operator.beyond import Archive, Peers, parse_archive, parse_peers
+from keepstep.retention import Retention
+from keepstep_operator.beyond import (
+    Archive,
+    Peers,
+    parse_archive,
+    parse_peers,
+    parse_retention,
+)
 from keepstep_operator.bodies import Body
 from keepstep_operator.fields import Fields, PolicyError
 
@@ -91,7 +98,7 @@ class Policy:
     """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
 
     `memory_limit_bytes`: for the slots of all ranks of one pod; the sidecar gets `overhead_bytes`
-    beside it. `persist_every`: None with mode Auto. `keep`: newest committed steps that stay.
+    beside it. `persist_every`: None with mode Auto. `keep`: committed steps that stay on volumes.
     `spec`: as it stands in the object, for snapshots; nobody reads fields from it.
     """
 
@@ -105,7 +112,7 @@ class Policy:
     persist_mode: PersistMode = PersistMode.AUTO
     persist_every: int | None = None
     accounting: Accounting = Accounting.ADD
-    keep: int = 2
+    keep: Retention = field(default_factory=Retention)
     verify: Verify = Verify.FULL
     restore_timeout_s: int = 600
     cpu_millicores: int = 100
@@ -151,7 +158,7 @@ def parse_policy(body: Body) -> Policy:
         persist_mode=mode,
         persist_every=persist_every,
         accounting=spec.choice("accounting", Accounting.ADD),
-        keep=spec.child("retention").child("local").number("last", 2, least=1, most=1000),
+        keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
         verify=restore.choice("verify", Verify.FULL),
         restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
         cpu_millicores=resources.millicores("cpu", "100m"),

@@ -41,6 +41,10 @@ _LONGEST_START_S = 300.0
 _ASK_FOR_S, _ASK_AGAIN_S = 6.0, 0.5
 """A rank that holds nothing is told that this is unknown only after so long."""
 
+_NEWER_S = 60.0
+"""A rank that holds nothing here, but finds something in an archive, waits so long for the operator
+to introduce the pods that may hold something newer."""
+
 _SOON_S = 0.3
 
 _LONGEST_PAUSE_S = 30.0
@@ -58,6 +62,7 @@ class Beyond:
         self._looked_at = -_STALE_S
         self._told: tuple[tuple[Peer, ...], str, bool] | None = None
         self._asking = 0
+        self._meeting = 0
         self.awaits = ""
 
     @property
@@ -95,32 +100,49 @@ class Beyond:
             await asyncio.sleep(_RETRY_S if self._remotes.unknown else _LOOK_EVERY_S)
             await self.look()
 
-    async def look(self) -> None:
-        """Ask all depots anew."""
-        await self._catalog.look_beyond()
+    async def look(self, *, anew: bool = False) -> None:
+        """Ask all depots; `anew` as in `Remotes.look`."""
+        await self._catalog.look_beyond(anew=anew)
         self._looked_at = time.monotonic()
 
+    async def _look_at_peers(self) -> None:
+        try:
+            await self.look(anew=True)
+        finally:
+            self._meeting -= 1
+            self._changes.ring()
+
     async def fresh(self, *, held: bool, timeout_s: float) -> None:
-        """Before a vote: know what depots hold. `held`: the rank has something here, and does not
-        wait for long."""
+        """Before a vote: know what depots hold. `held`: the rank has something in this pod, and
+        does not wait for long."""
         if not self.depots:
             return
         wait_s = min(timeout_s, _PATIENCE_S) if held else timeout_s
-        await self._changes.until(lambda: self._remotes.looked, timeout_s=wait_s)
+        await self._changes.until(lambda: self._remotes.looked and self._met, timeout_s=wait_s)
         if held:
             return
         self._asking += 1
         self._changes.ring()
-        deadline = time.monotonic() + min(timeout_s, _LONGEST_START_S)
         try:
-            while (left_s := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, _LONGEST_LOOK_S)):
-                        await self._seen()
-                if self._remotes.ids or not (self._awaits_others and self._answered):
-                    return
+            await self._introduced(timeout_s)
         finally:
             self._asking -= 1
+
+    async def _introduced(self, timeout_s: float) -> None:
+        """Look until every pod that may hold something was asked, or it takes too long: that is
+        sooner where something is known to go on from, and where no operator is there."""
+        began = time.monotonic()
+        longest, newer = (began + min(timeout_s, one) for one in (_LONGEST_START_S, _NEWER_S))
+        while (now := time.monotonic()) < longest:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(longest - now, _LONGEST_LOOK_S)):
+                    await self._seen()
+            if not self._awaits_others:
+                await self._changes.until(lambda: self._met, timeout_s=_LONGEST_LOOK_S)
+                return
+            if time.monotonic() >= (longest if self._nothing_but_an_operator else newer):
+                return
+            await self._changes.until(lambda: not self._awaits_others, timeout_s=_ASK_AGAIN_S)
 
     async def _seen(self) -> None:
         """Look, and look again while nothing is known: where all pods of a run begin at once, one
@@ -133,6 +155,15 @@ class Beyond:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
             await self.look()
+
+    @property
+    def _nothing_but_an_operator(self) -> bool:
+        return self._answered and not self._remotes.ids
+
+    @property
+    def _met(self) -> bool:
+        """The pods that the operator named last were asked."""
+        return not self._meeting
 
     @property
     def _awaits_others(self) -> bool:
@@ -161,7 +192,8 @@ class Beyond:
         for depot in self.depots:
             if isinstance(depot, Acquainted):
                 depot.peers_are(peers, awaits=awaits, complete=complete)
-                spawn(self.look(), "look at peers")
+                self._meeting += 1
+                spawn(self._look_at_peers(), "look at peers")
 
     async def arrival(self, *, timeout_s: float) -> None:
         """Before a vote: wait for what the operator is making reachable, and look at it.
@@ -173,7 +205,7 @@ class Beyond:
             return
         if self.awaits:
             await self._changes.until(lambda: not self.awaits, timeout_s=timeout_s)
-            await self.look()
+            await self.look(anew=True)
         deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
         while not self.address and self._told and self._told[0] and self._remotes.unknown:
             if time.monotonic() > deadline:

@@ -66,7 +66,7 @@ class Catalog:
         volumes: VolumeSet,
         keeper: Slotkeeper,
         *,
-        keep: int,
+        keep: Retention,
         executor: Executor,
         changes: Changes,
         busy: Callable[[StepId], bool],
@@ -92,7 +92,7 @@ class Catalog:
         self.ledger = Ledger(
             LedgerConfig(
                 tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
-                retention={Tier.LOCAL: Retention(last=keep)},
+                retention={Tier.LOCAL: keep},
             )
         )
         self._executor = executor
@@ -142,10 +142,10 @@ class Catalog:
         await self.refresh()
         self._changes.ring()
 
-    async def look_beyond(self) -> None:
-        """Ask the depots what they hold; the ledger hears of it."""
+    async def look_beyond(self, *, anew: bool = False) -> None:
+        """Ask the depots what they hold; the ledger hears of it. `anew`: see `Remotes.look`."""
         first = not self.remotes.looked
-        if not await self.remotes.look() and not first:
+        if not await self.remotes.look(anew=anew) and not first:
             return
         await self._tell(self.telling.beyond())
         self._changes.ring()

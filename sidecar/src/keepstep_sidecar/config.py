@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from keepstep.errors import UsageError
 from keepstep.reports import PATH
+from keepstep.retention import Retention
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.fork import Fork, require_archive
 from keepstep_sidecar.peer.settings import PeerSettings
@@ -47,7 +48,7 @@ class Config:
     """`volumes`: directories that hold runs; this run's root is `<volume>/<run>`.
 
     `memory_limit_bytes`: for the slots of all ranks of this machine; None: what the tmpfs has.
-    `keep`: committed steps kept on local volumes. `capacity_bytes`: limit of each volume.
+    `keep`: which committed steps stay on local volumes. `capacity_bytes`: limit of each volume.
     `bytes_per_second`: limit of all writes together. `linger_s`: end by itself when no trainer was
     there for so long, and the process `owner_pid` is gone; None: never. `reporting` None: nobody
     but this sidecar sees the run, so its ranks are all there are, unless a trainer says otherwise.
@@ -62,7 +63,7 @@ class Config:
     memory_limit_bytes: int | None = None
     stage_every: int = 1
     persist_every: int = 1
-    keep: int = 2
+    keep: Retention = field(default_factory=Retention)
     capacity_bytes: int | None = None
     io_threads: int = 4
     bytes_per_second: int | None = None
@@ -83,8 +84,8 @@ class Config:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
         if self.slots < 2:
             raise UsageError(f"--slots {self.slots}: a rank needs at least 2, 4 are better")
-        if min(self.stage_every, self.persist_every, self.keep, self.io_threads) < 1:
-            raise UsageError("--stage-every, --persist-every, --keep, --io-threads start at 1")
+        if min(self.stage_every, self.persist_every, self.io_threads) < 1:
+            raise UsageError("--stage-every, --persist-every, --io-threads start at 1")
         if self.bytes_per_second is not None and self.bytes_per_second < 1:
             raise UsageError("--bytes-per-second starts at 1; leave it out for no limit")
         if self.peers is not None and self.peers.files is None and self.reporting is None:

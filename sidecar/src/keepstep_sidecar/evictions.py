@@ -7,7 +7,7 @@ expendable, and that never includes the newest commit.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.retention import Retention, evicted
 from keepstep.steps import StepId
@@ -17,12 +17,12 @@ from keepstep_sidecar.scan import Found
 
 @dataclass
 class Evictions:
-    """`keep`: committed steps that the policy keeps. `count`: steps evicted since the start.
+    """`keep`: what the policy keeps. `count`: steps evicted since the start.
 
     `short`: the volumes have no room for so many.
     """
 
-    keep: int
+    keep: Retention
     count: int = 0
     short: bool = False
 
@@ -42,9 +42,10 @@ class Evictions:
         spared = frozenset(sizes.keys() - set(expendable))
         return evicted(
             sizes,
-            Retention(last=self.keep, pinned=spared),
+            replace(self.keep, pinned=spared),
             limit_bytes=sum(sizes.values()) - max(1, missing_bytes),
             unfinished=unfinished,
+            written_at=_times(shards),
         )
 
     def note(self, ids: Collection[StepId]) -> None:
@@ -52,11 +53,14 @@ class Evictions:
         self.count += len(ids)
         self.short = self.short or bool(ids)
         for id in ids:
-            warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
+            warn("evicted", step=str(id), reason="the volumes are full", keep=str(self.keep))
 
     def see(self, *, committed: int) -> None:
-        """So many committed steps lie on the volumes: with one to spare, there is room again."""
-        if committed > self.keep:
+        """So many committed steps lie on the volumes: with one to spare, there is room again.
+
+        Not where the policy keeps more than the last ones: that grows, and is short again soon.
+        """
+        if committed > self.keep.last and self.keep.every is None:
             self.short = False
 
     @property
@@ -65,6 +69,12 @@ class Evictions:
         if not self.short:
             return ""
         return (
-            f"the volumes are full: not all of the {self.keep} committed steps that the policy"
-            " keeps fit on them, the oldest go early. Raise the capacity or keep fewer steps"
+            f"the volumes are full: not all committed steps that the policy keeps ({self.keep}) fit"
+            " on them, the oldest go early. Raise the capacity or keep fewer steps"
         )
+
+
+def _times(shards: Mapping[StepId, Mapping[int, Found]]) -> dict[StepId, float]:
+    """When the last shard of each step was written, where that is known."""
+    times = {id: [one.written_at or 0.0 for one in held.values()] for id, held in shards.items()}
+    return {id: max(each) for id, each in times.items() if any(each)}

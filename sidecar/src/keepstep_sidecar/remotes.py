@@ -50,11 +50,14 @@ class Remotes:
 
     # --- looking -----------------------------------------------------------------------------
 
-    async def look(self) -> bool:
+    async def look(self, *, anew: bool = False) -> bool:
         """Ask every depot what it holds. Returns whether anything is different from before.
 
-        Whoever asks meanwhile waits for the same answers.
+        Whoever asks meanwhile waits for the same answers; `anew`: only for those to a question that
+        begins from now on.
         """
+        if anew and self._looking is not None and not self._looking.done():
+            await asyncio.wait({self._looking})
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="look at depots")
         return await asyncio.shield(self._looking)

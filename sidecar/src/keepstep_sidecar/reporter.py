@@ -30,6 +30,9 @@ _log = logging.getLogger("keepstep.sidecar")
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
+_LONGEST_URGENT_BACKOFF_S = 4.0
+"""An operator that was made anew must hear of all pods before it can introduce them."""
+
 _URGENT_S = 1.0
 _MEASURE_EVERY_S = 10.0
 _MEASURE_TIMEOUT_S = 5.0
@@ -77,10 +80,11 @@ class Rhythm:
             return max(self.least_gap_s, _URGENT_S)
         return self.interval_s * (0.8 + 0.4 * chance)
 
-    def backoff_s(self, failures: int, *, chance: float) -> float:
+    def backoff_s(self, failures: int, *, urgent: bool = False, chance: float) -> float:
         """How long to wait after the `failures`-th failure in a row."""
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
-        return min(exponential, _LONGEST_BACKOFF_S) * (0.5 + 0.5 * chance)
+        longest = _LONGEST_URGENT_BACKOFF_S if urgent else _LONGEST_BACKOFF_S
+        return min(exponential, longest) * (0.5 + 0.5 * chance)
 
 
 class Reporter:
@@ -140,7 +144,7 @@ class Reporter:
 
     async def _until_due(self) -> None:
         if self._failures:
-            await self._pause(self._rhythm.backoff_s(self._failures, chance=random.random()))
+            await self._after_failures()
             return
         silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
         await self._changes.until(
@@ -148,6 +152,18 @@ class Reporter:
             timeout_s=silence_s - self._since(),
         )
         await self._pause(self._rhythm.least_gap_s - self._since())
+
+    async def _after_failures(self) -> None:
+        """The pause ends sooner when somebody begins to wait for the answer."""
+        failed_at, chance = time.monotonic(), random.random()
+
+        def is_over() -> bool:
+            urgent = self._look.urgent()
+            pause_s = self._rhythm.backoff_s(self._failures, urgent=urgent, chance=chance)
+            return self._finishing or time.monotonic() - failed_at >= pause_s
+
+        while not is_over():
+            await self._changes.until(is_over, timeout_s=1.0)
 
     async def _pause(self, seconds: float) -> None:
         await self._changes.until(lambda: self._finishing, timeout_s=seconds)

@@ -31,7 +31,7 @@ class Found:
     """A sealed shard. `layout` is the parsed header; `root` and `params_digest` are hex.
 
     `params_digest` is None when the image has no parameters. `published`: the step's directory is
-    visible to readers, because the step was committed.
+    visible to readers, because the step was committed. `written_at`: unix seconds.
     """
 
     path: Path
@@ -44,6 +44,7 @@ class Found:
     root: str
     params_digest: str | None
     published: bool
+    written_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,7 @@ def _found(fd: int, path: Path, *, run: str, published: bool) -> Found:
         root=control.root or "",
         params_digest=(control.sections or {}).get(Section.PARAMS.value),
         published=published,
+        written_at=control.written_at,
     )
 
 

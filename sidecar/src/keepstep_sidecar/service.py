@@ -25,7 +25,7 @@ from keepstep.protocol import (
 )
 from keepstep.reports import ReportedRestore, ReportReply
 from keepstep.schedule import Grid
-from keepstep.steps import StepId
+from keepstep.steps import StepId, Tier
 from keepstep_sidecar.beyond import Beyond
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
@@ -55,6 +55,8 @@ _LAST_WORD_S = 3.0
 
 _FIRST_WORD_S = 3.0
 """How long a vote waits for the operator's first answer; without one, the newest step wins."""
+
+_IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
 
 _ARRIVAL_S = 60.0
 """How long a vote waits for shards that the operator is making reachable; then it says that it does
@@ -265,10 +267,10 @@ class Service:
         lease = self.trainers.leases.require(request.lease)
         if not await self.changes.until(lambda: self.catalog.scanned, timeout_s=request.timeout_s):
             raise refuse("starting", "the volumes are still being scanned; ask again")
-        held = bool(self.restorer.held(lease.rank))
-        await self.beyond.fresh(held=held, timeout_s=request.timeout_s)
-        if (reporter := self.reporter) is not None:  # a person may want to go back
+        if (reporter := self.reporter) is not None:  # others may hold more, or one is to go back
             await self.changes.until(lambda: reporter.tried, timeout_s=_FIRST_WORD_S)
+        here = any(one.tier in _IN_THE_POD for one in self.restorer.held(lease.rank).values())
+        await self.beyond.fresh(held=here, timeout_s=request.timeout_s)
         await self.beyond.arrival(timeout_s=min(request.timeout_s, _ARRIVAL_S))
         return self.restorer.candidates(lease)
 

@@ -42,11 +42,12 @@ class Verify(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
-    """A shard that is on the medium. Digests in hex, CPU seconds of the threads."""
+    """A shard that is on the medium. Digests in hex, CPU seconds of the threads, unix seconds."""
 
     root: str
     sections: Mapping[str, str]
     threads_cpu_s: float
+    written_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,12 @@ class ShardFile:
         faults.point("write.control-sync")
         self.filesystem.sync_data(self.fd)
         sealed = ControlPage.from_bytes(seal)
-        return Sealed(root=sealed.root or "", sections=sealed.sections or {}, threads_cpu_s=cpu_s)
+        return Sealed(
+            root=sealed.root or "",
+            sections=sealed.sections or {},
+            threads_cpu_s=cpu_s,
+            written_at=sealed.written_at,
+        )
 
     def _write_data(
         self, view: memoryview, layout: Layout, pace: Pace

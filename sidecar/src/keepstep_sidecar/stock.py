@@ -97,6 +97,7 @@ def as_found(written: Written, layout: Layout, control: ControlPage) -> Found:
         root=written.root,
         params_digest=written.sections.get("params"),
         published=False,
+        written_at=written.written_at,
     )
 
 
@@ -106,6 +107,7 @@ def _held(found: Found) -> Held:
         world=found.world,
         root=found.root,
         params_digest=found.params_digest,
+        written_at=found.written_at,
         twins=found.layout.twins,
         bytes=found.bytes,
     )

@@ -33,7 +33,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex.
+    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex;
+    `written_at` in unix seconds.
 
     `seconds` is 0 when the shard was durable already.
     """
@@ -46,6 +47,7 @@ class Written:
     cpu_s: float
     root: str
     sections: Mapping[str, str]
+    written_at: float | None
 
 
 @dataclass(kw_only=True)
@@ -101,6 +103,7 @@ class Writer:
             cpu_s=sealed.threads_cpu_s + time.thread_time() - cpu_started,
             root=sealed.root,
             sections=sealed.sections,
+            written_at=sealed.written_at,
         )
 
     def _durable(self, control: ControlPage) -> Written | None:
@@ -129,6 +132,7 @@ class Writer:
             cpu_s=0.0,
             root=sealed.root or "",
             sections=sealed.sections or {},
+            written_at=sealed.written_at,
         )
 
     @contextlib.contextmanager

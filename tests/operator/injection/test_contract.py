@@ -20,7 +20,7 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         HOST_PATH,
         stage={"every": 5},
         persist={"mode": "Fixed", "every": 100},
-        retention={"local": {"last": 3}, "archive": {"last": 5, "every": "6h"}},
+        retention={"local": {"last": 3, "every": "12h"}, "archive": {"last": 5, "every": "6h"}},
         restore={"verify": "Seal"},
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
         peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"},
@@ -54,6 +54,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert given["metrics_port"] == 9464
     found = {name: given.get(name) for name in ("stage_every", "persist_every", "keep")}
     assert found == {"stage_every": 5, "persist_every": 100, "keep": 3}
+    assert given["keep_every"] == (None, 12 * 3600)
     assert given["io_threads"] == 2
     assert given["peer_listen"] == ":9465"
     assert given["peer_advertise"] == "10.0.0.7:9465"

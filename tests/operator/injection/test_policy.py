@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep_operator.beyond import Archive, Bucket, Kept, Peers
+from keepstep.retention import Retention
+from keepstep_operator.beyond import Archive, Bucket, Peers
 from keepstep_operator.fields import PolicyError
 from keepstep_operator.policy import (
     Accounting,
@@ -37,7 +38,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
         }
     )
     assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
-    assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, 2)
+    assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, Retention())
     assert (parsed.persist_mode, parsed.persist_every) == (PersistMode.AUTO, None)
     assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
     assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 4)
@@ -113,6 +114,10 @@ def test_each_source_is_read() -> None:
         ),
         ({"retention": {"archive": {"last": 3}}}, r"spec.retention.archive: has no effect"),
         (
+            {"retention": {"local": {"every": "6h", "everySteps": 9}}},
+            r"spec.retention.local: takes everySteps or every, not both",
+        ),
+        (
             {"archive": {"s3": {"bucket": "a"}}, "retention": {"archive": {"every": "1s"}}},
             r"spec.retention.archive.every: 1s is not from 60s",
         ),
@@ -183,9 +188,15 @@ def test_what_lies_beyond_the_pod_is_read() -> None:
     assert parsed.archive == Archive(
         store=Bucket(kind="s3", name="ckpt", secret="s3"),
         every=500,
-        kept=Kept(last=5, every_s=6 * 3600),
+        kept=Retention(last=5, every_s=6 * 3600),
     )
-    assert parsed.keep == 2, "of the volumes, as before"
+    assert parsed.keep == Retention(last=2), "of the volumes, as before"
+
+
+def test_what_stays_on_the_volumes_is_read() -> None:
+    found = policy(retention={"local": {"last": 3, "everySteps": 500}})
+    assert found.keep == Retention(last=3, every_steps=500)
+    assert policy(retention={"local": {"every": "6h"}}).keep == Retention(last=2, every_s=6 * 3600)
 
 
 def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one() -> None:
@@ -193,7 +204,7 @@ def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one
     assert policy(peers={}).peers == Peers(replicas=1, topology_key="kubernetes.io/hostname")
     kept = policy(archive={"gcs": {"bucket": "b"}}).archive
     assert kept is not None
-    assert (kept.every, kept.kept) == (1000, Kept(last=3))
+    assert (kept.every, kept.kept) == (1000, Retention(last=3))
 
 
 def test_two_namespaces_never_meet_in_one_bucket() -> None:

@@ -145,6 +145,9 @@ def test_peers_are_found_at_the_pods_own_address() -> None:
 def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
     found = _given(archive=S3, retention={"archive": {"everySteps": 9}})
     assert (found["KEEPSTEP_ARCHIVE_KEEP"], found["KEEPSTEP_ARCHIVE_KEEP_EVERY"]) == ("3", "9")
+    assert "KEEPSTEP_KEEP_EVERY" not in found
+    found = _given(retention={"local": {"last": 1, "everySteps": 9}})
+    assert (found["KEEPSTEP_KEEP"], found["KEEPSTEP_KEEP_EVERY"]) == ("1", "9")
 
 
 def test_without_them_a_pod_has_no_word_of_either() -> None:

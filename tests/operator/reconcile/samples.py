@@ -63,7 +63,7 @@ def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
 
 
 def policy(**changes: Any) -> PolicyRecord:
-    record = PolicyRecord(namespace=KEY.namespace, name="default", generation=1, keep=2)
+    record = PolicyRecord(namespace=KEY.namespace, name="default", generation=1)
     return replace(record, **changes)
 
 

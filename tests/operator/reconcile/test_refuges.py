@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from keepstep.ledger import Held
 from keepstep.reports import Report, ReportedRank
+from keepstep.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep_operator.reconcile.host import Host
 from keepstep_operator.reconcile.places import Sender
@@ -42,7 +43,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.host = Host()
-        self.host.configure(keep=2, pins=())
+        self.host.configure(keep=Retention(), pins=())
         self.sequence = 0
 
     def hear(self, *, local: list[int], peer: list[int]) -> None:

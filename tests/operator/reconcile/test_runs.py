@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from keepstep.reports import ReportedVolume
+from keepstep.retention import Retention
 from keepstep.steps import Tier
 from keepstep_operator.reconcile.actions import AskJob, DeleteRun, NameFreshStart
 from keepstep_operator.reconcile.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
@@ -385,7 +386,7 @@ def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
     for one in sidecars:
         one.durable(95, 100)
     play.hear_all(*zip(pods, sidecars, strict=True))
-    play.note(play.book.policy_seen(policy(generation=2, keep=1)))
+    play.note(play.book.policy_seen(policy(generation=2, keep=Retention(last=1))))
     assert play.book.reply(pods[0].uid, at=play.now).retire == (step(90),)
     assert "has changed" in play.status.warnings[0]
     play.see(replace(pods[0], policy_generation=2))
@@ -397,9 +398,31 @@ def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
     assert play.status.policy.generation == 2
 
 
+def test_steps_that_the_policy_keeps_beside_the_newest_are_not_retired() -> None:
+    pods = [pod(0), pod(1)]
+    kept = policy(keep=Retention(last=1, every_steps=20))
+    play = Play(*pods, known_policy=kept)
+    sidecars = [Sidecar(rank=rank).durable(10, 20, 30, 40, 50) for rank in range(2)]
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.book.reply(pods[0].uid, at=play.now).retire == (step(10), step(30))
+
+
+def test_the_first_step_of_every_span_that_the_policy_keeps_is_not_retired() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods, known_policy=policy(keep=Retention(last=1, every_s=3600.0)))
+    for rank, one in enumerate(pods):
+        sidecar = Sidecar(rank=rank).durable(10, 20, 30, 40, 50)
+        at = {10: 7200.0, 20: 7300.0, 30: 10799.0, 40: 10800.0, 50: 10900.0}
+        report = sidecar.report()
+        (ours,) = report.ranks
+        timed = tuple(replace(held, written_at=at[held.id.step]) for held in ours.local)
+        play.hear(one, replace(report, ranks=(replace(ours, local=timed),)))
+    assert play.book.reply(pods[0].uid, at=play.now).retire == (step(20), step(30))
+
+
 def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:
     play, *_ = running()
-    broken = policy(generation=2, keep=2, problem=("InvalidMemory", "spec.memory: too small"))
+    broken = policy(generation=2, problem=("InvalidMemory", "spec.memory: too small"))
     play.note(play.book.policy_seen(broken))
     assert play.status.policy is not None
     assert play.status.policy.generation == 1
@@ -408,7 +431,10 @@ def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:
 
 def test_a_run_without_an_accepted_policy_has_nothing_retired() -> None:
     pods = [pod(0), pod(1)]
-    play = Play(*pods, known_policy=policy(keep=1, problem=("HostPathNotAllowed", "not here")))
+    play = Play(
+        *pods,
+        known_policy=policy(keep=Retention(last=1), problem=("HostPathNotAllowed", "not here")),
+    )
     for rank, one in enumerate(pods):
         play.hear(one, Sidecar(rank=rank).durable(10, 20, 30).report())
     assert play.status.policy is None

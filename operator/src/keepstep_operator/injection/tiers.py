@@ -87,7 +87,7 @@ def _schedule(archive: Archive) -> dict[str, str | int | None]:
     return {
         "KEEPSTEP_ARCHIVE_EVERY": archive.every,
         "KEEPSTEP_ARCHIVE_KEEP": kept.last,
-        "KEEPSTEP_ARCHIVE_KEEP_EVERY": f"{kept.every_s}s" if kept.every_s else kept.every_steps,
+        "KEEPSTEP_ARCHIVE_KEEP_EVERY": kept.every,
     }
 
 

@@ -49,8 +49,8 @@ class Safety:
 class Host:
     """The ledger of one run and the places that feed it."""
 
-    def __init__(self, *, keep: int = 2) -> None:
-        self._config = LedgerConfig(retention={Tier.LOCAL: Retention(last=keep)})
+    def __init__(self) -> None:
+        self._config = LedgerConfig(retention={Tier.LOCAL: Retention()})
         self.ledger = Ledger(self._config)
         self.places: dict[int, Place] = {}
         self.helpers: dict[int, Place] = {}
@@ -66,7 +66,7 @@ class Host:
 
     # --- changing ------------------------------------------------------------------------
 
-    def configure(self, *, keep: int, pins: Iterable[StepId], archived: bool = False) -> None:
+    def configure(self, *, keep: Retention, pins: Iterable[StepId], archived: bool = False) -> None:
         """What the policy and the CheckpointRun ask to keep on local. `archived`: the run has an
         archive, so that it must answer, too, before a start at step 0 is right.
 
@@ -77,7 +77,7 @@ class Host:
             replace(
                 self._config,
                 tiers=_TIERS + ((Tier.ARCHIVE,) if archived else ()),
-                retention={Tier.LOCAL: Retention(last=keep, pinned=frozenset(pins))},
+                retention={Tier.LOCAL: replace(keep, pinned=frozenset(pins))},
             )
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.retention import Retention
 from keepstep_operator.beyond import Archive, Peers
 
 
@@ -91,7 +92,7 @@ class PolicyRecord:
     generation: int
     uid: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    keep: int = 2
+    keep: Retention = field(default_factory=Retention)
     persist_every: int | None = None
     slots: int = 4
     run_ttl_s: float = 7 * 24 * 3600.0

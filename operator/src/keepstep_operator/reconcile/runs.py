@@ -15,6 +15,7 @@ from types import MappingProxyType
 from keepstep import ledger
 from keepstep.ledger import AlarmKind
 from keepstep.reports import Report, ReportReply
+from keepstep.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep_operator.reconcile import helpers, texts
 from keepstep_operator.reconcile.actions import (
@@ -207,7 +208,7 @@ class Run:
         self.finished_at = None if self.pods else past.finished_at
 
     def _configure(self) -> None:
-        keep = self.policy.keep if self.policy else 2
+        keep = self.policy.keep if self.policy else Retention()
         archived = self.policy is not None and self.policy.archive is not None
         self._adviser.forget()
         self.host.configure(keep=keep, pins=self.pins, archived=archived)

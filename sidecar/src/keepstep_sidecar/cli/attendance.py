@@ -66,6 +66,7 @@ def sidecar_arguments(service: Service) -> tuple[str, ...]:
         "--stage-every": options.stage_every,
         "--persist-every": options.persist_every,
         "--keep": options.keep,
+        "--keep-every": options.keep_every,
         "--capacity": options.capacity_bytes,
         "--linger": options.linger_s,
         "--owner-pid": os.getpid(),
@@ -88,7 +89,7 @@ def _archive_values(options: Options) -> dict[str, object]:
         "--archive": archive.url,
         "--archive-every": archive.every,
         "--archive-keep": keep.last,
-        "--archive-keep-every": f"{keep.every_s}s" if keep.every_s else keep.every_steps,
+        "--archive-keep-every": keep.every,
         "--archive-endpoint": archive.endpoint,
         "--archive-region": archive.region,
     }

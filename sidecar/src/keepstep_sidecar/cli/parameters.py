@@ -63,8 +63,25 @@ def run_option(*, default: str) -> Callable[[Command], Command]:
 
 
 def keeping_options(command: Command) -> Command:
-    """What is kept, and where it must fit: the options of the sidecar that `keepstep run` has."""
-    return functools.reduce(lambda inner, option: option(inner), reversed(_KEEPING), command)
+    """What is kept, and where it must fit: the options of the sidecar that `keepstep run` has.
+    What stays on the volumes comes as one argument `keep`: Retention."""
+
+    @functools.wraps(command)
+    def with_retention(*args: Any, **options: Any) -> Any:
+        options["keep"] = _retention(options["keep"], options.pop("keep_every"))
+        return command(*args, **options)
+
+    outer = functools.reduce(lambda inner, one: one(inner), reversed(_KEEPING), with_retention)
+    return cast("Command", outer)
+
+
+def _retention(last: int, every: tuple[int | None, float | None] | None) -> Retention:
+    steps, seconds = every or (None, None)
+    return Retention(last=last, every_steps=steps, every_s=seconds)
+
+
+def _steps_or_seconds(text: str) -> tuple[int | None, float | None]:
+    return (int(text), None) if text.isdecimal() and int(text) else (None, parse_duration(text))
 
 
 _KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
@@ -101,7 +118,13 @@ _KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
         default=2,
         show_default=True,
         metavar="N",
-        help="Committed steps that stay on the volumes.",
+        help="Newest committed steps that stay on the volumes.",
+    ),
+    click.option(
+        "--keep-every",
+        metavar="K|DURATION",
+        callback=_parsed(_steps_or_seconds),
+        help="Keep every Kth step there, too, or the first of every DURATION, like 6h.",
     ),
     size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]"),
 )
@@ -138,15 +161,10 @@ def _archive(
     if not url:
         return None
     url = url if "://" in url else os.path.abspath(url)
-    steps, seconds = keep_every or (None, None)
-    retention = Retention(last=keep, every_steps=steps, every_s=seconds)
+    retention = _retention(keep, keep_every)
     return ArchiveConfig(
         url=url, every=every, endpoint=endpoint, region=region, retention=retention
     )
-
-
-def _steps_or_seconds(text: str) -> tuple[int | None, float | None]:
-    return (int(text), None) if text.isdecimal() and int(text) else (None, parse_duration(text))
 
 
 _ARCHIVE: Final[tuple[Callable[[Any], Any], ...]] = (

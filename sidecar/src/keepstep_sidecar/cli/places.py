@@ -34,8 +34,8 @@ _PYTHON_FILE = re.compile(r"\.py[w]?$")
 class Options:
     """What the service of a run was asked for. A service with other options is replaced.
 
-    `archive`, `peers`: as their `to_plain` tells it. `restore_from`: see `rollback.Wish`, like
-    `restore_since`.
+    `keep`, `keep_every`: `last` and `every` of a Retention. `archive`, `peers`: as their `to_plain`
+    tells it. `restore_from`: see `rollback.Wish`, like `restore_since`.
     """
 
     slots: int = 4
@@ -43,6 +43,7 @@ class Options:
     stage_every: int = 1
     persist_every: int = 1
     keep: int = 2
+    keep_every: str | None = None
     capacity_bytes: int | None = None
     linger_s: float = 900.0
     archive: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ import signal
 
 from keepstep_sidecar.cli.holdings import Holdings, Step
 from keepstep_sidecar.cli.places import Options, Places, Service
-from keepstep_sidecar.cli.quantities import format_duration
+from keepstep_sidecar.cli.quantities import format_duration, parse_duration
 
 
 def started(service: Service, held: Holdings | None, *, adopted: bool) -> str:
@@ -22,7 +22,15 @@ def started(service: Service, held: Holdings | None, *, adopted: bool) -> str:
 def _kept(options: Options) -> str:
     staged = _every(options.stage_every, "staged")
     persisted = _every(options.persist_every, "made durable")
-    return f"{staged}, {persisted}, the newest {options.keep} committed steps are kept"
+    return f"{staged}, {persisted}, {_of_volumes(options)} are kept"
+
+
+def _of_volumes(options: Options) -> str:
+    newest, every = f"the newest {options.keep} committed steps", options.keep_every
+    if every is None:
+        return newest
+    span = f"{every} steps" if every.isdecimal() else format_duration(parse_duration(every))
+    return f"{newest} and one every {span}"
 
 
 def _every(steps: int, what: str) -> str:

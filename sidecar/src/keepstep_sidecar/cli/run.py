@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.retention import Retention
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.cli.parameters import (
     archive_options,
@@ -72,7 +73,7 @@ def run(
     memory_limit: int | None,
     stage_every: int,
     persist_every: int,
-    keep: int,
+    keep: Retention,
     capacity: int | None,
     restarts: int,
     restore_from: str,
@@ -103,7 +104,8 @@ def run(
         memory_limit_bytes=memory_limit,
         stage_every=stage_every,
         persist_every=persist_every,
-        keep=keep,
+        keep=keep.last,
+        keep_every=keep.every,
         capacity_bytes=capacity,
         linger_s=linger,
         archive=archive.to_plain() if archive else None,
