@@ -17,7 +17,7 @@ from tests.soak.team import MASTER, PODS, STEP_S, tiny
 
 _AWAY_S = float(os.environ.get("KEEPSTEP_SOAK_AWAY_S", "600"))
 _WARM_S = 30.0
-_EVERY, _KEPT = 10, 400
+_EVERY, _KEPT = 10, 200
 _GROWTH_MIB = 16.0
 
 
@@ -38,7 +38,9 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
     job = tiers.job(*cluster.workers(), run=namespace.namespace)
     tiny(job, "--step-seconds", str(STEP_S))
     namespace.apply(tiers.policy(archive_every=_EVERY, kept=_KEPT), job)
-    tiers.beyond(namespace, "archive", 20)
+    # as many steps lie there as ever will: what grows from now on does so as the archive is away
+    warm = runs.training_beyond(namespace, 2 * _KEPT, within_s=300)
+    tiers.beyond(namespace, "archive", 2 * _KEPT)
     namespace("scale", "deployment/s3", "--replicas=0")
     time.sleep(_WARM_S)  # its first retries are part of what is compared with
     before = _resident_mib(cluster, namespace)
@@ -48,7 +50,7 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
     assert runs.condition(namespace, "Archived")["status"] == "False", "it is said"
     life = runs.training_beyond(namespace, 0)
     assert life.first == 0, "the trainers never ended"
-    assert life.last > 0.7 * _AWAY_S / STEP_S, "and were not slowed"
+    assert life.last - warm.last > 0.7 * _AWAY_S / STEP_S, "and were not slowed"
     print(f"sidecars: {before} MiB, after {_AWAY_S:g} s {after} MiB", flush=True)
     for pod, mib in after.items():
         assert mib < before[pod] + _GROWTH_MIB, f"{pod}: from {before[pod]} to {mib} MiB"
@@ -61,7 +63,7 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
     late = [step for step in steps if newest < step <= life.last]
     print(f"caught up with {late}, kept were those from about {life.last - _KEPT} on", flush=True)
     # what is kept moves on while the store starts and is found again
-    assert len(late) >= _KEPT // _EVERY // 2, "all that was kept, not only the newest"
+    assert len(late) >= _KEPT // _EVERY // 4, "all that was kept, not only the newest"
 
 
 def _resident_mib(cluster: Cluster, kubectl: Kubectl) -> dict[str, float]:
