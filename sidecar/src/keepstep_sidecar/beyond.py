@@ -140,7 +140,8 @@ class Beyond:
             if not self._awaits_others:
                 await self._changes.until(lambda: self._met, timeout_s=_LONGEST_LOOK_S)
                 return
-            if time.monotonic() >= (longest if self._nothing_but_an_operator else newer):
+            worth_it = self._answered and not self._remotes.ids
+            if time.monotonic() >= (longest if worth_it else newer):
                 return
             await self._changes.until(lambda: not self._awaits_others, timeout_s=_ASK_AGAIN_S)
 
@@ -155,10 +156,6 @@ class Beyond:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
             await self.look()
-
-    @property
-    def _nothing_but_an_operator(self) -> bool:
-        return self._answered and not self._remotes.ids
 
     @property
     def _met(self) -> bool:

@@ -267,7 +267,7 @@ class Service:
         lease = self.trainers.leases.require(request.lease)
         if not await self.changes.until(lambda: self.catalog.scanned, timeout_s=request.timeout_s):
             raise refuse("starting", "the volumes are still being scanned; ask again")
-        if (reporter := self.reporter) is not None:  # others may hold more, or one is to go back
+        if (reporter := self.reporter) is not None:  # it tells of others, and of a way back
             await self.changes.until(lambda: reporter.tried, timeout_s=_FIRST_WORD_S)
         here = any(one.tier in _IN_THE_POD for one in self.restorer.held(lease.rank).values())
         await self.beyond.fresh(held=here, timeout_s=request.timeout_s)
