@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep  # keepstep
 
 VOCABULARY = 256  # bytes
-DROPOUT = 0.1  # draws from torch's RNG in every step: only a restored RNG gives the same losses
 WARMUP_STEPS = 10
 PEAK_LR = 4e-3
 
@@ -48,7 +47,7 @@ PEAK_LR = 4e-3
 class Block(nn.Module):
     """A transformer block: causal self-attention and an MLP, both behind a LayerNorm."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm_attention = nn.LayerNorm(width)
@@ -57,7 +56,7 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(DROPOUT)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_attention(x)))
@@ -74,11 +73,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out. Input embedding and output layer are tied."""
 
-    def __init__(self, *, layers: int, width: int, context: int) -> None:
+    def __init__(self, *, layers: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, max(1, width // 32)) for _ in range(layers)))
+        heads = max(1, width // 32)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._initialise)
@@ -194,7 +194,9 @@ def learning_rate(steps: int) -> Any:
 
 def train(args: argparse.Namespace, place: Place) -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank ...
-    model: nn.Module = GPT(layers=args.layers, width=args.width, context=args.context)
+    model: nn.Module = GPT(
+        layers=args.layers, width=args.width, context=args.context, dropout=args.dropout
+    )
     model.to(place.device)
     if place.world > 1:
         model = DistributedDataParallel(model)
@@ -249,6 +251,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--context", type=int, default=64, help="bytes per window")
+    # it draws from torch's generator in every step: only a restored one gives the same losses
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-file", type=Path, help="append a JSON line a step; - prints")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="least time of a step")

@@ -58,6 +58,16 @@ def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
     assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
+def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
+    done = torchrun(2, 3, -1, tmp_path / "log")
+    assert "random generators" not in done.stderr
+    done = torchrun(3, 5, -1, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "random generators" in line]
+    assert len(said) == 1
+    assert "keepstep: rank 2 goes on from what other ranks saved of step 0001." in said[0]
+
+
 def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
     from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp

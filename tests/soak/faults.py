@@ -21,7 +21,7 @@ class Fault:
     very step. `share`: how often, beside the others. `ends`: the trainers end by it; else they must
     not. `alone`: it strikes all teams, so nothing else happens meanwhile.
 
-    `within_s`: for a new step. A trainer that comes again may find the master's name still at the
+    `within_s`: for a new step. A trainer that comes again may still find its master's name at the
     address of a pod that is gone: the connection fails after two minutes (tcp_syn_retries), and
     torch tries again.
     """

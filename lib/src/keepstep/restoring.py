@@ -11,6 +11,7 @@ leaves behind are tensors that the next attempt fills, or nobody can train on (`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from keepstep.steps import StepId, Tier
 from keepstep.timeouts import RESTORE_S
 from keepstep.torn import Torn
 from keepstep.wrappers import after_loading
+
+log = logging.getLogger("keepstep")
 
 _SOURCES_S = 120.0
 
@@ -136,6 +139,13 @@ class Restoring:
         after_loading(self._components)
         if self._rng:
             rng.apply(self._rng_state)
+        if self._rng and not self._rng_state and not self._direct:
+            log.warning(
+                "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
+                " random generators is out of reach, they stay as they are",
+                self._rank,
+                self._id,
+            )
 
 
 def fits(layout: Layout, taken: Taken) -> bool:
