@@ -87,7 +87,9 @@ def test_other_options_replace_the_lingering_sidecar_and_keep_its_memory(
 
 
 def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> None:
-    keepstep.script("train.py", TRAIN)
+    save = "checkpointer.save(step)"
+    each = f"{save}; checkpointer.wait(step, 'committed', timeout=60)"  # no step is left out
+    keepstep.script("train.py", TRAIN.replace(save, each))
     said = keepstep("run", "--keep", "1", "--keep-every", "3", "--", PYTHON, "train.py", "8", "-1")
     assert "the newest 1 committed steps and one every 3 steps are kept" in said.stderr
     kept = [one["step"] for one in keepstep.json("steps")["steps"]]
