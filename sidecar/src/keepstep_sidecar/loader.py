@@ -96,9 +96,16 @@ class Loader:
             if index is None and not bank.failure:
                 self._grow(slots, bank)
             hopeless = bank.wanted == 0 and not self._leased(slots.rank)
-            return index is not None or bool(bank.failure) or hopeless
+            return index is not None or bool(bank.failure) or hopeless or overtaken()
+
+        def overtaken() -> bool:
+            """A prefetch, and the ranks have agreed on another step meanwhile."""
+            return self.agreed.get(slots.rank, id) != id
 
         await self._changes.until(reserved, timeout_s=600.0)
+        if index is None and overtaken():
+            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {id}"
+            raise NoMemoryError(text, code="no-slot")
         if index is None:
             why = bank.failure or f"{layout.size_bytes} bytes do not fit beside what is there"
             raise NoMemoryError(
@@ -120,4 +127,5 @@ class Loader:
             return beyond
         whole = set(self._catalog.ledger.whole())
         unlike = {id for id in sealed if id not in whole and planned.id in whole}
-        return {id for id in sealed if id < planned.id} | unlike | beyond
+        # what was agreed on counts, not the plan: a prefetch may still wait for a slot
+        return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}
