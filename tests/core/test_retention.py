@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,3 +166,9 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
     assert {id for id in held if id == last_commit} <= left
     later = [id for id in held if last_commit is None or id > last_commit]
     assert set(later[-2:]) <= left
+
+
+@pytest.mark.parametrize("wrong", [{"every_steps": 0}, {"every_s": 0.0}, {"every_s": -1.0}])
+def test_nothing_can_be_kept_every_zero_steps_or_seconds(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Retention(**wrong)

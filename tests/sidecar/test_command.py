@@ -94,6 +94,14 @@ def test_a_time_to_clean_by_is_refused_by_what_does_not_clean(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("option", ["--keep-every", "--archive-keep-every"])
+@pytest.mark.parametrize("nothing", ["0", "0s"])
+def test_a_span_of_nothing_is_refused(option: str, nothing: str) -> None:
+    done = run(option, nothing)
+    assert done.returncode == 2
+    assert f"'{nothing}' keeps nothing; write a number of steps, or a time like 6h" in done.stderr
+
+
 def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     done = run(
         *("--run", "gpt", "--memory-dir", str(tmp_path), "--volume", str(tmp_path)),

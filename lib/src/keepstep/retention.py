@@ -25,7 +25,7 @@ class Retention:
     def __post_init__(self) -> None:
         if self.last < 1:
             raise ValueError(f"retention must keep at least the last step, not {self.last}")
-        if (self.every_steps or 1) < 1 or (self.every_s or 1.0) <= 0:
+        if any(one is not None and one <= 0 for one in (self.every_steps, self.every_s)):
             raise ValueError("every_steps and every_s must be positive")
 
     @property

@@ -81,7 +81,11 @@ def _retention(last: int, every: tuple[int | None, float | None] | None) -> Rete
 
 
 def _steps_or_seconds(text: str) -> tuple[int | None, float | None]:
-    return (int(text), None) if text.isdecimal() and int(text) else (None, parse_duration(text))
+    steps = int(text) if text.isdecimal() else None
+    seconds = parse_duration(text) if steps is None else None
+    if not (steps or seconds):
+        raise ValueError(f"{text!r} keeps nothing; write a number of steps, or a time like 6h")
+    return steps, seconds
 
 
 _KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
