@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
 
+from keepstep.reports import Peer
 from keepstep.steps import Answer, Epoch, EpochId, Tier
+from keepstep_sidecar.beyond import Beyond
+from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.depots import DepotStatus, Inventory
 from keepstep_sidecar.remotes import Remotes
 
@@ -15,6 +21,8 @@ class Peers:
     """Answers when it is let, with what it knew when it was asked."""
 
     tier = Tier.PEER
+    address = "10.0.0.1:9465"
+    introduced = True
 
     def __init__(self) -> None:
         self.known: tuple[Epoch, ...] = ()
@@ -27,11 +35,16 @@ class Peers:
         await self.answers.wait()
         return Inventory(answer=Answer.NONE, epochs=known)
 
+    def peers_are(
+        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
+    ) -> None:
+        self.known = (MET,)
+
     def status(self) -> DepotStatus:
         return DepotStatus(tier=Tier.PEER, where="peers")
 
 
-async def _let_begin(work: asyncio.Task[bool]) -> None:
+async def _let_begin(work: asyncio.Task[Any]) -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     assert not work.done()
@@ -53,5 +66,36 @@ def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
         await asyncio.gather(before, shared, new, newer)
         assert peers.asked == 2, "one look for both who asked after it was named"
         assert remotes.epochs == (MET,)
+
+    asyncio.run(story())
+
+
+def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> None:
+    """Also that of a rank which holds something: it may be old."""
+
+    async def story() -> None:
+        peers = Peers()
+        peers.answers.set()
+        remotes = Remotes([peers])  # type: ignore[list-item]
+
+        async def look_beyond(*, anew: bool = False) -> None:
+            await remotes.look(anew=anew)
+
+        catalog: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
+        beyond = Beyond(catalog, Changes())
+        await beyond.look()
+        peers.answers.clear()
+        looks: list[asyncio.Task[None]] = []
+
+        def spawn(work: Coroutine[Any, Any, None], name: str) -> None:
+            looks.append(asyncio.create_task(work, name=name))
+
+        beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
+        vote = asyncio.create_task(beyond.fresh(held=True, timeout_s=60.0))
+        await _let_begin(vote)
+        peers.answers.set()
+        await vote
+        assert remotes.epochs == (MET,)
+        await asyncio.gather(*looks)
 
     asyncio.run(story())
