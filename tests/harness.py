@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from keepstep.steps import StepId
+
 
 def eventually(
     condition: Callable[[], Any], *, within_s: float = 60.0, what: str = "", every_s: float = 0.01
@@ -62,6 +64,10 @@ class SidecarProcess:
     def root(self) -> Path:
         """The run's directory on the volume."""
         return self.volume / self.run
+
+    def published(self) -> list[int]:
+        """Numbers of the steps that readers see, in order."""
+        return sorted(StepId.parse(path.name).step for path in self.root.glob("0*"))
 
     def start(self, *options: str, **environment: str) -> SidecarProcess:
         command = [*self.program, "--run", self.run]

@@ -25,7 +25,12 @@ def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     """Where every trainer stands: its connections, what the kernel knows of its threads and, on its
     standard error, Python's stacks (it must run with PYTHONFAULTHANDLER). Best effort."""
     place.mkdir(parents=True, exist_ok=True)
-    for pod in kubectl.list("pods", "keepstep.dev/injected"):
+    try:
+        pods = kubectl.list("pods", "keepstep.dev/injected")
+    except RuntimeError as error:
+        (place / "stacks.txt").write_text(str(error))
+        return
+    for pod in pods:
         name = pod["metadata"]["name"]
         try:
             node, pid = cluster.process(pod, "pytorch")

@@ -36,7 +36,3 @@ class Pod(SidecarProcess):
         """Steps of which shards lie on the volume, published or not."""
         found = [*self.root.glob("0*"), *self.root.glob("pending/0*")]
         return {int(path.name.rsplit("-", 1)[1]) for path in found if any(path.iterdir())}
-
-    def published(self) -> set[int]:
-        """Steps that readers see."""
-        return {int(path.name.rsplit("-", 1)[1]) for path in self.root.glob("0*")}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer
 
-from keepstep.steps import StepId
 from tests.harness import SidecarProcess, eventually
 
 MIB = 1 << 20
@@ -20,17 +19,13 @@ Trainers = Callable[..., FakeTrainer]
 pytestmark = pytest.mark.timeout(90)
 
 
-def published(sidecar: SidecarProcess) -> list[int]:
-    return sorted(StepId.parse(path.name).step for path in sidecar.root.glob("0*"))
-
-
 def train(sidecar: SidecarProcess, trainer: FakeTrainer, steps: range) -> list[list[int]]:
     """Commit each of these steps. Returns what lay on the volume after each of them."""
     kept = []
     for step in steps:
         waited = trainer.wait(trainer.stage(step), "committed", flush=True)
         assert waited.reached, waited.reason
-        kept.append(published(sidecar))
+        kept.append(sidecar.published())
     return kept
 
 
@@ -61,10 +56,10 @@ def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
     sidecar = sidecars().start(*limits)
     trainer = trainers(sidecar.socket, size=MIB).begin_run()
     train(sidecar, trainer, range(1, 7))
-    eventually(lambda: published(sidecar) == [2, 4, 5, 6])
+    eventually(lambda: sidecar.published() == [2, 4, 5, 6])
     assert sidecar.get("/v1/status")["warnings"] == []
     train(sidecar, trainer, range(7, 11))
-    eventually(lambda: published(sidecar) == [4, 6, 8, 9, 10])
+    eventually(lambda: sidecar.published() == [4, 6, 8, 9, 10])
     (warning,) = sidecar.get("/v1/status")["warnings"]
     assert "the newest 2 and one every 2 steps" in warning
 
@@ -75,7 +70,7 @@ def test_steps_that_the_policy_does_not_keep_go_without_a_warning(
     sidecar = sidecars().start("--keep", "2", "--capacity", str(5 * MIB))
     trainer = trainers(sidecar.socket, size=MIB).begin_run()
     train(sidecar, trainer, range(1, 8))
-    eventually(lambda: published(sidecar) == [6, 7])
+    eventually(lambda: sidecar.published() == [6, 7])
     status = sidecar.get("/v1/status")
     assert (status["evicted"], status["warnings"]) == (0, [])
 
@@ -94,7 +89,7 @@ def test_the_warning_ends_when_all_that_the_policy_keeps_has_room_again(
     other.unlink()
     train(sidecar, trainer, range(5, 9))
     eventually(lambda: not sidecar.get("/v1/status")["warnings"])
-    eventually(lambda: published(sidecar) == [6, 7, 8])
+    eventually(lambda: sidecar.published() == [6, 7, 8])
 
 
 def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
@@ -112,7 +107,7 @@ def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
         for one, id in zip(ranks, ids, strict=True):
             assert one.wait(id, "committed", flush=True).reached
         assert sidecar.get("/v1/status")["evicted"] == max(0, step - 4)
-    assert published(sidecar) == [5, 6, 7, 8]
+    assert sidecar.published() == [5, 6, 7, 8]
 
 
 @pytest.fixture

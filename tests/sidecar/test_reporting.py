@@ -123,7 +123,7 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(
     first = ranks[0].stage(1)
     assert ranks[0].wait(first, "durable", flush=True).reached
     assert not ranks[0].wait(first, "committed", timeout_s=0.5).reached
-    assert both[0].published() == set()
+    assert both[0].published() == []
     ranks[1].stage(1)
     for one in ranks:
         assert one.wait(first, "committed", flush=True).reached
@@ -443,7 +443,7 @@ def test_pods_whose_volumes_are_full_let_the_same_steps_go(
         id = stage(ranks, step)
         for one in ranks:
             assert one.wait(id, "committed", flush=True).reached
-    assert [pod.published() for pod in both] == [{5, 6, 7, 8, 9}] * 2
+    assert [pod.published() for pod in both] == [[5, 6, 7, 8, 9]] * 2
     eventually(lambda: any("volumes are full" in one for one in operator.newest(0).warnings))  # type: ignore[union-attr]
 
 

@@ -232,7 +232,7 @@ def test_retention_keeps_every_so_many_steps_beside_the_newest(
     trainer = trainers(sidecar.socket).begin_run()
     for step in range(1, 11):
         assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    eventually(lambda: _published(sidecar) == [4, 8, 10])
+    eventually(lambda: sidecar.published() == [4, 8, 10])
 
 
 def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_life(
@@ -244,8 +244,8 @@ def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_l
     while time.monotonic() - began < 5:  # two or three spans begin meanwhile
         step += 1
         assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    eventually(lambda: 3 <= len(_published(sidecar)) <= 5)
-    kept = _published(sidecar)
+    eventually(lambda: 3 <= len(sidecar.published()) <= 5)
+    kept = sidecar.published()
     assert kept[0] == 1
     assert kept[-1] == step
     sidecar.kill()
@@ -255,13 +255,9 @@ def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_l
     again.register()
     again.restored(next_epoch(again.candidates().candidates[-1].id))
     assert again.wait(again.stage(step + 1), "committed", flush=True).reached
-    eventually(lambda: _published(sidecar)[-1] == step + 1)
+    eventually(lambda: sidecar.published()[-1] == step + 1)
     # the newest one of then may have been the first of its span
-    assert [one for one in _published(sidecar) if one < step] == kept[:-1]
-
-
-def _published(sidecar: SidecarProcess) -> list[int]:
-    return sorted(StepId.parse(path.name).step for path in sidecar.root.glob("0*"))
+    assert [one for one in sidecar.published() if one < step] == kept[:-1]
 
 
 def test_a_full_volume_gives_up_older_commits_and_never_the_newest(

@@ -268,7 +268,11 @@ class Catalog:
             surplus = self.overview.crowded_out(self._live(), commit=self.last_commit())
         free = [id for id in surplus if not self._in_use(id)]
         return self.evictions.choose(
-            self.shards, free, unfinished=unfinished, missing_bytes=missing_bytes
+            self.shards,
+            free,
+            unfinished=unfinished,
+            missing_bytes=missing_bytes,
+            written_at=self.ledger.written_at(self.shards),
         )
 
     # --- the ledger's wishes -----------------------------------------------------------------

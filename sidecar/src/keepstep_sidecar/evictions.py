@@ -33,6 +33,7 @@ class Evictions:
         *,
         unfinished: Collection[StepId],
         missing_bytes: int,
+        written_at: Mapping[StepId, float],
     ) -> tuple[StepId, ...]:
         """Which steps to delete, so that `missing_bytes` come free; at least one if any may go.
 
@@ -45,7 +46,7 @@ class Evictions:
             replace(self.keep, pinned=spared),
             limit_bytes=sum(sizes.values()) - max(1, missing_bytes),
             unfinished=unfinished,
-            written_at=_times(shards),
+            written_at=written_at,
         )
 
     def note(self, ids: Collection[StepId]) -> None:
@@ -72,9 +73,3 @@ class Evictions:
             f"the volumes are full: not all committed steps that the policy keeps ({self.keep}) fit"
             " on them, the oldest go early. Raise the capacity or keep fewer steps"
         )
-
-
-def _times(shards: Mapping[StepId, Mapping[int, Found]]) -> dict[StepId, float]:
-    """When the last shard of each step was written, where that is known."""
-    times = {id: [one.written_at or 0.0 for one in held.values()] for id, held in shards.items()}
-    return {id: max(each) for id, each in times.items() if any(each)}

@@ -44,7 +44,7 @@ class Found:
     root: str
     params_digest: str | None
     published: bool
-    written_at: float | None = None
+    written_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

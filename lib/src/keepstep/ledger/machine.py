@@ -7,7 +7,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from keepstep.ledger import restorable
 from keepstep.ledger.alarms import (
@@ -132,6 +132,14 @@ class Ledger:
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
 
+    def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
+        """Unix seconds of the last image of each step, where any image has a time."""
+        times = {
+            id: [held.written_at for _, _, held in self._copies.of(id) if held.written_at]
+            for id in ids
+        }
+        return {id: max(each) for id, each in times.items() if each}
+
     def expendable(self, tier: Tier, policy: Retention) -> list[StepId]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
 
@@ -141,7 +149,7 @@ class Ledger:
         alive = [id for id in self.committed(tier) if self._lineage.standing(id) is Standing.LIVE]
         if not alive:
             return []
-        times = None if policy.every_s is None else self._written_at(alive)
+        times = None if policy.every_s is None else self.written_at(alive)
         expendable = set(retired(alive, policy, written_at=times))
         # An incomplete step may still be on its way while it is among the last few.
         settled = alive[-policy.last :][0]
@@ -265,14 +273,6 @@ class Ledger:
                 for id in self.expendable(tier, self.config.retention[tier]):
                     if ranks := self.holders(id, tier):
                         yield Retire(tier, id, ranks)
-
-    def _written_at(self, ids: Collection[StepId]) -> dict[StepId, float]:
-        """The time of the last image of each step, where any image has one."""
-        times = {
-            id: [held.written_at for _, _, held in self._copies.of(id) if held.written_at]
-            for id in ids
-        }
-        return {id: max(each) for id, each in times.items() if each}
 
     def _newest_of_this_life(self) -> StepId | None:
         """A complete step of the newest epoch: an older one, of whatever world, was gone on from by
