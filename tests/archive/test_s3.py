@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from keepstep.steps import Answer
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
+from tests.archive.gateway import free_port
 from tests.archive.test_directory import flip
 from tests.harness import until
 from tests.volume.images import RUN, empty_slot, step_id
@@ -117,6 +119,26 @@ def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
             assert depot.status().trouble
 
     asyncio.run(scenario())
+
+
+def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
+    local: Volume, bucket: Bucket
+) -> None:
+    """Else each attempt of a long outage would be news: a line in the log, a report."""
+
+    async def scenario() -> set[str]:
+        told: set[str] = set()
+        nobody = replace(bucket.config(), endpoint=f"http://127.0.0.1:{free_port()}")
+        async with running(nobody) as depot:
+            commit(depot, write_step(local, 10))
+            for failures in (1, 2):
+                await until(lambda n=failures: depot.status().failures >= n)
+                told.add(depot.status().trouble)
+        return told
+
+    (trouble,) = asyncio.run(scenario())
+    assert "error sending request" in trouble
+    assert "retries" not in trouble
 
 
 def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:

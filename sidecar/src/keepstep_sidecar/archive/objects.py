@@ -37,6 +37,7 @@ _CONNECT, _REQUEST = timedelta(seconds=5), timedelta(seconds=120)
 _DENIED = re.compile(
     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|403 Forbidden"
 )
+_TRIES = re.compile(r" in \S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 
 
@@ -179,8 +180,10 @@ def _copy(view: memoryview, data: obstore.Bytes) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The store's own words in one line, without the dump that follows them."""
+    """The store's own words in one line, without the dump that follows them, and without how long
+    it took: the same trouble reads the same each time, and is logged once."""
     text = " ".join(str(error).split("\n\nDebug source:")[0].split())
+    text = _TRIES.sub(" ", text)
     message = re.search(r"<Message>(.*?)</Message>", text)
     code = re.search(r"<Code>(.*?)</Code>", text)
     if message and code:
