@@ -16,6 +16,7 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES, chunk_bounds
 from keepstep.retention import Retention
 from keepstep.steps import Answer, StepId
+from keepstep_sidecar.archive.depot import ArchiveDepot
 from keepstep_sidecar.archive.directory import DirectoryStore
 from keepstep_sidecar.archive.settings import ArchiveConfig
 from keepstep_sidecar.volume import Volume
@@ -193,6 +194,25 @@ def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
             assert await depot.drain(timeout_s=10)
             assert (await depot.look()).complete == {step_id(20)}
             assert depot.status().trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
+    local: Volume, archive_dir: Path
+) -> None:
+    async def scenario() -> None:
+        depot = ArchiveDepot(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
+        for step in (10, 15, 20):
+            commit(depot, write_step(local, step))
+        assert [step for step in (10, 15, 20) if depot.in_use(step_id(step))] == [10]
+        archive_dir.rmdir()
+        work = asyncio.ensure_future(depot.run())
+        await until(lambda: depot.status().trouble)
+        await until(lambda: not depot.in_use(step_id(10)))
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await depot.close()
 
     asyncio.run(scenario())
 

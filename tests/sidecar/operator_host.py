@@ -168,6 +168,7 @@ class OperatorHost:
             interval_s=self.interval_s,
             least_gap_s=self._least_gap_s,
             committed={tier: id for tier, id in marks.items() if id is not None},
+            commits=ledger.committed(Tier.LOCAL),
             plan=plan.id if isinstance(plan, RestorePlan) else None,
             restore_from=self.restore_from,
             awaits=self.awaits,

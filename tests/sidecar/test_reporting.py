@@ -37,7 +37,7 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
     """Makes operators of a run with two ranks (not started); ends them all."""
     made: list[OperatorHost] = []
 
-    def make(**options: int) -> OperatorHost:
+    def make(**options: float) -> OperatorHost:
         made.append(OperatorHost(identity, world=2, **options))
         return made[-1]
 
@@ -148,6 +148,32 @@ def test_what_the_operator_retires_is_deleted_on_both_pods(
             assert one.wait(id, "committed", flush=True).reached
     for pod in both:
         eventually(lambda pod=pod: pod.steps() == {4, 5}, what=f"two steps, not {pod.steps()}")
+
+
+def test_commits_that_are_heard_of_together_are_all_published_and_archived_where_due(
+    pods: Callable[[str], list[Pod]],
+    operators: Callable[..., OperatorHost],
+    trainers: Trainers,
+    tmp_path: Path,
+) -> None:
+    """Steps follow each other faster than reports do, and the same answer that tells of a commit
+    may retire it: both pods archive it nonetheless."""
+    operator = operators(keep=3, least_gap_s=2.0).start()
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    options = ("--keep", "3", "--archive", str(archive), "--archive-every", "4")
+    both = [pod.start(*options) for pod in pods(operator.url)]
+    ranks = begin(both, trainers)
+    for step in range(1, 9):
+        for one in ranks:
+            assert one.wait(one.stage(step), "durable", flush=True).reached
+    for pod in both:
+        eventually(lambda pod=pod: pod.published() == [6, 7, 8], what=f"not {pod.published()}")
+
+    def archived() -> list[int]:
+        return sorted(StepId.parse(one.parent.name).step for one in archive.glob("run/*/step.json"))
+
+    eventually(lambda: archived() == [4, 8], what=f"not {archived()}")
 
 
 def test_a_report_says_what_the_pod_holds(

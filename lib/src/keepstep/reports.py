@@ -153,8 +153,10 @@ class Report:
 class ReportReply:
     """What the operator knows of the whole run, and how often it wants to hear.
 
-    `committed`: watermark by tier. `plan`: the step that a restart would restore, a hint to fetch
-    and hash it now. `retire`: steps of which no local copy is needed on this pod any more.
+    `committed`: watermark by tier. `commits`: the steps on this pod's volumes that all ranks have:
+    it may hear of several at a time, and not all between two of them are whole. `plan`: the step
+    that a restart would restore, a hint to fetch and hash it now. `retire`: steps of which no local
+    copy is needed on this pod any more.
     `pinned`: steps that stay even when a volume is full.
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
     `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
@@ -169,6 +171,7 @@ class ReportReply:
     interval_s: float = 30.0
     least_gap_s: float = 1.0
     committed: dict[str, StepId] = field(default_factory=dict)
+    commits: tuple[StepId, ...] = ()
     plan: StepId | None = None
     retire: tuple[StepId, ...] = ()
     pinned: tuple[StepId, ...] = ()

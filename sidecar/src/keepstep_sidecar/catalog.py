@@ -354,6 +354,7 @@ class Catalog:
         """Steps that are known to be committed: seen here to be complete, told by the operator, or
         shown to readers by an earlier sidecar that was told."""
         told = self.stock.ever_published() if self.overview.told else set()
+        told |= self.overview.commits
         if self.overview.commit is not None:
             told.add(self.overview.commit)
         beyond = {id for id in told if self.ledger.lineage.restorable(id)}

@@ -93,7 +93,7 @@ class Depot(Protocol):
         """These steps are dead or retired here: what was not sent yet need not be sent."""
 
     def in_use(self, id: StepId) -> bool:
-        """A local shard of this step is being read to be sent: do not retire it now."""
+        """A local shard of this step is being sent, or is the next one: do not retire it now."""
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """Wait until everything that should be there is. False when the time is up first.

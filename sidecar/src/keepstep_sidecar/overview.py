@@ -20,12 +20,13 @@ SILENT_AFTER_S = 60.0
 
 class Overview:
     """`told`: there is somebody to tell, who decides what is kept. `commit`: the last one heard of,
-    from whatever life of this sidecar."""
+    from whatever life of this sidecar. `commits`: those that it holds, by the newest answer."""
 
     def __init__(self, *, told: bool, clock: Callable[[], float]) -> None:
         self.told = told
         self.heard = False
         self.commit: StepId | None = None
+        self.commits: frozenset[StepId] = frozenset()
         self.memory: StepId | None = None
         self.plan: StepId | None = None
         self.pinned: frozenset[StepId] = frozenset()
@@ -52,6 +53,7 @@ class Overview:
         """The operator has answered. One that has just started may not know what we know."""
         self._heard_at, self.heard = self._clock(), True
         self.remember(reply.committed.get(str(Tier.LOCAL)))
+        self.commits = frozenset(reply.commits)
         self.memory = reply.committed.get(str(Tier.MEMORY))
         self.plan = reply.plan
         self.pinned = frozenset(reply.pinned)

@@ -374,6 +374,18 @@ def test_steps_are_retired_only_for_a_known_policy_that_is_not_paused_and_never_
     assert unknown.book.reply(pods[0].uid, at=unknown.now).retire == ()
 
 
+def test_a_pod_hears_of_every_step_it_holds_that_all_ranks_have() -> None:
+    play, pods, sidecars = running()
+    sidecars[0].durable(95, 97, 100)
+    sidecars[1].durable(95, 100, 105)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    both = (step(90), step(95), step(100))
+    assert [play.book.reply(pod.uid, at=play.now).commits for pod in pods] == [both, both]
+    newcomer = replace(sidecars[1].report(), ranks=())
+    play.hear(pods[1], newcomer)
+    assert play.book.reply(pods[1].uid, at=play.now).commits == ()
+
+
 def test_nothing_is_retired_while_a_rank_has_not_reported() -> None:
     pods = [pod(0), pod(1)]
     play = Play(*pods)

@@ -13,10 +13,12 @@ OLD_S_A_RANK = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """As of `at`. `committed`: watermark by tier; `expendable`: steps on local, oldest first."""
+    """As of `at`. `committed`: watermark by tier; `commits`: all on local; `expendable`: steps on
+    local that may go. Steps are oldest first."""
 
     at: float
     committed: dict[str, StepId]
+    commits: tuple[StepId, ...]
     plan: StepId | None
     expendable: tuple[StepId, ...]
 
@@ -42,14 +44,16 @@ class Adviser:
         return known
 
     def _work_out(self, at: float) -> Advice:
+        commits = self._host.commits()
         marks = {
             Tier.MEMORY: self._host.common(),
-            Tier.LOCAL: self._host.committed(),
+            Tier.LOCAL: max(commits, default=None),
             Tier.ARCHIVE: max(self._host.archived(), default=None),
         }
         return Advice(
             at=at,
             committed={str(tier): id for tier, id in marks.items() if id is not None},
+            commits=commits,
             plan=self._host.plan(),
             expendable=self._host.expendable(),
         )

@@ -253,7 +253,11 @@ class Host:
 
     def committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
-        return self.ledger.watermark(Tier.LOCAL)
+        return max(self.commits(), default=None)
+
+    def commits(self) -> tuple[StepId, ...]:
+        """All steps that are durable on every rank, oldest first."""
+        return self.ledger.committed(Tier.LOCAL)
 
     def common(self) -> StepId | None:
         """The newest step that all ranks could restore now, each from whatever tier."""

@@ -330,6 +330,7 @@ class Run:
         return ReportReply(
             least_gap_s=least_gap_s,
             committed=advice.committed,
+            commits=tuple(id for id in advice.commits if id in held),
             plan=None if paused else self.rollback.wanted or advice.plan,
             retire=tuple(
                 id

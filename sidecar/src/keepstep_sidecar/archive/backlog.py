@@ -55,6 +55,10 @@ class Backlog:
         """Steps to be sent, in that order."""
         return sorted(filter(self._waits, self._held))
 
+    def next(self) -> StepId | None:
+        """The first of them."""
+        return min(filter(self._waits, self._held), default=None)
+
     def shards(self, id: StepId) -> tuple[Found, ...]:
         """What is here of a step, in the order of ranks."""
         held = self._held.get(id, {})

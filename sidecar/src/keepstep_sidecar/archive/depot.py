@@ -170,7 +170,8 @@ class ArchiveDepot:
             self._wake.set()
 
     def in_use(self, id: StepId) -> bool:
-        return self._sending == id
+        # an archive that is away keeps nothing back
+        return self._sending == id or (not self._trouble and self._backlog.next() == id)
 
     # --- sending -----------------------------------------------------------------------------
 
