@@ -208,6 +208,7 @@ def test_an_archive_that_goes_away_and_comes_back_is_used_again(
     sidecar, id = archived
     lose(sidecar, volume=True)
     sidecar.start("--archive", str(archive), "--archive-every", "1")
+    come(sidecar, trainers, 0).candidates()  # from now on nothing is fetched ahead of time
     trainer = come(sidecar, trainers, 1)
     assert trainer.candidates().candidates
     away = archive.rename(archive.with_name("not-mounted"))
