@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,6 +69,11 @@ class SidecarProcess:
     def published(self) -> list[int]:
         """Numbers of the steps that readers see, in order."""
         return sorted(StepId.parse(path.name).step for path in self.root.glob("0*"))
+
+    def lose_memory(self) -> None:
+        """As a deleted pod does; its sidecar is dead."""
+        for path in self.memory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def start(self, *options: str, **environment: str) -> SidecarProcess:
         command = [*self.program, "--run", self.run]

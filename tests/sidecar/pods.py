@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from tests.harness import SidecarProcess
@@ -26,11 +25,6 @@ class Pod(SidecarProcess):
     def start(self, *options: str, **environment: str) -> Pod:
         super().start(*options, **{**self.report, **environment})
         return self
-
-    def lose_memory(self) -> None:
-        """As a deleted pod does; its sidecar is dead."""
-        for path in self.memory.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def steps(self) -> set[int]:
         """Steps of which shards lie on the volume, published or not."""

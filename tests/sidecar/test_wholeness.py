@@ -32,11 +32,6 @@ def replicas(sidecar: SidecarProcess, trainers: Trainers) -> list[FakeTrainer]:
     return ranks
 
 
-def lose_memory(sidecar: SidecarProcess) -> None:
-    shutil.rmtree(sidecar.memory)
-    sidecar.memory.mkdir()
-
-
 def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int) -> FakeTrainer:
     trainer = trainers(sidecar.socket, rank, world)
     trainer.connect()
@@ -70,7 +65,7 @@ def test_what_is_whole_by_twins_alone_is_offered_and_fetched_ahead_of_time(
         assert one.wait(id, "committed", flush=True).reached
         one.disconnect()
     sidecar.kill()
-    lose_memory(sidecar)
+    sidecar.lose_memory()
     next(sidecar.root.glob("0*/rank-00001-*")).unlink()
     sidecar.start()
     eventually(lambda: '"loaded"' in sidecar.text(), what="rank 0's image is fetched")
@@ -95,7 +90,7 @@ def test_a_step_of_two_writers_is_not_offered(
     id = trainer.stage(4)
     assert trainer.wait(id, "archived", flush=True).reached
     sidecar.kill()
-    lose_memory(sidecar)
+    sidecar.lose_memory()
     shutil.rmtree(sidecar.volume)
     sidecar.start()  # it does not know of the archive
     other = trainers(sidecar.socket)
@@ -132,7 +127,7 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
     for one in ranks:
         one.disconnect()
     sidecar.kill()
-    lose_memory(sidecar)
+    sidecar.lose_memory()
     sidecar.start()
     for rank in range(2):
         said = come(sidecar, trainers, rank, 2).candidates()
@@ -151,7 +146,7 @@ def test_a_lost_shard_of_another_world_is_named(
         assert one.wait(id, "committed", flush=True).reached
         one.disconnect()
     sidecar.kill()
-    lose_memory(sidecar)
+    sidecar.lose_memory()
     for rank in (0, 1):
         next(sidecar.root.glob(f"0*/rank-{rank:05d}-*")).unlink()
     sidecar.start()
