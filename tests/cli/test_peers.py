@@ -56,8 +56,8 @@ def machines(tmp_path: Path) -> Iterator[tuple[Keepstep, Keepstep]]:
         one.end()
 
 
-def options(authority: Authority, rank: int, ports: list[int]) -> list[str]:
-    files = authority.files(rank, run="train")
+def options(authority: Authority, rank: int, ports: list[int], run: str = "train") -> list[str]:
+    files = authority.files(rank, run=run)
     return [
         *("--peer-listen", f"127.0.0.1:{ports[rank]}", "--peer", f"127.0.0.1:{ports[1 - rank]}"),
         *("--peer-cert", str(files.certificate), "--peer-key", str(files.key)),
