@@ -87,6 +87,45 @@ def test_a_volume_is_no_run() -> None:
         clean(Path("/proc"))
 
 
+@pytest.mark.parametrize("name", ["A..b", ".gpt", "gpt_2", "x" * 64])
+def test_only_what_can_be_the_name_of_a_run_is_removed(tmp_path: Path, name: str) -> None:
+    run = _run(tmp_path, name)
+    with pytest.raises(UsageError, match="<volume>/<namespace>/<run>"):
+        clean(run)
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
+def test_a_namespace_is_no_run_and_its_runs_stay_whole_locked_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tmp_path / "volume"
+    run = _run(volume)
+    with pytest.raises(StorageError, match=r"gpt is no node rank's directory.*nothing was removed"):
+        clean(run.parent)
+    monkeypatch.setattr("keepstep_sidecar.helper.cleaning.mount_of", lambda directory: volume)
+    with pytest.raises(UsageError, match="no directory of a run"):
+        clean(Path(f"{run.parent}/"))  # what an empty name of a run comes to, below a hostPath
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
+def test_numeric_names_of_runs_and_namespaces_do_not_pass_one_level_for_another(
+    tmp_path: Path,
+) -> None:
+    run = _run(tmp_path / "volume", "0")
+    for directory in (run / "0", run.parent):
+        with pytest.raises(StorageError, match="nothing was removed"):
+            clean(directory)
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
+def test_a_rank_with_files_and_without_a_lock_is_not_understood_and_stays(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    (run / "1" / "gpt" / ".lock").unlink()
+    with pytest.raises(StorageError, match=r"1/gpt.*no \.lock.*nothing was removed"):
+        clean(run)
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
 def test_the_command_says_what_went_and_needs_to_be_told_what(tmp_path: Path) -> None:
     run = _run(tmp_path)
     program = (sys.executable, "-m", "keepstep_sidecar")

@@ -2,9 +2,11 @@
 
 Whether a run is gone is the operator's to know. What is checked here: that no sidecar holds any of
 its volumes, by the lock that each takes, nor has written there since the run was gone: the operator
-may have been away while it lived once more. The directory is first renamed, at once and as a whole,
-so that a run of the same name that begins meanwhile gets a new one and none of the old one's files.
-Runs as root with DAC_OVERRIDE only, so no link is ever followed, nor another file system entered.
+may have been away while it lived once more; and that the directory looks like one of a run,
+`<node rank>/<run>/.lock`, since the name of the run comes from a label. It is first renamed, at
+once and as a whole, so that a run of the same name that begins meanwhile gets a new one and none of
+the old one's files. Runs as root with DAC_OVERRIDE only, so no link is ever followed, nor another
+file system entered.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import fcntl
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _CLOCKS_APART_S = 600.0
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_NODE_RANK = re.compile(r"[0-9]+")
 
 
 class StillUsedError(StorageError):
@@ -35,11 +40,11 @@ def clean(directory: Path, *, gone_since: float = math.inf) -> int:
     """Remove it; returns how many files went. One that is not there is clean. Idempotent.
 
     `gone_since`: unix seconds; what was written later is a sign of life. Raises StillUsedError for
-    that, and StorageError when a sidecar uses it, or something cannot be removed.
+    that, UsageError for what is not named `<volume>/<namespace>/<run>`, and StorageError when a
+    sidecar uses it, it does not look like a run's, or something cannot be removed.
     """
     directory = Path(os.path.abspath(directory))
-    if directory == mount_of(directory):
-        raise UsageError(f"{directory}: a whole volume is no directory of a run")
+    _check_name(directory)
     try:
         with _opened(directory.parent) as parent:
             _drop(parent, _aside(directory.name))  # of an attempt that was cut short
@@ -52,6 +57,15 @@ def clean(directory: Path, *, gone_since: float = math.inf) -> int:
         return 0
     except OSError as error:
         raise StorageError(f"{directory}: cannot be removed: {error}") from error
+
+
+def _check_name(directory: Path) -> None:
+    mount = mount_of(directory)
+    if directory == mount:
+        raise UsageError(f"{directory}: a whole volume is no directory of a run")
+    names = directory.parts[-2:]
+    if directory.parent == mount or not all(map(_DNS_LABEL.fullmatch, names)):
+        raise UsageError(f"{directory} is no directory of a run: <volume>/<namespace>/<run>")
 
 
 def _aside(name: str) -> str:
@@ -81,14 +95,20 @@ def _unused(parent: int, directory: Path, latest: float) -> Iterator[None]:
         run = _entered(held, parent, directory.name)
         for rank in os.listdir(run):
             place = _place(held, run, rank)
-            for name in os.listdir(place) if place is not None else ():
+            if place is None:
+                continue
+            if not _NODE_RANK.fullmatch(rank):
+                raise _not_a_run(directory, f"{directory}/{rank} is no node rank's directory")
+            for name in os.listdir(place):
                 inner = _place(held, place, name)
                 if inner is None:
                     continue
+                if name != directory.name:
+                    raise _not_a_run(directory, f"{directory}/{rank}/{name} is of another run")
                 if not _locked(held, inner):
                     raise StorageError(
-                        f"{directory}/{rank}/{name}: a sidecar uses it, so the run is not gone;"
-                        " nothing was removed"
+                        f"{directory}/{rank}/{name}: a sidecar uses it, or it has no {LOCK}, so the"
+                        " run may not be gone; nothing was removed"
                     )
                 if _written(inner) > latest:
                     raise StillUsedError(
@@ -96,6 +116,13 @@ def _unused(parent: int, directory: Path, latest: float) -> Iterator[None]:
                         " nothing was removed"
                     )
         yield
+
+
+def _not_a_run(directory: Path, why: str) -> StorageError:
+    return StorageError(
+        f"{directory} is not the directory of one run: {why}; nothing was removed. Look at what"
+        " lies there, and remove by hand what nobody needs"
+    )
 
 
 def _written(directory: int) -> float:
@@ -121,11 +148,12 @@ def _place(held: contextlib.ExitStack, parent: int | None, name: str) -> int | N
 
 
 def _locked(held: contextlib.ExitStack, directory: int) -> bool:
-    """Whether nobody else has its lock; then it is ours. Without a lock nobody can have it."""
+    """Whether nobody else has its lock; then it is ours. A sidecar makes its lock before any other
+    file, so what is not empty and has none is not understood, and taken for used."""
     try:
         fd = os.open(LOCK, _LOCKED, dir_fd=directory)
     except FileNotFoundError:
-        return True
+        return not os.listdir(directory)
     held.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
