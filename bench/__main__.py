@@ -118,7 +118,7 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
         for job in plan.jobs(number, size):
             if strikes[job.subject] > 1 or only not in job.subject:
                 continue
-            sample = _measure(job, number, size, directory)
+            sample = measure(job, number, size, directory)
             results.samples.append(sample)
             if sample.missing:
                 # what is not installed will not come; what failed gets a second chance
@@ -126,7 +126,10 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
         took[size] = time.monotonic() - began - spent
 
 
-def _measure(job: Job, number: int, size: int, directory: Path) -> Sample:
+def measure(
+    job: Job, number: int, size: int, directory: Path, *, tree: Path = ROOT, note: str = ""
+) -> Sample:
+    """Run one worker, of the checkout in `tree`, and say on the terminal how it went."""
     place = directory / "worker"
     command = [sys.executable, "-m", "bench.worker", job.subject, "--bytes", str(size)]
     command += ["--dir", str(place), *job.options]
@@ -135,7 +138,8 @@ def _measure(job: Job, number: int, size: int, directory: Path) -> Sample:
     # a process group of its own, so that a worker that hangs goes with all its helpers
     worker = subprocess.Popen(
         command,
-        env=environment(),
+        cwd=tree,
+        env=environment(tree=tree),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,7 +166,7 @@ def _measure(job: Job, number: int, size: int, directory: Path) -> Sample:
     verdict = sample.missing.splitlines()[0][:80] if sample.missing else "ok"
     print(
         f"round {number + 1}  {report.size_name(size):>8}  {job.subject:<30}"
-        f" {sample.seconds:6.1f} s  {verdict}",
+        f" {sample.seconds:6.1f} s  {note}{verdict}",
         file=sys.stderr,
         flush=True,
     )

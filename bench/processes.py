@@ -18,12 +18,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY_PREFIX = "keepstep-bench-"
-SOURCES = (ROOT / "lib/src", ROOT / "sidecar/src", ROOT)
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """This environment with the repository's packages on PYTHONPATH."""
-    parts = [*map(str, SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment(*, tree: Path = ROOT, **extra: str) -> dict[str, str]:
+    """This environment with the packages of `tree`, a checkout, first on PYTHONPATH."""
+    parts = [str(tree / "lib/src"), str(tree / "sidecar/src"), str(tree)]
+    parts += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts)), **extra}
 
 
