@@ -11,8 +11,10 @@ import enum
 import re
 from dataclasses import dataclass
 
-_EPOCH = re.compile(r"^(\d{4,9})\.([0-9a-f]{8})$")
-_STEP = re.compile(r"^(\d{4,9})\.([0-9a-f]{8})-(\d{9,18})$")
+# No zeros before a number that is long enough: two names of one step would be two directories.
+_NUMBER = r"([0-9]{4}|[1-9][0-9]{4,8})"
+_EPOCH = re.compile(_NUMBER + r"\.([0-9a-f]{8})")
+_STEP = re.compile(_EPOCH.pattern + r"-([0-9]{9}|[1-9][0-9]{9,17})")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -28,7 +30,7 @@ class EpochId:
     @classmethod
     def parse(cls, text: str) -> EpochId:
         """Inverse of `str()`. Raises ValueError."""
-        if not (match := _EPOCH.match(text)):
+        if not (match := _EPOCH.fullmatch(text)):
             raise ValueError(f"not an epoch: {text!r} (expected like 0003.1f9c2d7a)")
         return cls(int(match[1]), match[2])
 
@@ -46,7 +48,7 @@ class StepId:
     @classmethod
     def parse(cls, text: str) -> StepId:
         """Inverse of `str()`. Raises ValueError."""
-        if not (match := _STEP.match(text)):
+        if not (match := _STEP.fullmatch(text)):
             raise ValueError(f"not a step: {text!r} (expected like 0003.1f9c2d7a-000001200)")
         return cls(EpochId(int(match[1]), match[2]), int(match[3]))
 

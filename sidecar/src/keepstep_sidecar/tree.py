@@ -23,8 +23,9 @@ from keepstep.steps import StepId, shard_name
 LOCK = ".lock"
 RECORD = "run.json"
 
-_SHARD = re.compile(r"^rank-(\d{5,})-of-(\d{5,})\.safetensors$")
-_TEMPORARY = re.compile(r"^\.(.+)\.tmp-\d+-\d+$")
+_NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
+_SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class ShardName:
     @classmethod
     def parse(cls, path: Path) -> ShardName:
         """Read `.../<step>/rank-00000-of-00002.safetensors`. Raises ValueError."""
-        if not (match := _SHARD.match(path.name)):
+        if not (match := _SHARD.fullmatch(path.name)):
             raise ValueError(f"not a shard's name: {path.name}")
         return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
 
@@ -90,12 +91,12 @@ def temporary_name(shard: str, *, pid: int, number: int) -> str:
 
 def is_temporary(name: str) -> bool:
     """Is this a name that `temporary_name` makes?"""
-    return _TEMPORARY.match(name) is not None
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_shard(name: str) -> bool:
     """Is this the name of a shard? Other files in a step's directory are not ours."""
-    return _SHARD.match(name) is not None
+    return _SHARD.fullmatch(name) is not None
 
 
 def is_step(name: str) -> bool:
@@ -109,7 +110,7 @@ def is_step(name: str) -> bool:
 
 def quarantine_name(path: Path, reason: str, number: int) -> str:
     """`<step>.<shard>.<reason>.<n>`; unlike a shard it does not end in .safetensors."""
-    match = _TEMPORARY.match(path.name)
+    match = _TEMPORARY.fullmatch(path.name)
     shard = (match[1] if match else path.name).removesuffix(".safetensors")
     slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:40] or "unknown"
     return f"{path.parent.name}.{shard}.{slug}.{number}"
