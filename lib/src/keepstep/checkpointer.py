@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep import rng, state, topology
 from keepstep.agreement import Decision
-from keepstep.errors import KeepstepError, NotDurableError, UsageError
+from keepstep.errors import FormatError, KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.imaging import Imaging
 from keepstep.protocol import SOCKET_ENV
@@ -35,14 +35,13 @@ from keepstep.stager import Stager
 from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.timeouts import restore_timeout_s
-from keepstep.topology import ALONE
+from keepstep.topology import ALONE, Claim
 from keepstep.torn import Torn
 from keepstep.voting import Gather, Voter
 
 log = logging.getLogger("keepstep")
 
 _CONNECT_S = 30.0
-_EXTRAS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,8 @@ class Checkpointer:
         A collective: every rank must call it. Starts a new epoch. Raises RestoreError (with
         ranks, steps, tiers and what to do) when something is there but cannot be restored, and
         SidecarAbsent when KEEPSTEP_SOCKET names a sidecar that does not answer: to start over in
-        silence would be to lose the run.
+        silence would be to lose the run. Raises UsageError, on every rank, for a component that
+        cannot be kept on one of them; by name, and whether there is anything to restore or not.
         """
         started = time.perf_counter()
         if self._epoch is not None:
@@ -154,16 +154,29 @@ class Checkpointer:
         return restored
 
     def _meet(self, gather: Gather) -> None:
-        """Agree on who has what: from here on, every rank knows what to stage."""
-        if self._world > 1:
+        """Agree on who has what: from here on, every rank knows what to stage. Raises UsageError,
+        on all ranks, where one of them has what cannot be kept."""
+        if self._world == 1:
+            self._claims()
+        else:
             self._topology = topology.agree(
-                lambda: state.take(self._components).claims,
+                self._claims,
                 gather,
                 rank=self._rank,
                 world=self._world,
                 node=topology.node_name(self._socket),
                 spread=self._spread,
             )
+
+    def _claims(self) -> frozenset[Claim]:
+        """Of all that is to be kept, laid out once: what cannot be kept is known before the first
+        step, and not in the log of a run that kept none."""
+        taken = state.take(self._components)
+        try:
+            self._layout_of(taken, len(self._encode(taken)))
+        except FormatError as error:
+            raise UsageError(f"this state cannot be kept: {error}") from error
+        return taken.claims
 
     def _take(self) -> state.Taken:
         return state.take(self._components, self._topology)
@@ -216,10 +229,7 @@ class Checkpointer:
         self._last_step = step
         stager.settle()
         taken = self._take()
-        kept: dict[str, Any] = {"values": taken.values}
-        if self._rng:
-            kept["rng"] = rng.capture()
-        data = extras.encode(kept, trusted=self._trusted)
+        data = self._encode(taken)
         imaging = self._imaging_for(taken, len(data))
         slot = stager.take_slot()
         if isinstance(slot, str):
@@ -249,18 +259,25 @@ class Checkpointer:
         if imaging is not None and imaging.fits(taken, extras_bytes):
             return imaging
         assert self._stager is not None
-        layout = Layout.build(
+        layout = self._layout_of(taken, extras_bytes)
+        self._imaging = Imaging(layout, taken, run=self._run_name())
+        self._stager.use_layout(layout)
+        return self._imaging
+
+    def _layout_of(self, taken: state.Taken, extras_bytes: int) -> Layout:
+        return Layout.build(
             taken.specs(),
             rank=self._rank,
             world=self._world,
             aliases=taken.aliases,
             skeleton=json.dumps(taken.skeleton, separators=(",", ":")),
-            extras_capacity_bytes=max(_EXTRAS_BYTES, 4 * extras_bytes),
+            extras_capacity_bytes=extras.capacity_for(extras_bytes),
             twins=taken.twins,
         )
-        self._imaging = Imaging(layout, taken, run=self._run_name())
-        self._stager.use_layout(layout)
-        return self._imaging
+
+    def _encode(self, taken: state.Taken) -> bytes:
+        captured = rng.capture() if self._rng else None
+        return state.encode(taken, rng=captured, trusted=self._trusted)
 
     def _run_name(self) -> str:
         assert self._stager is not None

@@ -2,7 +2,8 @@
 
 On a CPU it is `memmove` without the GIL, which reaches the speed of a bare memcpy; several threads
 share it when the training thread waits for it. Whatever is not plain contiguous CPU memory goes
-through `Tensor.copy_`.
+through `Tensor.copy_`. A tensor without memory of its own has nothing to move: reading it would end
+the process, so it is an error here, whoever let it pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from keepstep.errors import KeepstepError
 
 # CDLL functions release the GIL; ctypes.memmove does not
 _memmove = ctypes.CDLL(None).memmove
@@ -59,7 +62,20 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and has_memory(tensor)
     )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all elements lie in memory of the tensor's own: not those of a wrapper around other
+    tensors, nor of a storage that was made smaller."""
+    if not tensor.numel():
+        return True
+    last = tensor.storage_offset()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    enough = (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return enough and tensor.data_ptr() != 0
 
 
 def move(target: int, source: int, size_bytes: int) -> None:
@@ -68,8 +84,12 @@ def move(target: int, source: int, size_bytes: int) -> None:
 
 
 def run(transfers: Transfers, *, threads: int = 1) -> None:
-    """Do them all, the plain moves on up to `threads` threads; returns when done."""
+    """Do them all, the plain moves on up to `threads` threads; returns when done.
+
+    Raises KeepstepError, before anything is copied, where there is no memory.
+    """
     moves, copies = transfers.moves, transfers.copies
+    _check(moves, copies)
     total = sum(move.bytes for move in moves)
     threads = min(threads, max(1, total // _PARALLEL_BYTES))
     if threads == 1:
@@ -80,6 +100,18 @@ def run(transfers: Transfers, *, threads: int = 1) -> None:
     with torch.no_grad():
         for copy in copies:
             copy.target.copy_(copy.source)
+
+
+def _check(moves: Sequence[Move], copies: Sequence[Copy]) -> None:
+    lost = any(one.bytes and not (one.target and one.source) for one in moves)
+    if lost or not all(_can_copy(side) for one in copies for side in (one.target, one.source)):
+        raise KeepstepError("a tensor lost its memory before it was copied (its storage was freed)")
+
+
+def _can_copy(tensor: Tensor) -> bool:
+    # a subclass answers for itself, and of a zero tensor torch knows that it has no memory
+    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return not plain or tensor._is_zerotensor() or has_memory(tensor)
 
 
 def default_threads() -> int:

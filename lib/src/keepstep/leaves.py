@@ -24,6 +24,7 @@ class TensorLeaf:
     `whole` is what a restore must fill: all that lies here, the box at `whole_offsets`. `live` is
     what the user has, a DTensor perhaps. `sharing` None: the tensor belongs to this rank alone;
     `lenient`: but another rank's value does as well (buffers under DistributedDataParallel).
+    `fresh`: it cannot be filled where it is; a restore makes a new one, as of any value.
     """
 
     name: str
@@ -37,6 +38,7 @@ class TensorLeaf:
     whole_offsets: tuple[int, ...] = ()
     sharing: Sharing | None = None
     lenient: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,8 +146,11 @@ class _Planner:
         taken = take({name: component})
         leaves = {leaf.name: leaf for leaf in taken.tensors}
         leaves |= {alias: leaves[first] for alias, first in taken.aliases.items()}
+        in_module = isinstance(component, nn.Module)
         return {
-            path[1:]: leaves[leaf[1]] for path, leaf in leaves_of(taken.skeleton) if leaf[0] == "t"
+            path[1:]: leaves[leaf[1]]
+            for path, leaf in leaves_of(taken.skeleton)
+            if leaf[0] == "t" and (in_module or not leaves[leaf[1]].fresh)
         }
 
     def _entry(self, name: str) -> Entry:

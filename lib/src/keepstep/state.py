@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from keepstep import parts
-from keepstep.errors import UsageError
+from keepstep.errors import FormatError, UsageError
+from keepstep.image import extras
 from keepstep.leaves import Node, Taken, TensorLeaf, build, leaves_of
 from keepstep.topology import ALONE, Topology
 from keepstep.walking import Walker
@@ -33,6 +34,7 @@ __all__ = [
     "TensorLeaf",
     "build",
     "check_components",
+    "encode",
     "leaves_of",
     "take",
     "tree_of",
@@ -75,6 +77,28 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         frozenset(walker.claims),
         _twins(leaves, topology),
     )
+
+
+def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:
+    """The extras of an image: all of a state that is no tensor. Raises UsageError that names the
+    component and the keys of what cannot be held."""
+    kept: dict[str, Any] = {"values": taken.values}
+    if rng is not None:
+        kept["rng"] = rng
+    try:
+        return extras.encode(kept, trusted=trusted)
+    except FormatError as error:
+        raise UsageError(_named(taken, trusted) or str(error)) from None
+
+
+def _named(taken: Taken, trusted: bool) -> str:
+    for path, leaf in leaves_of(taken.skeleton):
+        if leaf[0] == "v":
+            try:
+                extras.encode(taken.values[leaf[1]], trusted=trusted)
+            except extras.Unheld as error:
+                return f"{'.'.join(map(str, path))}{error.place}: {error.why}"
+    return ""
 
 
 def share(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:

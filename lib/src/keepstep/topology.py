@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.digests import xxh3_128
-from keepstep.errors import RestoreError
+from keepstep.errors import RestoreError, UsageError
 
 Members = tuple[int, ...] | None
 """The ranks that make up one tensor; None: each has one for itself."""
@@ -98,16 +98,19 @@ def agree(
     """A collective: what all ranks claim. `gather` brings one value of every rank to all.
 
     Ranks with equal claims send them once, so this stays small for thousands of ranks. When
-    `claims` fails on a rank, its error is raised there, and RestoreError on the others.
+    `claims` fails on a rank, its error is raised there, and on the others UsageError where it was
+    one, else RestoreError.
     """
     declaration, failure = _declare(claims)
     digest = xxh3_128(repr(declaration).encode("utf-8", "surrogatepass"))
-    told = gather((node, digest, f"rank {rank}: {failure}" if failure else ""))
+    said = f"rank {rank}: {failure}" if failure else ""
+    told = gather((node, digest, said, isinstance(failure, UsageError)))
     if failure is not None:
         raise failure
-    if errors := [text for _, _, text in told if text]:
-        raise RestoreError("; ".join(errors))
-    answers = [(node, digest) for node, digest, _ in told]
+    if errors := [text for _, _, text, _ in told if text]:
+        usage = any(usage for _, _, _, usage in told)
+        raise (UsageError if usage else RestoreError)("; ".join(errors))
+    answers = [(node, digest) for node, digest, _, _ in told]
     ranks: dict[bytes, list[int]] = {}
     for one, (_, its) in enumerate(answers):
         ranks.setdefault(its, []).append(one)

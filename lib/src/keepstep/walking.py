@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from keepstep import sharding
-from keepstep.errors import UsageError
+from keepstep import copying, sharding
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.image.extras import MAX_DEPTH
 from keepstep.image.layout import Section, local_name
 from keepstep.leaves import Node, TensorLeaf
 from keepstep.sharding import Sharing
@@ -56,7 +58,8 @@ class Walker:
         self._owners: dict[str, _Owner] = {}
         self._owner = _NOBODY
         self._section = Section.REST
-        self._lazy = self._lenient = False
+        self._lazy = self._lenient = self._module = False
+        self._open: list[tuple[int, str]] = []
         for name, component in components.items():
             if isinstance(unwrap(component), nn.Module):
                 self._know(name, component)
@@ -66,16 +69,17 @@ class Walker:
         inner = unwrap(component)
         self._lazy = isinstance(inner, torch.optim.Optimizer)
         self._section = Section.OPTIMIZER if self._lazy else Section.REST
+        self._module = isinstance(inner, nn.Module)
         self._lenient = replication_of(component) is not None
         self._owners = self._owners_of(name, inner) if self._lazy else {}
-        tree = self._trees[name] if name in self._trees else tree_of(component)
+        tree = self._trees[name] if name in self._trees else _tree_of(name, component)
         node = self._branch(tree, name)
         return self._value(tree) if node is None else node
 
     # --- who is who ----------------------------------------------------------------------------
 
     def _know(self, name: str, component: Any) -> None:
-        self._trees[name] = tree_of(component)
+        self._trees[name] = _tree_of(name, component)
         replication = replication_of(component)
         for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
             members: Members = None
@@ -84,7 +88,7 @@ class Walker:
             full = f"{name}.{path}"
             self._parameters[full] = members
             self._known.setdefault(id(parameter), (full, members))
-            self._pointers.add(_pointer(parameter))
+            self._pointers.add(_pointer(parameter, full))
 
     def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
         """By the path that the state of each parameter has in the optimizer's tree."""
@@ -108,25 +112,37 @@ class Walker:
             return ("t", self._tensor(tree, path))
         kind = type(tree)
         if isinstance(tree, Mapping):
-            return self._container("d", tree.items(), path)
+            return self._container("d", tree, path)
         if kind is list or kind is tuple:
-            return self._container("l" if kind is list else "u", enumerate(tree), path)
+            return self._container("l" if kind is list else "u", tree, path)
         return None
 
-    def _container(self, kind: str, items: Any, path: str) -> Node | None:
+    def _container(self, kind: str, tree: Any, path: str) -> Node | None:
         children: list[tuple[Any, Any, Node | None]] = []
         found = False
-        for key, child in items:
+        self._enter(tree, path)
+        for key, child in tree.items() if kind == "d" else enumerate(tree):
             node = None
             if type(child) not in _PLAIN:
                 node = self._child(child, f"{path}.{key}")
                 found = found or node is not None
             children.append((key, child, node))
+        self._open.pop()
         if not found:
             return None
         if kind == "d":
             return ("d", tuple(self._item(key, child, node, path) for key, child, node in children))
         return (kind, tuple(node or self._value(child) for _, child, node in children))
+
+    def _enter(self, tree: Any, path: str) -> None:
+        self._open.append((id(tree), path))
+        if len(self._open) <= MAX_DEPTH:
+            return
+        first: dict[int, str] = {}
+        for one, at in self._open:
+            if first.setdefault(one, at) != at:
+                raise UsageError(f"{at}: this is {first[one]} again, which contains itself")
+        raise UsageError(f"{path}: nested deeper than {MAX_DEPTH}")
 
     def _child(self, child: Any, path: str) -> Node | None:
         owner = self._owners.get(path)
@@ -151,7 +167,7 @@ class Walker:
 
     def _tensor(self, live: Tensor, path: str) -> str:
         local = sharding.local_of(live) if sharding.is_dtensor(live) else live
-        check_tensor(local, path)
+        check_tensor(local, path, in_module=self._module)
         while path in self._names:
             path += "~"
         self._names.add(path)
@@ -189,6 +205,7 @@ class Walker:
                 whole_offsets=(0,) * local.dim() if sharing is None else sharing.offsets,
                 sharing=sharing,
                 lenient=self._lenient and not parameter,
+                fresh=is_expanded(local),
             )
         )
 
@@ -218,16 +235,62 @@ class Walker:
         return _same_on(holders, local), (owner.path, owner.members)
 
 
-def check_tensor(tensor: Tensor, name: str) -> None:
-    """Raises UsageError for tensors that have no plain bytes."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+def check_tensor(tensor: Tensor, name: str, *, in_module: bool = False) -> None:
+    """Raises UsageError for tensors that have no plain bytes. `in_module`: it must be filled where
+    it is, as modules are."""
+    plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    if not plain:
+        _check_subclass(tensor, name)
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise UsageError(f"{name}: only dense tensors can be kept, this one is {tensor.layout}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
-    if hasattr(tensor, "device_mesh") or hasattr(tensor, "_local_tensor"):
+    if tensor.is_quantized:
         raise UsageError(
-            f"{name}: a {type(tensor).__name__} cannot be kept; of sharded tensors DTensor can"
+            f"{name}: a quantized tensor ({tensor.dtype}) cannot be kept; keep its int_repr(), its"
+            " scale and its zero point"
         )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
+    if not copying.has_memory(tensor):
+        raise UsageError(
+            f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"
+            " zero tensor, or its storage was resized); keep a clone() of its values"
+        )
+    if in_module and is_expanded(tensor):
+        raise UsageError(
+            f"{name}: the elements of this expanded tensor share memory, so it cannot be filled at"
+            " a restore (nor by load_state_dict); make it with .clone()"
+        )
+
+
+def _check_subclass(tensor: Tensor, name: str) -> None:
+    kind = type(tensor).__name__
+    if is_lazy(tensor):
+        raise UsageError(
+            f"{name}: this lazy parameter has no shape yet; pass one batch through the module"
+            " before restore()"
+        )
+    if hasattr(tensor, "device_mesh") or hasattr(tensor, "_local_tensor"):
+        raise UsageError(f"{name}: a {kind} cannot be kept; of sharded tensors DTensor can")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise UsageError(
+            f"{name}: a {kind} has no memory of its own, it wraps other tensors; keep those"
+        )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one in memory, as `Tensor.expand` makes them."""
+    return 0 in tensor.stride() and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _tree_of(name: str, component: Any) -> Any:
+    try:
+        return tree_of(component)
+    except KeepstepError:
+        raise
+    except Exception as error:  # a foreign state_dict may raise anything
+        raise UsageError(f"{name}: its state_dict() fails: {error!r}") from error
 
 
 def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
@@ -238,6 +301,8 @@ def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
     return Sharing((0,) * len(shape), shape, ranks, ranks)
 
 
-def _pointer(parameter: Tensor) -> int:
+def _pointer(parameter: Tensor, name: str) -> int:
+    if is_lazy(parameter):
+        _check_subclass(parameter, name)
     local = sharding.local_of(parameter) if sharding.is_dtensor(parameter) else parameter
     return local.data_ptr()

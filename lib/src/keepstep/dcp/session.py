@@ -18,6 +18,7 @@ from keepstep.dcp.agreement import Agreed, Ballot
 from keepstep.dcp.reach import Reached
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
+from keepstep.image.extras import capacity_for
 from keepstep.mapping import SlotMapping
 from keepstep.pending import Pending, Verdict
 from keepstep.protocol import (
@@ -35,7 +36,6 @@ _CONNECT_S = 30.0
 _SCAN_S = 600.0
 _SLOT_S = 600.0
 _DURABLE_S = 1800.0
-_EXTRAS_BYTES = 64 << 10
 
 Taken = tuple[SlotGranted, SlotMapping]
 
@@ -221,7 +221,7 @@ class Session:
                 rank=rank,
                 world=world,
                 skeleton=skeleton,
-                extras_capacity_bytes=max(_EXTRAS_BYTES, 4 * extras_bytes),
+                extras_capacity_bytes=capacity_for(extras_bytes),
             )
             self._shape = (specs, skeleton)
         self.stager.use_layout(layout)

@@ -27,6 +27,8 @@ MAX_DEPTH = 100
 """Nesting beyond this is taken for a tree that contains itself."""
 
 _BIG = 1 << 63
+_MIN_ROOM = 64 << 10
+_MAX_SPARE = 1 << 20
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES: dict[type, str] = {tuple: "!tuple", set: "!set", frozenset: "!frozenset"}
 _PATHS = {
@@ -43,13 +45,12 @@ _PATHS = {
 def encode(value: Any, *, trusted: bool = False) -> bytes:
     """JSON of `value`; ASCII. `trusted`: pickle what nothing else holds.
 
-    Raises FormatError that names the place in the tree of what cannot be held.
+    Raises Unheld.
     """
     try:
         tree = _Encoder(trusted).encode(value, MAX_DEPTH)
     except _Unheld as error:
-        place = "".join(reversed(error.place)) or "the value itself"
-        raise FormatError(f"extras: {place}: {error.reason}") from None
+        raise Unheld("".join(reversed(error.place)), error.reason) from None
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -59,6 +60,20 @@ def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> An
     Raises FormatError for what is damaged or hostile, and for pickles unless `trusted`.
     """
     return strictjson.loads(bytes(data), what="extras", hook=_Decoder(trusted).build)
+
+
+def capacity_for(size_bytes: int) -> int:
+    """Room in a layout for extras of so many bytes: a growing list must not make a new layout at
+    every step, nor a large value a much larger image."""
+    return max(_MIN_ROOM, size_bytes + min(3 * size_bytes, _MAX_SPARE))
+
+
+class Unheld(FormatError):
+    """What cannot be encoded: its `place` in the tree (`['a'][0]`), and `why`."""
+
+    def __init__(self, place: str, why: str) -> None:
+        super().__init__(f"extras: {place or 'the value itself'}: {why}")
+        self.place, self.why = place, why
 
 
 class _Unheld(Exception):

@@ -170,13 +170,21 @@ class Loader:
 
     def _live(self) -> dict[str, Live]:
         """What each component has now, by name; tied tensors have one target."""
-        targets = {leaf.name: (target_of(leaf), leaf.live) for leaf in self._taken.tensors}
-        targets |= {alias: targets[first] for alias, first in self._taken.aliases.items()}
+        targets = {
+            leaf.name: (target_of(leaf), leaf.live)
+            for leaf in self._taken.tensors
+            if not leaf.fresh
+        }
+        targets |= {
+            alias: targets[first]
+            for alias, first in self._taken.aliases.items()
+            if first in targets
+        }
         return {
             str(name): {
                 base_of(leaf[1])[0]: targets[leaf[1]]
                 for _, leaf in leaves_of(node)
-                if leaf[0] == "t"
+                if leaf[0] == "t" and leaf[1] in targets
             }
             for name, node in self._taken.skeleton[1]
         }
