@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keepstep.digests import CHUNK_BYTES
-from keepstep.image import read_layout
+from keepstep.image import read_control, read_layout
 from keepstep.steps import shard_name
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
@@ -254,6 +258,92 @@ def test_stop_saves_what_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> 
     assert list(keepstep.memory("train").glob("rank-*"))
     assert keepstep.json("stop")["committed"]["id"].endswith("-000000003")
     assert not keepstep.memory("train").exists()
+
+
+# --- a copy, a move --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backup(trained: Keepstep, tmp_path: Path) -> Keepstep:
+    """A copy of `trained` as `cp -r` makes it."""
+    shutil.copytree(trained.home, tmp_path / "backup", symlinks=True)
+    return Keepstep(tmp_path / "backup")
+
+
+def test_rm_in_a_copy_removes_the_copys_step_and_none_of_the_original(
+    trained: Keepstep, backup: Keepstep
+) -> None:
+    assert str(backup.directory / "train") in backup("rm", "--yes", "4").stdout
+    assert [step["step"] for step in backup.json("steps")["steps"]] == [5]
+    assert [step["step"] for step in trained.json("steps")["steps"]] == [4, 5]
+
+
+def test_rm_shows_the_whole_path_before_it_asks(backup: Keepstep) -> None:
+    asked = backup("rm", "4", code=1, input="n\n").stderr
+    assert asked.index(str(shard_of(backup, 4).parent)) < asked.index("Delete?")
+
+
+def test_no_command_over_a_copy_reaches_the_originals_sidecar(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    sidecar = keepstep.sidecar().pid
+    there = keepstep.home / "there"
+    shutil.copytree(keepstep.directory, there, symlinks=True)
+    copy = ("--dir", str(there))
+    assert keepstep.json("status", *copy)["running"] is False
+    paths = [Path(step["path"]) for step in keepstep.json("steps", *copy)["steps"]]
+    assert paths
+    assert all(path.is_relative_to(there) for path in paths)
+    assert keepstep.json("verify", *copy)["verified"] is True
+    assert keepstep.json("stop", *copy)["stopped"] is False
+    keepstep("rm", "--yes", "--force", *copy, paths[0].name)
+    assert keepstep.sidecar().pid == sidecar
+    assert keepstep.json("status")["newest"]["tiers"] == ["memory", "local"]
+
+
+def test_a_moved_directory_shows_and_verifies_its_steps_and_goes_on(
+    backup: Keepstep, tmp_path: Path
+) -> None:
+    backup.home.rename(tmp_path / "moved")
+    moved = Keepstep(tmp_path / "moved")
+    assert [step["step"] for step in moved.json("steps")["steps"]] == [4, 5]
+    assert str(moved.directory) in moved("steps").stdout
+    assert len(moved.json("verify")["steps"]) == 2
+    assert moved.json("status")["committed"]["id"].endswith("-000000005")
+    shown = moved("run", "--", sys.executable, "train.py", "7", "-1").stdout
+    assert "from 5" in shown
+
+
+# --- what files say --------------------------------------------------------------------------
+
+
+def _hostile_name(shard: Path) -> None:
+    layout = read_layout(shard)
+    with shard.open("r+b") as file:
+        control = read_control(file.fileno(), layout)
+        page = replace(control, run="\x1b]0;owned\x07\x1b[31m[red]x").to_bytes()
+        os.pwrite(file.fileno(), page, layout.control_begin)
+
+
+def _hostile_record(shard: Path) -> None:
+    (shard.parents[1] / "service.json").write_text(
+        '{"run": 5, "\\u001b[31m": 1, "options": "\x1b[3m"'
+    )
+
+
+def _hostile_directory(shard: Path) -> None:
+    (shard.parents[1] / f"{shard.parent.name}\x1b[31m").mkdir()
+
+
+@pytest.mark.parametrize("make", [_hostile_name, _hostile_record, _hostile_directory])
+def test_nothing_that_a_file_says_reaches_the_terminal_as_a_command(
+    backup: Keepstep, make: Callable[[Path], None]
+) -> None:
+    shard = shard_of(backup, 5)
+    make(shard)
+    for words in (("inspect", str(shard)), ("steps",), ("verify",), ("status",), ("rm", "77")):
+        shown = backup(*words, code=None)
+        assert "\x1b" not in shown.stdout + shown.stderr
 
 
 # --- no run ----------------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
 from keepstep_sidecar.cli import places
@@ -87,6 +90,103 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
 def test_an_empty_directory_says_how_to_name_another(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--dir DIR"):
         find_service(tmp_path, None)
+
+
+def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path) -> None:
+    original = _keep(tmp_path / "kept", "a").places
+    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
+    found = find_service(tmp_path / "copy", None).places
+    assert found == places_of(tmp_path / "copy", "a")
+    assert found.memory != original.memory
+    assert find_service(tmp_path / "kept", None).places == original
+
+
+def test_a_moved_directory_takes_its_volumes_along(tmp_path: Path) -> None:
+    _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside", tmp_path / "nvme")
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    found = find_service(tmp_path / "moved", None).places
+    assert found.volumes == (tmp_path / "moved" / "inside", tmp_path / "nvme")
+    assert found.memory == places_of(tmp_path / "moved", "a").memory
+
+
+def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> None:
+    _keep(tmp_path / "kept", "a", tmp_path / "nvme")
+    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
+    with pytest.raises(
+        UsageError, match=rf"copy of {tmp_path}/kept/a, whose volume {tmp_path}/nvme"
+    ):
+        find_service(tmp_path / "copy", None)
+
+
+def test_a_link_to_a_directory_is_that_directory(tmp_path: Path) -> None:
+    original = _keep(tmp_path / "kept", "a", tmp_path / "nvme").places
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    found = find_service(tmp_path / "link", None).places
+    assert (found.memory, found.volumes) == (original.memory, original.volumes)
+
+
+def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
+    _keep(tmp_path, "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(UsageError, match=f"{tmp_path}/b holds run 'a'"):
+        find_service(tmp_path, "b")
+
+
+@pytest.mark.parametrize("volume", ["kept", "nvme"])
+def test_a_record_of_an_older_keepstep_is_told_from_a_copy_of_it(
+    tmp_path: Path, volume: str
+) -> None:
+    places = _keep(tmp_path / "kept", "a", tmp_path / volume).places
+    body = json.loads(places.record.read_text())
+    del body["home"]
+    places.record.write_text(json.dumps(body))
+    assert find_service(tmp_path / "kept", None).places == places
+    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
+    if volume == "kept":
+        assert find_service(tmp_path / "copy", None).places == places_of(tmp_path / "copy", "a")
+    else:
+        with pytest.raises(UsageError, match="is a copy"):
+            find_service(tmp_path / "copy", None)
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+_WORDS = ("run", "volumes", "memory", "options", "home", "slots", "archive", "peers", "retention")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    data=st.binary()
+    | _json.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(_WORDS), _json)
+)
+@example(data=b"[" * 100_000)
+@example(data=b'{"run": 1e999}')
+@example(data=b"9" * 5000)
+@example(data=("archive", 5))
+@example(data=("archive", {"url": "s3://b", "retention": {"last": 10**400}}))
+@example(data=("peers", {"files": [], "peers": 5}))
+@example(data=("volumes", ["/a\0b"]))
+@example(data=("volumes", ["relative"]))
+@example(data=("slots", float("inf")))
+def test_any_record_is_read_or_refused_by_name(
+    tmp_path: Path, data: bytes | tuple[str, object]
+) -> None:
+    home = tmp_path / "a"
+    shutil.rmtree(home, ignore_errors=True)
+    places = _keep(tmp_path, "a").places
+    if isinstance(data, tuple):
+        body = json.loads(places.record.read_text())
+        (body if data[0] in body else body["options"])[data[0]] = data[1]
+        data = json.dumps(body).encode()
+    places.record.write_bytes(data)
+    try:
+        find_service(tmp_path, "a")
+    except UsageError as error:
+        assert str(home) in str(error)
 
 
 def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def ls(as_json: bool, **where: Any) -> None:
     console = output.console()
     console.print(table if survey.steps else f"no step of run {name!r} is archived")
     if survey.origin:
-        console.print(f"run {name} began from {survey.origin}", markup=False, highlight=False)
+        console.print(f"run {name} began from {survey.origin}")
     for text in filter(None, [survey.conflict, *survey.faults]):
-        console.print(f"warning: {text}", markup=False)
+        console.print(f"warning: {text}")
 
 
 def _bytes(step: ArchivedStep) -> int:

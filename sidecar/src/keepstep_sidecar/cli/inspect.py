@@ -107,7 +107,7 @@ def _print(file: Path, layout: Layout, control: ControlPage | ImageError) -> Non
 
     console = output.console()
     for name, text in [("file", str(file)), *_control_facts(control), *_layout_facts(layout)]:
-        console.print(f"{name:<9}{text}", markup=False, soft_wrap=True)
+        console.print(f"{name:<9}{text}", soft_wrap=True)
     _print_sections(console, layout)
     _print_tensors(console, layout)
 
@@ -157,8 +157,6 @@ def _print_sections(console: Console, layout: Layout) -> None:
 
 
 def _print_tensors(console: Console, layout: Layout) -> None:
-    from rich.text import Text
-
     from keepstep_sidecar.cli import output
 
     table = output.table(
@@ -168,5 +166,5 @@ def _print_tensors(console: Console, layout: Layout) -> None:
         shape = " x ".join(map(str, entry.spec.shape)) or "scalar"
         size = format_size(entry.end - entry.begin)
         row = (entry.spec.dtype, shape, entry.spec.section.value, str(entry.begin), size)
-        table.add_row(Text(name), *row)
+        table.add_row(name, *row)
     console.print(table)

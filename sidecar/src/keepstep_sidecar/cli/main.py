@@ -8,6 +8,7 @@ import click
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import __version__
+from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.archive import archive
 from keepstep_sidecar.cli.inspect import inspect_file
 from keepstep_sidecar.cli.removal import rm
@@ -28,7 +29,7 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except KeepstepError as error:
             kind = _Misuse if isinstance(error, UsageError) else click.ClickException
-            raise kind(str(error)) from error
+            raise kind(output.printable(str(error))) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # as added: in the order in which a user meets them

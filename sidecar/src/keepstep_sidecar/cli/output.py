@@ -1,10 +1,15 @@
-"""How results reach the user: one JSON document, or tables and plain lines."""
+"""How results reach the user: one JSON document, or tables and plain lines.
+
+Names and errors come from files that nobody vouches for: on their way to a terminal control
+characters are written out, and nothing in them is taken for markup.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +44,31 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(plain(value), indent=2))
 
 
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """`text` with whatever a terminal would obey written out, like `\\x1b`; lines and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """A plain line."""
+    click.echo(printable(text), err=err)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Tables keep their full width when they are piped, so that nothing is cut off."""
     from rich.console import Console
+    from rich.text import Text
 
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    class Printing(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    made = Printing(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not made.is_terminal:
         made.width = 240
     return made

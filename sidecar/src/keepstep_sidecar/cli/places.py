@@ -8,10 +8,14 @@
 
 The memory directory is derived, not chosen, so that a command that is started again finds the
 slots of its predecessor even when `service.json` is gone.
+
+A directory that was copied or moved is its own: the record says in which directory it was written,
+and what it says of another one's volumes and memory is not followed from here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,10 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from keepstep.errors import UsageError
+from keepstep_sidecar.archive.settings import of_plain as archive_of_plain
+from keepstep_sidecar.peer.settings import of_plain as peers_of_plain
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LARGEST_RECORD_BYTES = 1 << 20
 _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 
@@ -99,14 +108,14 @@ def run_name(command: Sequence[str]) -> str:
     script = next((word for word in command if _PYTHON_FILE.search(word)), command[0])
     stem = _PYTHON_FILE.sub("", os.path.basename(script))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:63]
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise UsageError(f"no name for the run in {script!r}; give it one with --run NAME")
     return name
 
 
 def checked_name(name: str) -> str:
     """`name`, when it can be a directory's name. Raises UsageError."""
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', at most 63"
         )
@@ -144,44 +153,138 @@ def make_memory(places: Places) -> None:
         directory.chmod(0o700)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """The directory that a record was written in."""
+
+    path: str
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """`service.json`. `home`: None in one that an older keepstep wrote."""
+
+    run: str
+    volumes: list[str]
+    memory: str
+    options: dict[str, Any]
+    home: _Home | None = None
+
+
 def save_service(service: Service) -> None:
     """Write `service.json`, whole or not at all."""
     places = service.places
-    body = {
-        "run": places.run,
-        "volumes": [str(volume) for volume in places.volumes],
-        "memory": str(places.memory),
-        "options": dataclasses.asdict(service.options),
-    }
+    body = _Record(
+        run=places.run,
+        volumes=[str(volume) for volume in places.volumes],
+        memory=str(places.memory),
+        options=dataclasses.asdict(service.options),
+        home=_home(places.home),
+    )
     temporary = places.record.with_name(f".{places.record.name}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(body, indent=2) + "\n")
+    temporary.write_text(json.dumps(dataclasses.asdict(body), indent=2) + "\n")
     temporary.replace(places.record)
 
 
+def _home(path: Path) -> _Home:
+    found = path.stat()
+    return _Home(path=str(path), device=found.st_dev, inode=found.st_ino)
+
+
 def load_service(directory: Path, run: str) -> Service:
-    """Read what `save_service` wrote. Raises UsageError when it is missing or not readable."""
+    """Read what `save_service` wrote; see the module of a directory that was copied or moved.
+
+    Raises UsageError when it is missing, not readable, or leads to another directory's volumes.
+    """
     places = places_of(directory, run)
     try:
-        body = json.loads(places.record.read_text())
-        return Service(
-            places=dataclasses.replace(
-                places,
-                volumes=tuple(Path(volume) for volume in body["volumes"]),
-                memory=Path(body["memory"]),
-            ),
-            options=_options(body["options"]),
-        )
+        record = _read(places.record)
+        options = _options(record.options)
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+            UsageError, ValueError) as error:  # fmt: skip
         raise UsageError(
             f"{places.record} cannot be read ({error}); start the run again"
         ) from error
+    if record.run != run:
+        raise UsageError(
+            f"{places.home} holds run {record.run!r}, whose steps go by that name alone; give the"
+            " directory that name again, in another DIR if it is a copy"
+        )
+    return Service(places=_settled(places, record), options=options)
+
+
+def _read(path: Path) -> _Record:
+    """Raises OSError, ValueError, RecursionError."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a file")
+    with path.open("rb") as file:
+        data = file.read(_LARGEST_RECORD_BYTES + 1)
+    if len(data) > _LARGEST_RECORD_BYTES:
+        raise ValueError(f"more than {_LARGEST_RECORD_BYTES} bytes")
+    record = msgspec.convert(json.loads(data), _Record)
+    for text in (*record.volumes, record.memory):
+        if not text.startswith("/") or "\0" in text:
+            raise ValueError(f"{text!r} is not an absolute path")
+    return record
+
+
+def _settled(places: Places, record: _Record) -> Places:
+    """`places` with what `record` says of them. Raises UsageError.
+
+    The volume that is the run's own directory goes with it. Other volumes are this directory's when
+    it is the one that the record was written in, at the old place or at a new one.
+    """
+    memory, volumes = Path(record.memory), [Path(text) for text in record.volumes]
+    written = _written_in(places, record)
+    if written is not None and _same(written, places.home):
+        return dataclasses.replace(places, volumes=tuple(volumes), memory=memory)
+    here, moved = [], record.home is not None and _is(places.home, record.home)
+    for volume in volumes:
+        if written is not None and volume.is_relative_to(written.parent):
+            here.append(places.home.parent / volume.relative_to(written.parent))
+        elif moved:
+            here.append(volume)
+        else:
+            raise UsageError(
+                f"{places.home} is a copy of {written or 'another directory'}, whose volume"
+                f" {volume} is not touched from here: choose that one with --dir, or start the run"
+                " here again with --volume"
+            )
+    return dataclasses.replace(places, volumes=tuple(here))
+
+
+def _written_in(places: Places, record: _Record) -> Path | None:
+    """The directory of the run when the record was written. An older record tells it by the name
+    of the memory directory alone, and only where a volume is that directory."""
+    if record.home is not None:
+        return Path(record.home.path)
+    name = Path(record.memory).name
+    candidates = [places.home.parent, *map(Path, record.volumes)]
+    found = (one / record.run for one in candidates if _memory_name(one, record.run) == name)
+    return next(found, None)
+
+
+def _same(one: Path, other: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return one == other or one.samefile(other)
+    return False
+
+
+def _is(path: Path, home: _Home) -> bool:
+    found = path.stat()
+    return (found.st_dev, found.st_ino) == (home.device, home.inode)
 
 
 def _options(body: dict[str, Any]) -> Options:
-    known = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{name: value for name, value in body.items() if name in known})
+    """Raises ValueError, KeyError, TypeError, AttributeError, UsageError."""
+    options = msgspec.convert(body, Options)  # what a newer keepstep added is left out
+    archive_of_plain(options.archive)
+    peers_of_plain(options.peers)
+    return options
 
 
 def runs_in(directory: Path) -> tuple[str, ...]:

@@ -48,14 +48,14 @@ def rm(
         if not force:
             _refuse_the_last(held.steps, doomed)
         if not yes:
-            _confirm(doomed)
+            _confirm(places, doomed)
         freed_bytes = _retire(places, doomed)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:
-        click.echo(
-            f"removed {', '.join(str(one.id) for one in doomed)}: {format_size(freed_bytes)}"
-        )
+        names = ", ".join(str(one.id) for one in doomed)
+        where = ", ".join(map(str, places.roots))
+        output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
 
 
 def _refuse_the_last(steps: Sequence[Step], doomed: Sequence[Step]) -> None:
@@ -69,10 +69,13 @@ def _refuse_the_last(steps: Sequence[Step], doomed: Sequence[Step]) -> None:
         )
 
 
-def _confirm(doomed: Sequence[Step]) -> None:
+def _confirm(places: Places, doomed: Sequence[Step]) -> None:
+    from keepstep_sidecar.cli import output
+
+    output.echo(f"run {places.run!r} in {', '.join(map(str, places.roots))}:", err=True)
     for step in doomed:
         state = "dead" if step.dead else "committed" if step.committed else "not committed"
-        click.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
+        output.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
     click.confirm("Delete?", abort=True, err=True)
 
 

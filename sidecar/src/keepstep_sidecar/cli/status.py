@@ -58,7 +58,7 @@ def _print(service: Service, held: Holdings) -> None:
 
     console = output.console()
     for name, text in _facts(service, held):
-        console.print(f"{name:<11}{text}", markup=False, soft_wrap=True)
+        console.print(f"{name:<11}{text}", soft_wrap=True)
     if held.live is not None and held.live.ranks:
         table = output.table(
             "RANK", "TRAINER", "STAGED", "DURABLE", "SLOTS", "SAVES", "LOST", "BLOCKED/SAVE",
@@ -76,7 +76,7 @@ def _print(service: Service, held: Holdings) -> None:
             table.add_row(*_depot_row(depot))
         console.print(table)
     for problem in held.problems:
-        console.print(f"warning: {problem}", markup=False, soft_wrap=True)
+        console.print(f"warning: {problem}", soft_wrap=True)
 
 
 def _facts(service: Service, held: Holdings) -> list[tuple[str, str]]:

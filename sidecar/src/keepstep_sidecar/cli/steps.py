@@ -74,7 +74,7 @@ def _print(held: Holdings) -> None:
     console = output.console()
     console.print(table if held.steps else "no step is held")
     for problem in held.problems:
-        console.print(f"warning: {problem}", markup=False)
+        console.print(f"warning: {problem}")
 
 
 def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:

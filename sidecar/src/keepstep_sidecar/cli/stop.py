@@ -37,7 +37,7 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
     what = "stopped" if stopped else "was not running"
     step = held.committed
     kept = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
-    click.echo(f"run {service.places.run!r} {what}; {kept}")
+    output.echo(f"run {service.places.run!r} {what}; {kept}")
 
 
 def _stop(service: Service) -> bool:

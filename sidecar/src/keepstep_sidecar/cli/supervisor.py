@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import click
-
 from keepstep.errors import KeepstepError
 from keepstep.protocol import SOCKET_ENV
-from keepstep_sidecar.cli import attendance, calls, holdings, processes, report, supervision
+from keepstep_sidecar.cli import attendance, calls, holdings, output, processes, report, supervision
 from keepstep_sidecar.cli.holdings import Holdings
 from keepstep_sidecar.cli.places import Service
 from keepstep_sidecar.cli.processes import Process
@@ -56,7 +54,7 @@ _LOG_CHECK_S: Final = 10.0
 
 def say(text: str) -> None:
     """One line on stderr; stdout is the command's."""
-    click.echo(f"keepstep: {text}", err=True)
+    output.echo(f"keepstep: {text}", err=True)
 
 
 @contextmanager
