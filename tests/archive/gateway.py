@@ -1,8 +1,8 @@
 """A real S3 gateway over a temporary directory, and a TCP proxy before it that breaks things.
 
 rclone's S3 server (1.75) differs from S3 in two ways that matter here: it answers a range with 200,
-and it takes no notice of `If-None-Match: *`. A process of this module stands before it and puts both
-right: `python -m tests.archive.gateway PORT RCLONE_PORT ROOT`.
+and it takes no notice of `If-None-Match: *`. A process of this module stands before it and puts
+both right: `python -m tests.archive.gateway PORT RCLONE_PORT ROOT`.
 """
 
 from __future__ import annotations

@@ -326,9 +326,8 @@ def _hostile_name(shard: Path) -> None:
 
 
 def _hostile_record(shard: Path) -> None:
-    (shard.parents[1] / "service.json").write_text(
-        '{"run": 5, "\\u001b[31m": 1, "options": "\x1b[3m"'
-    )
+    record = shard.parents[1] / "service.json"
+    record.write_text('{"run": "\\u001b[31m", "volumes": ["/\\u001b[1m"], "memory": "\x1b[3m"')
 
 
 def _hostile_directory(shard: Path) -> None:

@@ -45,7 +45,9 @@ def print_json(value: Any) -> None:
 
 
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but lines and tabs
+    r"\u200e\u200f\u2028-\u202e\u2066-\u2069"  # the other direction, other ends of lines
+    r"\ud800-\udfff]"  # what no encoding can write
 )
 
 
