@@ -338,6 +338,12 @@ def kept() -> Iterator[Attack]:
         ("object-array", b'{"!numpy":["|O8",[1],"AAAAAAAAAAA="]}', "dtype"),
         ("not-a-dtype", b'{"!torch.dtype":"load"}', "dtype"),
         ("not-base64", b'{"!bytes":"?"}', "not a bytes"),
+        ("enum-to-import", b'{"!enum":["antigravity","Sky","BLUE"]}', "no class antigravity"),
+        ("class-of-no-fields", b'{"!dataclass":["builtins","dict",{}]}', "no plain dataclass"),
+        ("endless-deque", b'{"!deque":[99999999999999999999,[1]]}', "not a deque"),
+        ("factory-of-code", b'{"!defaultdict":["eval",[]]}', "not a defaultdict"),
+        ("zone-elsewhere", b'{"!zoneinfo":"../../etc/passwd"}', "not a zoneinfo"),
+        ("endless-fraction", b'{"!fraction":[1,{"!int":"0x%x"}]}' % (1 << 9000), "not a fraction"),
     ]:
         yield Attack(f"extras-{name}", FormatError, says, image(text))
 

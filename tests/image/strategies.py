@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+from collections import Counter, OrderedDict, defaultdict, deque
+
 from hypothesis import strategies as st
 
 from keepstep.image import ELEMENT_BYTES, Section, TensorSpec
@@ -38,6 +42,13 @@ scalars = st.one_of(
     st.binary(max_size=20),
     st.complex_numbers(),
     st.sampled_from(["!tuple", "!", "\ud83d\ude00", "\ud800", ""]),
+    st.dates(),
+    st.times(),
+    st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc) | st.timezones()),
+    st.timedeltas(),
+    st.fractions(),
+    st.sampled_from([decimal.Decimal("-0.10"), decimal.Decimal("1E+9"), decimal.Decimal("Inf")]),
+    st.sampled_from([range(3, 1 << 70, 2), range(0, -9, -4)]),
 )
 hashables = st.recursive(
     scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
@@ -50,6 +61,14 @@ states = st.recursive(
         st.dictionaries(st.text(max_size=4), inner, max_size=4),
         st.dictionaries(hashables, inner, max_size=4),
         st.sets(hashables, max_size=3),
+        st.builds(deque, st.lists(inner, max_size=3), st.sampled_from([None, 2, 9])),
+        st.builds(OrderedDict, st.lists(st.tuples(hashables, inner), max_size=3)),
+        st.builds(Counter, st.dictionaries(hashables, st.integers(), max_size=3)),
+        st.builds(
+            defaultdict,
+            st.sampled_from([None, int, list, Counter]),
+            st.dictionaries(hashables, inner, max_size=3),
+        ),
     ),
     max_leaves=20,
 )

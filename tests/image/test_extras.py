@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
+import enum
+import io
 import math
 import pathlib
 import pickle
@@ -10,7 +14,9 @@ import random
 import struct
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+import zoneinfo
+from collections import defaultdict, deque
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,7 +37,13 @@ def same(one: Any, two: Any) -> bool:
         return struct.pack(">d", one) == struct.pack(">d", two)
     if isinstance(one, complex):
         return same(one.real, two.real) and same(one.imag, two.imag)
-    if isinstance(one, list | tuple):
+    if isinstance(one, deque) and one.maxlen != two.maxlen:
+        return False
+    if isinstance(one, defaultdict) and one.default_factory is not two.default_factory:
+        return False
+    if isinstance(one, datetime.datetime | datetime.time):
+        return (repr(one), one.fold) == (repr(two), two.fold)
+    if isinstance(one, list | tuple | deque):
         return len(one) == len(two) and all(map(same, one, two))
     if isinstance(one, dict):
         return same(list(one), list(two)) and same(list(one.values()), list(two.values()))
@@ -119,9 +131,145 @@ def test_random_states_of_all_libraries_come_back() -> None:
     assert random.getstate() == kept["random"]
 
 
-def test_other_dicts_become_plain_ones() -> None:
-    value = {"a": OrderedDict(b=1), "c": defaultdict(list, d=[2])}
-    assert same(extras.decode(extras.encode(value)), {"a": {"b": 1}, "c": {"d": [2]}})
+class Phase(enum.Enum):
+    WARM = "warm"
+    COLD = 2
+
+
+class Flag(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Best:
+    loss: float
+    at: list[int] = dataclasses.field(default_factory=lambda: pytest.fail("a default was made"))
+
+    def __post_init__(self) -> None:
+        self.derived = self.loss * 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    x: int
+    y: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Keeps(dict):  # type: ignore[type-arg]
+    x: int = 0
+
+
+@dataclasses.dataclass
+class Ends:
+    x: int = 0
+
+    def __del__(self) -> None:
+        pass
+
+
+class OwnZone(datetime.tzinfo):
+    pass
+
+
+TZIF = b"TZif" + bytes(16) + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6) + b"UTC\0"
+
+
+def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Best(1.5, [3])
+    best.seen = (Phase.COLD, Flag.B)  # type: ignore[attr-defined]
+    point = Point(1, {"a": {2}})
+    data = extras.encode([best, point])
+    for kind in (Best, Point):
+        monkeypatch.setattr(kind, "__init__", lambda self: pytest.fail("it was made anew"))
+    back, other = extras.decode(data)
+    assert vars(back) == {"loss": 1.5, "at": [3], "derived": 3.0, "seen": (Phase.COLD, Flag.B)}
+    assert back.seen[0] is Phase.COLD
+    assert type(back) is Best
+    assert other == point
+
+
+def test_a_class_that_this_program_does_not_have_is_named() -> None:
+    data = extras.encode({"p": Phase.WARM, "b": Best(1.5, [3])})
+    assert "antigravity" not in sys.modules
+    for old, new, says in [
+        (b'"Phase"', b'"Phrase"', "no class tests.image.test_extras.Phrase; import it"),
+        (b'"Phase"', b'"Best"', "is no enum"),
+        (b'"Best"', b'"Phase"', "is no plain dataclass"),
+        (b'"WARM"', b'"HOT"', "has no member 'HOT'"),
+        (b'"at"', b'"on"', "fields that were not saved: .'at'"),
+        (b"tests.image.test_extras", b"antigravity", "no class antigravity"),
+    ]:
+        assert data != data.replace(old, new)
+        with pytest.raises(FormatError, match=says):
+            extras.decode(data.replace(old, new))
+    assert "antigravity" not in sys.modules
+
+
+def test_what_only_looks_like_data_is_refused_by_name() -> None:
+    @dataclasses.dataclass
+    class Here:
+        x: int = 1
+
+    for value, says in [
+        (Here(), "Here is not found by its name; define it at the top of a module"),
+        (Keeps(), "Keeps is more than its fields"),
+        (Ends(), "Ends is more than its fields"),
+        (Flag.A | Flag.B, "no single member"),
+        (defaultdict(lambda: 0), "a defaultdict of <function .* cannot be kept; of bool, int"),
+        (Fraction(1, 1 << 5000), "fraction of numbers so large"),
+        (datetime.datetime(2026, 1, 1, tzinfo=OwnZone()), "OwnZone cannot be kept as data"),
+        (zoneinfo.ZoneInfo.from_file(io.BytesIO(TZIF)), "time zone without a key"),
+    ]:
+        with pytest.raises(FormatError, match=rf"extras: \['a'\]\[0\].*: .*{says}.*trusted=True"):
+            extras.encode({"a": [value]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"!enum":["os","path","x"]}',
+        b'{"!enum":["re","RegexFlag",["A"]]}',
+        b'{"!enum":[["re"],"RegexFlag","A"]}',
+        b'{"!dataclass":["tests.image.test_extras","Best",{"loss":1}]}',
+        b'{"!dataclass":["tests.image.test_extras","Point",{"x":1,"y":2,"z":3}]}',
+        b'{"!dataclass":["tests.image.test_extras","Keeps",{"x":1}]}',
+        b'{"!dataclass":["tests.image.test_extras","Best.__init__.x",{}]}',
+        b'{"!dataclass":["tests.image.test_extras","Best",[["loss",1]]]}',
+        b'{"!dataclass":1}',
+        b'{"!deque":[-1,[]]}',
+        b'{"!deque":[99999999999999999999999999,[1]]}',
+        b'{"!deque":[null,"ab"]}',
+        b'{"!defaultdict":["eval",[]]}',
+        b'{"!defaultdict":[[],[]]}',
+        b'{"!counter":[[1]]}',
+        b'{"!ordereddict":[["a",1],["a",2]]}',
+        b'{"!datetime":["2026-13-01",0,null]}',
+        b'{"!datetime":["2026-01-01",2,null]}',
+        b'{"!datetime":["2026-01-01",0,"utc"]}',
+        b'{"!time":[1,2,3]}',
+        b'{"!date":"x"}',
+        b'{"!timedelta":[1e300,0,0]}',
+        b'{"!timedelta":[99999999999999,0,0]}',
+        b'{"!timezone":[5]}',
+        b'{"!timezone":{"a":1}}',
+        b'{"!zoneinfo":"../../etc/passwd"}',
+        b'{"!zoneinfo":"/etc/passwd"}',
+        b'{"!zoneinfo":"Nowhere/\\u0000"}',
+        b'{"!zoneinfo":[1]}',
+        b'{"!range":[0,1,0]}',
+        b'{"!range":"abc"}',
+        b'{"!decimal":"one"}',
+        b'{"!decimal":1.5}',
+        b'{"!fraction":[1,0]}',
+        b'{"!fraction":["1",2]}',
+        b'{"!fraction":[1,{"!int":"0x1' + b"0" * 5000 + b'"}]}',
+    ],
+)
+def test_a_hostile_value_of_any_tag_is_refused(text: bytes) -> None:
+    with pytest.raises(FormatError):
+        extras.decode(b'{"a":[' + text + b"]}")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,20 @@ of a night's run, and never by the end of the process."""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
 import logging
 import os
 import re
 import subprocess
 import sys
-from collections import namedtuple
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,3 +224,107 @@ def test_an_expanded_tensor_of_a_dict_comes_back_with_its_values(sidecar):
     assert live["z"].tolist() == [1.5] * 3
     assert live["a"] is a
     assert a.tolist() == [1, 1]
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    COLD = 2
+
+
+@dataclasses.dataclass
+class Best:
+    loss: float
+    at: datetime.datetime
+    by: dict[str, Any]
+
+
+def tree():
+    """Of everything that is data, but for what has tests of its own beside the format's."""
+    zone = zoneinfo.ZoneInfo("Europe/Berlin")
+    return {
+        "counter": Counter(a=2, b=-1),
+        "window": deque([1.5, 2.5], maxlen=3),
+        "seen": defaultdict(int, {(1, "a"): 3}),
+        "order": OrderedDict([("z", 1), ("a", [Counter()])]),
+        "phase": Phase.COLD,
+        "best": Best(0.5, datetime.datetime(2026, 10, 25, 2, 30, tzinfo=zone, fold=1), {"lr": 1}),
+        "times": [datetime.date(2026, 1, 2), datetime.time(3, 4), datetime.timedelta(5, 6, 7)],
+        "utc": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+        "numbers": (range(3, 9, 2), 1 - 2j, Decimal("0.10"), Fraction(1, 3), Path("a/b")),
+        "tensor": torch.ones(3),
+    }
+
+
+def test_what_is_data_comes_back_as_what_it_was(sidecar):
+    keep({"st": tree()})
+    live = {"tensor": torch.zeros(3)}
+    bring_back({"st": live})
+    expected = tree()
+    assert live.pop("tensor").tolist() == expected.pop("tensor").tolist()
+    assert live == expected
+    assert all(type(live[key]) is type(value) for key, value in expected.items())
+    assert live["window"].maxlen == 3
+    assert live["seen"].default_factory is int
+    assert type(live["order"]["a"][0]) is Counter
+    assert live["best"].at.fold == 1
+    assert live["best"].at.utcoffset() == datetime.timedelta(hours=1)
+
+
+def schedulers():
+    """One of every kind in `torch.optim.lr_scheduler`, each with an optimizer of its own."""
+    lr = torch.optim.lr_scheduler
+    make = {
+        "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+        "StepLR": lambda o: lr.StepLR(o, 2),
+        "MultiStepLR": lambda o: lr.MultiStepLR(o, [2, 4, 4]),
+        "LambdaLR": lambda o: lr.LambdaLR(o, lambda epoch: 0.9**epoch),
+        "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda epoch: 0.9),
+        "ConstantLR": lr.ConstantLR,
+        "LinearLR": lr.LinearLR,
+        "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.9),
+        "PolynomialLR": lr.PolynomialLR,
+        "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 10),
+        "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+        "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, scale_fn=lambda x: 0.5),
+        "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, total_steps=20),
+        "SequentialLR": lambda o: lr.SequentialLR(o, [lr.LinearLR(o), lr.StepLR(o, 2)], [3]),
+        "ChainedScheduler": lambda o: lr.ChainedScheduler(
+            [lr.LinearLR(o), lr.MultiStepLR(o, [2, 4])]
+        ),
+    }
+    kinds = {
+        name
+        for name, kind in vars(lr).items()
+        if isinstance(kind, type)
+        and issubclass(kind, lr.LRScheduler)
+        and kind is not lr.LRScheduler
+    }
+    assert kinds - {"_LRScheduler"} == make.keys()
+    made = {}
+    for name, one in make.items():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        made[f"{name}.optimizer"], made[name] = optimizer, one(optimizer)
+    return made
+
+
+def test_every_scheduler_of_torch_goes_on_where_it_was(sidecar):
+    def rates(components):
+        groups = [one.param_groups[0] for name, one in components.items() if "." in name]
+        return [(group["lr"], group["momentum"]) for group in groups]
+
+    def step(components):
+        for name, one in components.items():
+            if "." in name:
+                one.step()
+            else:
+                one.step(*[1.0][: name == "ReduceLROnPlateau"])
+
+    components, other = schedulers(), schedulers()
+    for _ in range(3):
+        step(components)
+    keep(components)
+    step(components)
+    bring_back(other)
+    step(other)
+    assert rates(other) == rates(components)
+    assert other["MultiStepLR"].state_dict() == components["MultiStepLR"].state_dict()

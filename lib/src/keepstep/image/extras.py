@@ -3,8 +3,7 @@
 JSON holds what it can hold exactly; anything else is an object with one key that begins with `!`:
 `{"!tuple": [1, 2]}`. A dict that would look like that, or has keys that are no strings, is a list
 of pairs under `!dict`. So no text has two meanings, and reading runs no code: pickle is a tag too,
-and refused unless the caller trusts the file. Shared references become copies; OrderedDict and
-defaultdict become dict.
+and refused unless the caller trusts the file. Shared references become copies.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import math
 import pathlib
 import pickle
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import arrays, strictjson
+from keepstep.image import arrays, objects, strictjson
 from keepstep.image.strictjson import is_text
 
 MAX_DEPTH = 100
@@ -29,7 +28,16 @@ MAX_DEPTH = 100
 _BIG = 1 << 63
 _MIN_ROOM = 64 << 10
 _MAX_SPARE = 1 << 20
-_DICTS = (dict, OrderedDict, defaultdict)
+_PAIRS: dict[type, str] = {Counter: "!counter", OrderedDict: "!ordereddict"}
+_FACTORIES = {
+    kind.__name__: kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray),
+        *(list, tuple, dict, set, frozenset, Counter, OrderedDict, defaultdict, deque),
+    )
+}
+"""What may make the values that a defaultdict lacks."""
+
 _SEQUENCES: dict[type, str] = {tuple: "!tuple", set: "!set", frozenset: "!frozenset"}
 _PATHS = {
     kind.__name__: kind
@@ -103,13 +111,31 @@ class _Encoder:
             return value if is_text(value) else {"!str": _base64(_surrogates(value))}
         if depth == 0:
             raise _Unheld(f"nested deeper than {MAX_DEPTH}, or it contains itself")
-        if kind in _DICTS:
+        if kind is dict:
             return self._dict(value, depth - 1)
         if kind is list:
             return self._items(value, depth - 1)
         if kind in _SEQUENCES:
             return {_SEQUENCES[kind]: self._items(value, depth - 1)}
-        return self._leaf(value, kind)
+        if kind in _PAIRS:
+            return {_PAIRS[kind]: self._pairs(value, depth - 1)}
+        if kind is deque:
+            return {"!deque": [value.maxlen, self._items(value, depth - 1)]}
+        try:
+            return self._made(value, kind, depth - 1)
+        except objects.NotData as error:
+            return self._pickle(value, kind, str(error))
+
+    def _made(self, value: Any, kind: type, depth: int) -> Any:
+        if kind is defaultdict:
+            return {"!defaultdict": [_factory(value), self._pairs(value, depth)]}
+        parts = objects.parts_of(value)
+        if parts is None:
+            return self._leaf(value, kind)
+        tag, simpler = parts
+        if type(simpler) is list:
+            return {tag: [self.encode(one, depth) for one in simpler]}
+        return {tag: simpler}
 
     def _leaf(self, value: Any, kind: type) -> Any:
         if kind is bytes or kind is bytearray:
@@ -120,13 +146,15 @@ class _Encoder:
             return {"!path": [kind.__name__, self.encode(str(value), 0)]}
         if (tagged := arrays.encode(value)) is not None:
             return tagged
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        return self._pickle(value, kind, f"{_name(kind)} cannot be kept as data")
+
+    def _pickle(self, value: Any, kind: type, why: str) -> Any:
         if not self._trusted:
-            raise _Unheld(f"{name} cannot be kept as data; pass trusted=True to pickle it")
+            raise _Unheld(f"{why}; pass trusted=True to pickle it")
         try:
             return {"!pickle": _base64(pickle.dumps(value, protocol=4))}
         except Exception as error:  # a foreign __reduce__ may raise anything
-            raise _Unheld(f"{name} cannot be pickled: {error}") from error
+            raise _Unheld(f"{_name(kind)} cannot be pickled: {error}") from error
 
     def _items(self, items: Iterable[Any], depth: int) -> list[Any]:
         encoded: list[Any] = []
@@ -179,6 +207,22 @@ class _Decoder:
             raise FormatError(f"not a {tag[1:]}: {str(error)[:200]}") from None
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _factory(value: defaultdict[Any, Any]) -> str | None:
+    factory = value.default_factory
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise objects.NotData(
+            f"a defaultdict of {factory!r} cannot be kept; of {', '.join(_FACTORIES)} it can"
+        )
+    return str(name)
+
+
 def _surrogates(value: str) -> bytes:
     return value.encode("utf-8", "surrogatepass")
 
@@ -205,6 +249,16 @@ def _dict_of(value: Any) -> dict[Any, Any]:
     return built
 
 
+def _deque_of(value: Any) -> deque[Any]:
+    maxlen, items = _list_of(value)
+    return deque(_list_of(items), maxlen)
+
+
+def _defaultdict_of(value: Any) -> defaultdict[Any, Any]:
+    name, pairs = _list_of(value)
+    return defaultdict(None if name is None else _FACTORIES[name], _dict_of(pairs))
+
+
 _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!int": lambda text: int(text, 16),
     "!float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
@@ -216,7 +270,12 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!set": lambda items: set(_list_of(items)),
     "!frozenset": lambda items: frozenset(_list_of(items)),
     "!dict": _dict_of,
+    "!counter": lambda pairs: Counter(_dict_of(pairs)),
+    "!ordereddict": lambda pairs: OrderedDict(_dict_of(pairs)),
+    "!defaultdict": _defaultdict_of,
+    "!deque": _deque_of,
     "!path": lambda pair: _PATHS[pair[0]](pair[1]),
     "!pickle": lambda text: pickle.loads(_bytes(text)),
     **arrays.BUILDERS,
+    **objects.BUILDERS,
 }

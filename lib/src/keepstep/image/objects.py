@@ -1,0 +1,211 @@
+"""Values of the standard library, and of the program's own enums and dataclasses, as plain data.
+
+A class is named in the extras and found again only among the modules that the program has imported
+itself: a file imports nothing. An enum gives the member of that name. A dataclass is made without
+its `__init__` and gets the fields that were saved; no code of it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import sys
+import types
+import zoneinfo
+from collections.abc import Callable
+from typing import Any
+
+_MAX_FRACTION = 1 << 4096
+"""Beyond this, reducing a hostile fraction to its lowest terms takes time."""
+
+
+class NotData(Exception):
+    """A value of a kind that could be data, but this one is not."""
+
+
+def parts_of(value: Any) -> tuple[str, Any] | None:
+    """A tag, and simpler values that make up `value`; None where there is none. Raises NotData."""
+    kind = type(value)
+    if kind in _PARTS:
+        return f"!{kind.__name__.lower()}", _PARTS[kind](value)
+    if isinstance(value, enum.Enum):
+        return "!enum", [*_name_of(kind), _member(value)]
+    if dataclasses.is_dataclass(kind):
+        return "!dataclass", [*_name_of(kind), _fields(value)]
+    return None
+
+
+def _clock(value: Any) -> list[Any]:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
+
+
+def _zone(value: zoneinfo.ZoneInfo) -> str:
+    if value.key is None:
+        raise NotData("a time zone without a key cannot be kept")
+    return value.key
+
+
+def _fraction(value: fractions.Fraction) -> list[int]:
+    if max(abs(value.numerator), value.denominator) >= _MAX_FRACTION:
+        raise NotData("a fraction of numbers so large cannot be kept; keep both of them")
+    return [value.numerator, value.denominator]
+
+
+_PARTS: dict[type, Callable[[Any], Any]] = {
+    datetime.datetime: _clock,
+    datetime.time: _clock,
+    datetime.date: datetime.date.isoformat,
+    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    datetime.timezone: lambda value: list(value.__getinitargs__()),
+    zoneinfo.ZoneInfo: _zone,
+    range: lambda value: [value.start, value.stop, value.step],
+    decimal.Decimal: str,
+    fractions.Fraction: _fraction,
+}
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+def _find(module: str, name: str) -> type:
+    """The class of that name, if the program has it. No `getattr`: that may run code."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    if not isinstance(found, type):
+        raise ValueError(f"this program has no class {module}.{name}; import it before restore()")
+    return found
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    module, name = kind.__module__, kind.__qualname__
+    try:
+        same = _find(module, name) is kind
+    except ValueError:
+        same = False
+    if not same:
+        raise NotData(f"{module}.{name} is not found by its name; define it at the top of a module")
+    return module, name
+
+
+def _member(value: enum.Enum) -> Any:
+    if vars(type(value))["_member_map_"].get(value.name) is not value:
+        raise NotData(f"{value!r} is no single member of its enum, so it cannot be kept")
+    return value.name
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        name: slot
+        for one in kind.__mro__
+        for name, slot in vars(one).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }
+
+
+def _is_set(slot: Any, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether its fields are all there is to it: no base with memory of its own, no pickling of its
+    own, nothing to do when it goes away."""
+    methods = "__new__", "__reduce__", "__reduce_ex__"
+    same = all(getattr(kind, name) is getattr(object, name) for name in methods)
+    return same and not any("__del__" in vars(one) for one in kind.__mro__)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    if not _is_plain(kind):
+        raise NotData(f"{kind.__module__}.{kind.__qualname__} is more than its fields")
+    kept = dict(getattr(value, "__dict__", {}))
+    kept |= {
+        name: slot.__get__(value) for name, slot in _slots(kind).items() if _is_set(slot, value)
+    }
+    for field in dataclasses.fields(kind):
+        if field.name not in kept:
+            raise NotData(f"the field {field.name!r} of a {kind.__qualname__} has no value")
+    return kept
+
+
+def _to_enum(parts: Any) -> Any:
+    module, name, member = parts
+    kind = _find(module, name)
+    if not isinstance(kind, enum.EnumType):
+        raise ValueError(f"{module}.{name} is no enum")
+    members = vars(kind)["_member_map_"]
+    if member not in members:
+        raise ValueError(f"{module}.{name} has no member {member!r} here")
+    return members[member]
+
+
+def _to_dataclass(parts: Any) -> Any:
+    module, name, kept = parts
+    kind = _find(module, name)
+    slots = _slots(kind)
+    made: Any = object.__new__(kind) if _is_plain(kind) else None
+    if not dataclasses.is_dataclass(made):
+        raise ValueError(f"{module}.{name} is no plain dataclass")
+    missing = {field.name for field in dataclasses.fields(made)} - kept.keys()
+    if missing:
+        raise ValueError(f"{module}.{name} has fields that were not saved: {sorted(missing)}")
+    for key, value in kept.items():
+        if key in slots:
+            slots[key].__set__(made, value)
+        else:
+            vars(made)[key] = value
+    return made
+
+
+def _to_datetime(parts: Any) -> datetime.datetime:
+    text, fold, zone = parts
+    return datetime.datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _to_time(parts: Any) -> datetime.time:
+    text, fold, zone = parts
+    return datetime.time.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _to_timedelta(parts: Any) -> datetime.timedelta:
+    days, seconds, microseconds = parts
+    if not all(type(one) is int for one in parts):
+        raise TypeError("not whole numbers")
+    return datetime.timedelta(days, seconds, microseconds)
+
+
+def _to_decimal(text: Any) -> decimal.Decimal:
+    if type(text) is not str:
+        raise TypeError("not a text")
+    return decimal.Decimal(text)
+
+
+def _to_fraction(parts: Any) -> fractions.Fraction:
+    above, below = parts
+    if type(above) is not int or type(below) is not int or max(abs(above), below) >= _MAX_FRACTION:
+        raise ValueError("not two numbers of a fraction")
+    return fractions.Fraction(above, below)
+
+
+BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "!enum": _to_enum,
+    "!dataclass": _to_dataclass,
+    "!datetime": _to_datetime,
+    "!time": _to_time,
+    "!date": datetime.date.fromisoformat,
+    "!timedelta": _to_timedelta,
+    "!timezone": lambda parts: datetime.timezone(*parts),
+    "!zoneinfo": zoneinfo.ZoneInfo,
+    "!range": lambda parts: range(*parts),
+    "!decimal": _to_decimal,
+    "!fraction": _to_fraction,
+}
+"""Inverse of `parts_of`, by tag. They raise whatever the constructors raise."""
