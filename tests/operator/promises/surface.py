@@ -1,0 +1,477 @@
+"""The operator as the tests of this folder meet it: two processes on loopback and what they say.
+
+What the tests assert is on the outside: reports and their replies, AdmissionReviews, what is asked
+of the API server and written to it, memory and CPU of a process. Whatever of the operator's modules
+a test cannot do without is imported here and nowhere else in this folder, so that a rebuilding of
+those modules changes this file alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import copy
+import io
+import itertools
+import json
+import os
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from aiohttp import web
+
+from keepstep_operator.kube import CONFIG_MAPS, POLICIES
+from tests.harness import until
+from tests.operator.admission.reviews import review_of
+from tests.operator.apiserver import ApiServer
+from tests.operator.injection.json_pointer import apply
+from tests.operator.injection.pods import DEFAULTS
+from tests.operator.reconcile.serving import make_certificate, trusting
+from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
+from tests.operator.reconcile.test_process import kubeconfig
+
+Body = dict[str, Any]
+
+NAMESPACE = "team"
+SYSTEM = "keepstep-system"
+RUN = "gpt-1a2b3c4d"
+PREFIX = "/mnt/nvme0"
+GROUP = "/apis/keepstep.dev/v1alpha1"
+HELPERS = (
+    "--host-path", PREFIX, "--helper-image", "keepstep/sidecar:0.1.0", "--helper-account",
+    "helpers", "--reports-url", "https://reports", "--reports-ca-configmap", "keepstep-reports-ca",
+)  # fmt: skip
+"""Options with which reconcile makes helper pods."""
+_MEMORY_BYTES = 2 << 30
+_sequence = itertools.count(1)
+
+
+# --- the reconciler ------------------------------------------------------------------------------
+
+
+@dataclass
+class Cluster(StandIn):
+    """The stand-in for the API server, with the few more things that a test here has it do."""
+
+    _versions: Iterator[int] = field(default_factory=lambda: itertools.count(10))
+
+    def _tell(self, kind: str, path: str) -> None:
+        version = {"resourceVersion": str(next(self._versions))}
+        self.objects[path] = {**self.objects[path]}
+        self.objects[path]["metadata"] = {**self.objects[path]["metadata"], **version}
+        super()._tell(kind, path)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Cluster]:
+        async with super().serving():
+            try:
+                yield self
+            finally:
+                for _, _, queue in self._watchers:
+                    queue.put_nowait({})
+
+    async def _watch(self, request: web.Request, labels: str) -> web.StreamResponse:
+        queue: asyncio.Queue[Body] = asyncio.Queue()
+        self._watchers.append((request.path, labels, queue))
+        response = web.StreamResponse()
+        with contextlib.suppress(ConnectionResetError):
+            await response.prepare(request)
+            while told := await queue.get():
+                await response.write(json.dumps(told).encode() + b"\n")
+        return response
+
+    def bind(self, pod: Body) -> str:
+        """Put a pod there, and give it a token; returns the token, which is the pod's uid."""
+        metadata = pod["metadata"]
+        namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
+        self.tokens[uid] = bound_to(namespace, name, uid)
+        self.add(pod_path(name, namespace), pod)
+        return str(uid)
+
+    def drop(self, pod: Body) -> None:
+        """Delete a pod."""
+        self.remove(pod_path(pod["metadata"]["name"], pod["metadata"]["namespace"]))
+
+    def expire_watches(self) -> None:
+        """As a compaction does: whoever watches must list again."""
+        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+        for _, _, queue in self._watchers:
+            queue.put_nowait({"type": "ERROR", "object": gone})
+
+    def run(self, name: str = RUN, namespace: str = NAMESPACE) -> Body:
+        """The CheckpointRun; empty while there is none."""
+        return self.objects.get(f"{GROUP}/namespaces/{namespace}/checkpointruns/{name}", {})
+
+    def conditions(self, name: str = RUN) -> dict[str, Body]:
+        """Those of the CheckpointRun, by type."""
+        told = (self.run(name).get("status") or {}).get("conditions") or []
+        return {one["type"]: one for one in told}
+
+    def made(self, plural: str) -> list[Body]:
+        """What was created of a kind."""
+        found = [one for one in self.requests if one.method == "POST"]
+        return [one.body for one in found if one.path.endswith(f"/{plural}")]
+
+
+@dataclass
+class Operator:
+    """A running `keepstep-operator reconcile`."""
+
+    process: psutil.Process
+    url: str
+    metrics_url: str
+    session: aiohttp.ClientSession
+    log: list[str] = field(default_factory=list)
+
+    async def report(self, body: Body | bytes, *, token: str) -> tuple[int, Body]:
+        """Status and answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        url = f"{self.url}/v1/reports"
+        async with self.session.post(url, data=io.BytesIO(data), headers=headers) as response:
+            return response.status, await response.json()
+
+    async def take(self, body: Body, *, token: str) -> Body:
+        """The reply to a report that is no part of what is tested. Raises RuntimeError."""
+        status, reply = await self.report(body, token=token)
+        if status != 200:
+            raise RuntimeError(f"refused with {status}: {reply}; {''.join(self.log)[-2000:]}")
+        return reply
+
+    async def ready(self) -> bool:
+        async with self.session.get(f"{self.metrics_url}/readyz") as response:
+            return response.status == 200
+
+    async def slowest_health_s(self, meanwhile: asyncio.Task[Any]) -> float:
+        """The longest that `/healthz` took until `meanwhile` was done."""
+        loop, slowest_s = asyncio.get_running_loop(), 0.0
+        while not meanwhile.done():
+            begun = loop.time()
+            async with self.session.get(f"{self.url}/healthz") as response:
+                await response.read()
+            slowest_s = max(slowest_s, loop.time() - begun)
+            await asyncio.sleep(0.02)
+        return slowest_s
+
+    async def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        async with self.session.get(f"{self.metrics_url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = [one for one in lines if one.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(one.rsplit(" ", 1)[1]) for one in found)
+
+    async def knows(self, pods: int) -> bool:
+        """Whether it has seen so many pods."""
+        return await self.metric("keepstep_run_pods") >= pods
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def memory_mib(self) -> float:
+        return float(self.process.memory_info().rss) / (1 << 20)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+
+
+@asynccontextmanager
+async def reconciler(cluster: Cluster, directory: Path, *options: str) -> AsyncIterator[Operator]:
+    """`keepstep-operator reconcile`, ready; `cluster` is served while it runs."""
+    directory.mkdir(exist_ok=True)
+    trust = trusting(make_certificate(directory))
+    options = ("reconcile", "--namespace", SYSTEM, "--tls-dir", str(directory), *options)
+    async with cluster.serving():
+        config = kubeconfig(cluster, directory / "kubeconfig")
+        async with _process(options, config, trust) as operator:
+            await until(operator.ready, what="reconcile's readiness")
+            yield operator
+
+
+@asynccontextmanager
+async def _process(
+    options: tuple[str, ...], config: Path, trust: ssl.SSLContext
+) -> AsyncIterator[Operator]:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "keepstep_operator.main", *options,
+        "--port", "0", "--metrics-port", "0",
+        env={**os.environ, "KUBECONFIG": str(config)},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stderr is not None
+    process, log = psutil.Process(child.pid), list[str]()
+    process.rlimit(psutil.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    reading = None
+    try:
+        ports = await _ports(child.stderr, log)
+        reading = asyncio.create_task(_drain(child.stderr, log))
+        connector = aiohttp.TCPConnector(ssl=trust, limit=0)
+        timeout = aiohttp.ClientTimeout(total=60)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            url, metrics_url = f"https://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+            yield Operator(process, url, metrics_url, session, log)
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+        if reading is not None:
+            await reading
+
+
+async def _ports(stderr: asyncio.StreamReader, log: list[str]) -> tuple[int, int]:
+    async for line in stderr:
+        log.append(line.decode())
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if told.get("event") == "listening":
+            return int(told["port"]), int(told["metrics_port"])
+    raise RuntimeError(f"it ended before it listened: {''.join(log)[-2000:]}")
+
+
+async def _drain(stderr: asyncio.StreamReader, log: list[str]) -> None:
+    async for line in stderr:
+        log.append(line.decode(errors="replace"))  # noqa: PERF401 - it is read meanwhile
+
+
+async def promised(
+    condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = 3.0
+) -> None:
+    """What a test is about: AssertionError when it does not come true. What must be true before is
+    waited for with `tests.harness.until`, whose failure is no broken promise but a broken test."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while not condition():
+        if loop.time() > deadline:
+            raise AssertionError(
+                f"not within {within_s} s: {what if isinstance(what, str) else what()}"
+            )
+        await asyncio.sleep(0.02)
+
+
+# --- the webhook ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Webhook:
+    """A running `keepstep-operator admission`, and the API server that it reads."""
+
+    server: ApiServer
+    operator: Operator
+
+    async def create(self, pod: Body) -> tuple[Body, list[str]]:
+        """The pod as it would be stored, and the warnings that its creator sees."""
+        url = f"{self.operator.url}/inject?timeout=5s"
+        async with self.operator.session.post(url, json=review_of(pod)) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status} {await answer.text()}")
+            response = json.loads(await answer.read())["response"]
+        patch = (
+            json.loads(base64.b64decode(response.get("patch", ""))) if "patch" in response else []
+        )
+        return apply(copy.deepcopy(pod), patch), response.get("warnings", [])
+
+
+@asynccontextmanager
+async def webhook(
+    directory: Path, policy: Body, *, server: ApiServer | None = None, image: str = "sidecar:1"
+) -> AsyncIterator[Webhook]:
+    """`keepstep-operator admission`, ready. `server`: one that runs already."""
+    directory.mkdir(exist_ok=True)
+    trust = trusting(make_certificate(directory))
+    options = ("admission", "--namespace", SYSTEM, "--tls-dir", str(directory), "--drain", "0")
+    options += ("--sidecar-image", image, "--host-path", PREFIX)
+    async with contextlib.AsyncExitStack() as stack:
+        server = server or await stack.enter_async_context(ApiServer().running())
+        server.put(CONFIG_MAPS, _REPORTS_CA)
+        server.put(POLICIES, policy)
+        config = server.kubeconfig(directory)
+        operator = await stack.enter_async_context(_process(options, config, trust))
+        await until(operator.ready, what="admission's readiness")
+        yield Webhook(server, operator)
+
+
+_REPORTS_CA: Body = {
+    "metadata": {"name": "keepstep-reports-ca", "namespace": SYSTEM},
+    "data": {"ca.crt": DEFAULTS.reports_ca},
+}
+
+
+def injection(pod: Body) -> Body:
+    """What admission says it did to a pod."""
+    told: Body = json.loads(pod["metadata"]["annotations"].get("keepstep.dev/status", "{}"))
+    return told
+
+
+def is_injected(pod: Body) -> bool:
+    """Whether the sidecar is in it."""
+    found = pod["spec"].get("initContainers") or []
+    return any(one["name"] == "keepstep-sidecar" for one in found)
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+async def idle_connections(url: str, count: int) -> list[ssl.SSLSocket]:
+    """TLS connections that never send a whole request; those that the server did not refuse."""
+    return await asyncio.to_thread(_idle, int(url.rpartition(":")[2]), count)
+
+
+def _idle(port: int, count: int) -> list[ssl.SSLSocket]:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    held = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            raw = socket.create_connection(("127.0.0.1", port), timeout=5)
+            try:
+                one = context.wrap_socket(raw)
+            except OSError:
+                raw.close()
+                continue
+            held.append(one)
+            one.sendall(b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
+            one.setblocking(False)
+    return held
+
+
+def still_open(held: list[ssl.SSLSocket]) -> int:
+    """How many of them the server has not ended."""
+    return sum(map(_is_open, held))
+
+
+def _is_open(one: ssl.SSLSocket) -> bool:
+    try:
+        return one.recv(4096) != b""
+    except ssl.SSLWantReadError:
+        return True
+    except OSError:
+        return False
+
+
+# --- what is there and what is said ---------------------------------------------------------------
+
+
+def pod(
+    node_rank: int = 0,
+    *,
+    run: str = RUN,
+    namespace: str = NAMESPACE,
+    life: int = 1,
+    node: str = "",
+    job: Body | None = None,
+) -> Body:
+    """An injected pod as the API server has it. A new `life` is a new pod of that name."""
+    body = pod_body(node_rank)
+    metadata = body["metadata"]
+    metadata["namespace"] = namespace
+    metadata["uid"] = f"{namespace}-{run}-{node_rank}-{life}"
+    metadata["name"] = f"{run}-worker-{node_rank}"
+    metadata["creationTimestamp"] = f"2026-11-21T07:{life:02d}:00Z"
+    metadata["labels"]["keepstep.dev/run-key"] = run
+    told = json.loads(metadata["annotations"]["keepstep.dev/status"])
+    told["job"] = job or {**told["job"], "name": run, "uid": f"job-{run}"}
+    metadata["annotations"]["keepstep.dev/status"] = json.dumps(told)
+    body["spec"]["nodeName"] = node or f"node-{node_rank}"
+    return body
+
+
+def foreign_pod(number: int) -> tuple[str, Body]:
+    """Path and body of a finished pod of somebody's CronJob, as large as such pods are."""
+    body = pod_body(number, injected=False)
+    metadata = body["metadata"]
+    metadata["uid"], metadata["name"] = f"foreign-{number}", f"backup-{number}"
+    metadata["labels"] = {"batch.kubernetes.io/job-name": f"backup-{number}"}
+    metadata["annotations"] = {}
+    metadata["managedFields"] = [{"fieldsV1": {"f:x": "x" * 100}}] * 60
+    variables = [{"name": f"VARIABLE_{one}", "value": "x" * 60} for one in range(40)]
+    body["spec"]["containers"][0]["env"] = variables
+    body["status"] = {"phase": "Succeeded"}
+    return pod_path(metadata["name"], "others"), body
+
+
+def policy(namespace: str = NAMESPACE, **spec: Any) -> tuple[str, Body]:
+    """Path and body of the CheckpointPolicy that these pods name."""
+    body = {
+        "metadata": {"name": "default", "namespace": namespace, "uid": "p", "generation": 1},
+        "spec": {
+            "memory": {"limit": "1Gi", "slots": 4},
+            "volumes": [{"name": "nvme0", "hostPath": {"path": PREFIX}}],
+            **spec,
+        },
+    }
+    return f"{GROUP}/namespaces/{namespace}/checkpointpolicies/default", body
+
+
+def finished_run(name: str, *, at: str) -> tuple[str, Body]:
+    """Path and body of a CheckpointRun whose job ended at that time."""
+    recent = [{"time": at, "type": "Finished", "message": "the job is finished"}]
+    body = {
+        "metadata": {"name": name, "namespace": NAMESPACE, "uid": f"u-{name}", "generation": 1},
+        "spec": {},
+        "status": {"phase": "Finished", "recent": recent},
+    }
+    return f"{GROUP}/namespaces/{NAMESPACE}/checkpointruns/{name}", body
+
+
+def epoch(number: int = 1, nonce: str = "aaaaaaaa") -> Body:
+    return {"number": number, "nonce": nonce}
+
+
+def held(step: int, world: int, *, of: Body | None = None, root: str = "") -> Body:
+    """One image of a report."""
+    found: Body = {"id": {"epoch": of or epoch(), "step": step}, "world": world}
+    return {**found, "root": root} if root else found
+
+
+def rank(
+    number: int = 0,
+    world: int = 1,
+    *,
+    memory: tuple[int, ...] = (),
+    local: tuple[int, ...] = (),
+    archive: tuple[int, ...] | None = None,
+) -> Body:
+    """One rank of a report, with steps by tier."""
+
+    def at_rest(steps: tuple[int, ...]) -> list[Body]:
+        return [held(one, world, root=f"{one}/{number}") for one in steps]
+
+    told: Body = {
+        "rank": number,
+        "world": world,
+        "alive": True,
+        "memory": [held(one, world) for one in memory],
+        "memory_answer": "steps" if memory else "none",
+        "local": at_rest(local),
+        "local_answer": "steps" if local else "none",
+    }
+    if archive is not None:
+        told |= {"archive": at_rest(archive), "archive_answer": "steps" if archive else "none"}
+    return told
+
+
+def report(*ranks: Body, **more: Any) -> Body:
+    """What a sidecar sends; each one is newer than those before."""
+    return {
+        "sidecar": "0.1.0",
+        "started_at": 1.0,
+        "sequence": next(_sequence),
+        "sent_at": 1.0,
+        "ready": True,
+        "library": "0.1.0",
+        "epochs": [{"id": epoch()}],
+        "ranks": list(ranks),
+        **more,
+    }
