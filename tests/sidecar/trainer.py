@@ -13,6 +13,7 @@ import http.client
 import mmap
 import os
 import secrets
+import select
 import socket
 import sys
 import time
@@ -138,6 +139,16 @@ class FakeTrainer:
             self._stream.close()
             self._lease.close()
         self._lease = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the sidecar has ended the lease; reads what it has sent until now."""
+        if self._lease is None:
+            return True
+        while select.select([self._sock], [], [], 0)[0]:
+            if not self._stream.readline():
+                return True
+        return False
 
     @property
     def lease(self) -> str:

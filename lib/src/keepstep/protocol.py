@@ -216,11 +216,15 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenRequest:
-    """POST /v1/restore: bring this step's image into a slot and verify it."""
+    """POST /v1/restore: bring this step's image into a slot and verify it.
+
+    `bad`: path of a slot that an earlier answer named and that did not verify; '' for none.
+    """
 
     lease: str
     id: StepId
     timeout_s: float = 600.0
+    bad: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,11 +252,13 @@ class RestoredRequest:
 class SourcesRequest:
     """POST /v1/sources: where are the images of this step, of all ranks that were there then?
 
-    What it names stays where it is until `RestoredRequest` or the end of the lease.
+    What it names stays where it is until `RestoredRequest` or the end of the lease. `bad`: paths of
+    earlier answers that did not verify.
     """
 
     lease: str
     id: StepId
+    bad: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ import torch
 
 from keepstep import loading, rng
 from keepstep.agreement import Decision
-from keepstep.errors import KeepstepError
-from keepstep.image import Layout, TensorSpec, extras
+from keepstep.errors import ForeignError, ImageError, SidecarError
+from keepstep.image import Layout, TensorSpec, check_control, extras
 from keepstep.kinds import refuse_dcp
 from keepstep.link import Link
 from keepstep.mapping import SlotMapping
-from keepstep.protocol import Opened, OpenRequest, Sources, SourcesRequest
+from keepstep.protocol import Opened, OpenRequest
 from keepstep.resharding.loader import Loader, check_unused
 from keepstep.resharding.sources import Images
 from keepstep.state import Taken, TensorLeaf
@@ -35,7 +35,8 @@ from keepstep.wrappers import after_loading
 
 log = logging.getLogger("keepstep")
 
-_SOURCES_S = 120.0
+_BAD_SLOTS = 3
+"""More than these, and the step is left out: a sidecar that hands out the same slot again."""
 
 Stage = Callable[[Sequence[Any]], Any]
 
@@ -71,6 +72,7 @@ class Restoring:
         self._torn, self._reader = torn, reader
         self._slot: SlotMapping | None = None
         self._loader: Loader | loading.Loading
+        self._kept: dict[str, Any] = {}
         self._rng_state: dict[str, Any] = {}
 
     @property
@@ -81,15 +83,45 @@ class Restoring:
     def _open(self, _: Sequence[Any]) -> None:
         if not self._direct:
             return
-        request = OpenRequest(lease=self._link.lease, id=self._id, timeout_s=self._timeout_s)
-        opened = self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
-        self.tier = opened.tier
-        slot = SlotMapping(opened.path)
+        bad, failures = "", 0
+        while self._slot is None:
+            opened = self._ask(bad)
+            self.tier = opened.tier
+            try:
+                self._map(opened.path)
+            except (ImageError, OSError) as error:
+                failures += 1
+                if failures > _BAD_SLOTS:
+                    raise SidecarError(
+                        f"step {self._id}: no slot that the sidecar opened verifies; the last one"
+                        f" ({opened.tier}): {error}",
+                        code="not-verified",
+                    ) from error
+                log.warning(
+                    "keepstep: rank %d: step %s from %s does not verify (%s): the next copy is"
+                    " asked for",
+                    *(self._rank, self._id, opened.tier, error),
+                )
+                bad = opened.path
+
+    def _ask(self, bad: str) -> Opened:
+        request = OpenRequest(
+            lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
+        )
+        return self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
+
+    def _map(self, path: str) -> None:
+        """Map a slot and read all that is no tensor. Raises ImageError or OSError when it is not
+        the image that it should be, MismatchError for one of `keepstep.dcp`."""
+        slot = SlotMapping(path)
         control = slot.control()
-        if control.id != self._id or control.rank != self._rank:
-            raise KeepstepError(
-                f"{opened.path} holds {control.id} of rank {control.rank}, not {self._id}"
-            )
+        check_control(control, slot.layout, id=self._id, path=path)
+        if control.rank != self._rank:
+            raise ForeignError(f"it holds rank {control.rank}", path=path)
+        refuse_dcp(slot.layout.skeleton, self._id)
+        begin = slot.layout.extras_begin
+        text = bytes(slot.memory[begin : begin + control.extras_bytes])
+        self._kept = extras.decode(text, trusted=self._trusted)
         self._slot = slot
 
     def _plan(self, _: Sequence[Any]) -> bytes:
@@ -107,9 +139,7 @@ class Restoring:
         return unused
 
     def _plan_assembly(self, taken: Taken) -> Loader:
-        request = SourcesRequest(lease=self._link.lease, id=self._id)
-        found = self._link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
-        images = Images(self._link, found, self._timeout_s)
+        images = Images.find(self._link, self._id, self._timeout_s)
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         loader = Loader(self._components, taken, images, rank=self._rank, reader=self._reader)
         loader.plan(trusted=self._trusted)
@@ -117,12 +147,8 @@ class Restoring:
         return loader
 
     def _plan_direct(self, slot: SlotMapping) -> loading.Loading:
-        refuse_dcp(slot.layout.skeleton, self._id)
-        begin = slot.layout.extras_begin
-        size = slot.control().extras_bytes
-        kept = extras.decode(bytes(slot.memory[begin : begin + size]), trusted=self._trusted)
-        plan = loading.plan(self._components, slot, kept["values"])
-        self._rng_state = kept.get("rng", {})
+        plan = loading.plan(self._components, slot, self._kept["values"])
+        self._rng_state = self._kept.get("rng", {})
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             slot.register()
         return plan

@@ -7,7 +7,7 @@ of the table: a trainer that is still alive may be filling one, and says so with
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from keepstep.image import ControlPage, Layout
@@ -70,10 +70,11 @@ class Bank:
             self.add(file)
         self.orphans.clear()
 
-    def drop_orphans(self) -> list[SlotFile]:
+    def drop_orphans(self, which: Callable[[SlotFile], bool] = lambda file: True) -> list[SlotFile]:
         """Somebody might be filling these slots: they are not used again. Returns them."""
-        dropped = list(self.orphans.values())
-        self.orphans.clear()
+        dropped = [file for file in self.orphans.values() if which(file)]
+        for file in dropped:
+            del self.orphans[file.name]
         return dropped
 
     def abandon(self, index: int) -> SlotFile:
@@ -83,6 +84,17 @@ class Bank:
             self.table.release(other)
         self._gone.add(index)
         return self.files[index]
+
+    def lose(self, index: int) -> bool:
+        """Others took this slot's name or bytes: it is not used again. False while somebody reads
+        or loads it; ask again then."""
+        slot = self.table.slots[index]
+        if slot.pinned or slot.state is SlotState.LOADING:
+            return False
+        self.table.remove(index)
+        self._gone.add(index)
+        self.files[index].unlink()
+        return True
 
     def give_up(self, *, keep: int) -> list[SlotFile]:
         """Give up every slot but those with the newest `keep` images, and what is in use.
@@ -208,3 +220,8 @@ class Bank:
     def present(self) -> Iterator[tuple[int, SlotFile]]:
         """(index, file) of the slots that are there, orphans left out."""
         return ((i, file) for i, file in enumerate(self.files) if i not in self._gone)
+
+    def all(self) -> Iterator[SlotFile]:
+        """The files that are there, orphans too."""
+        yield from (file for _, file in self.present())
+        yield from self.orphans.values()

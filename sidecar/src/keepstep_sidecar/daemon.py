@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from aiohttp import web
 
-from keepstep.errors import StorageError, UsageError
+from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar import journal, reporting
 from keepstep_sidecar.config import Config
 from keepstep_sidecar.depots import Depot
 from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.memory import make_way
+from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.reporter import Look, Reporter
 from keepstep_sidecar.server import application, public_application
 from keepstep_sidecar.service import Service
@@ -31,6 +32,8 @@ from keepstep_sidecar.volume import Volume
 from keepstep_sidecar.volumes import VolumeSet
 
 _SHUTDOWN_S = 3.0
+_WATCH_S = 1.0
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UMASK = 0o007
 """Trainers of the same group may connect and fill slots; nobody else may look."""
 
@@ -39,50 +42,75 @@ def serve(config: Config) -> None:
     """Serve until the end. Raises KeepstepError when it cannot begin."""
     journal.configure(config.run)
     os.umask(_UMASK)
-    with _claimed(config):
-        asyncio.run(_serve(config))
+    claim = Claim(config)
+    claim.take()
+    try:
+        asyncio.run(_serve(config, claim))
+    finally:
+        claim.leave()
 
 
-@contextmanager
-def _claimed(config: Config) -> Iterator[None]:
-    """Own the memory directory: one sidecar at a time. Raises UsageError naming the other one."""
-    config.memory_dir.mkdir(mode=0o770, parents=True, exist_ok=True)
-    path = config.memory_dir / "sidecar.pid"
-    with path.open("a+") as file:
+class Claim:
+    """This process's right to the memory directory: one sidecar at a time.
+
+    Trainers can write there, too. So a name may be a link to a file of ours: nothing is followed,
+    and files are replaced, never rewritten.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._directory = config.memory_dir
+        self._lock: Ownership | None = None
+
+    def take(self) -> None:
+        """Own the directory, made anew if need be, and the name of the socket. Raises UsageError
+        naming another sidecar, or a directory that is not ours to use."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise UsageError(
-                f"{config.memory_dir} belongs to a sidecar that is running (pid"
-                f" {file.read().strip()}); stop it with `keepstep stop`"
-            ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        _describe(config)
-        config.socket.unlink(missing_ok=True)
+            self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
+            self._own(self._directory / "sidecar.pid")
+            self._describe(self._directory / "sidecar.json")
+            make_way(self._config.socket)
+        except OSError as error:
+            text = f"cannot use the memory directory {self._directory}: {error}"
+            raise UsageError(text) from error
+
+    @property
+    def held(self) -> bool:
+        """Whether nobody else could come."""
+        return self._lock is not None and self._lock.held
+
+    def _own(self, path: Path) -> None:
+        if self.held:
+            return
+        make_way(path, keep_own=True)
         try:
-            yield
-        finally:
-            config.socket.unlink(missing_ok=True)
-            _leave(config.memory_dir)
+            taken = Ownership(path)
+        except StorageError as error:
+            raise UsageError(f"the memory directory {error}") from error
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = taken
 
+    def _describe(self, path: Path) -> None:
+        about = {"config": asdict(self._config), "pid": os.getpid(), "started_at": time.time()}
+        unfinished = path.with_name(f".{path.name}.new")
+        make_way(unfinished)
+        with os.fdopen(os.open(unfinished, _CREATE, 0o660), "w") as file:
+            json.dump(about, file, default=str, indent=1)
+        make_way(path, keep_own=True)
+        unfinished.replace(path)
 
-def _describe(config: Config) -> None:
-    about = {"config": asdict(config), "pid": os.getpid(), "started_at": time.time()}
-    (config.memory_dir / "sidecar.json").write_text(json.dumps(about, default=str, indent=1))
-
-
-def _leave(memory_dir: Path) -> None:
-    """Remove what is ours; the directory too when no slots are left in it."""
-    if any(memory_dir.glob("rank-*")):
-        (memory_dir / "sidecar.pid").unlink(missing_ok=True)
-        return
-    for name in ("sidecar.json", "sidecar.pid"):
-        (memory_dir / name).unlink(missing_ok=True)
-    if not any(memory_dir.iterdir()) and not os.path.ismount(memory_dir):
-        memory_dir.rmdir()
+    def leave(self) -> None:
+        """Remove what is ours; the directory too when no slots are left in it."""
+        left = any(self._directory.glob("rank-*"))
+        for name in ("sidecar.sock", "sidecar.pid", *(() if left else ("sidecar.json",))):
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+        if self._lock is not None:
+            self._lock.release()
+        if not left and not os.path.ismount(self._directory):
+            with contextlib.suppress(OSError):  # others have something there
+                self._directory.rmdir()
 
 
 def _open_volumes(config: Config) -> VolumeSet:
@@ -113,7 +141,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
         return UnwritableVolume(root, run=config.run, reason=str(error), verify=config.verify)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, claim: Claim) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
         depots = _depots(
@@ -126,7 +154,7 @@ async def _serve(config: Config) -> None:
         service.reporter = _reporter(service)
         try:
             service.start()
-            await _listen(service, tasks)
+            await _listen(service, tasks, claim)
         finally:
             await service.beyond.close()
             await asyncio.to_thread(service.close)
@@ -171,14 +199,63 @@ def _reporter(service: Service) -> Reporter | None:
         return None
 
 
-async def _listen(service: Service, tasks: Tasks) -> None:
+class _Door:
+    """The trainers' socket: what listens, and under which name."""
+
+    def __init__(self, runner: web.AppRunner, path: Path) -> None:
+        self._runner = runner
+        self._path = path
+        self._site: web.UnixSite | None = None
+        self._made: os.stat_result | None = None
+
+    async def open(self) -> None:
+        """Listen, under a new name; connections stay as they are. Raises OSError."""
+        if self._site is not None:
+            await self._site.stop()
+        make_way(self._path)
+        self._site = web.UnixSite(self._runner, str(self._path))
+        await self._site.start()
+        self._made = self._path.lstat()
+
+    @property
+    def there(self) -> bool:
+        """Whether the name still leads here. Raises OSError when that cannot be told."""
+        try:
+            found = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        return self._made is not None and os.path.samestat(self._made, found)
+
+
+async def _watch(service: Service, claim: Claim, door: _Door) -> None:
+    """Make again what somebody else removed: the memory directory, the socket, slots."""
+    trouble = ""
+    while not service.ending:
+        await asyncio.sleep(_WATCH_S)
+        try:
+            if not (service.ending or (claim.held and door.there)):
+                warn("socket removed by somebody else", path=str(service.config.socket))
+                claim.take()
+                await door.open()
+                say("listening again")
+            await service.mend_memory()
+            trouble = ""
+        except (KeepstepError, OSError) as error:
+            if str(error) != trouble:
+                warn("memory not made again", reason=str(error))
+            trouble = str(error)
+
+
+async def _listen(service: Service, tasks: Tasks, claim: Claim) -> None:
     """Serve the socket (and metrics over TCP) until the service ends."""
     runner = _runner(application(service, tasks))
     public = _runner(public_application(service))
     await runner.setup()
     await public.setup()
     await _listen_publicly(public, service.config.metrics_port)
-    await web.UnixSite(runner, str(service.config.socket)).start()
+    door = _Door(runner, service.config.socket)
+    await door.open()
+    tasks.spawn(_watch(service, claim, door), "watch memory")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))

@@ -64,6 +64,10 @@ class Loader:
         slots = self._keeper.rank(origin.rank)
         layout = await origin.layout()
         bank, index = await self._reserve(slots, layout, origin.id)
+        while bank.files[index].lacks():  # removed by others in the meantime
+            bank.table.release(index)
+            bank.lose(index)
+            bank, index = await self._reserve(slots, layout, origin.id)
         self._catalog.opening(origin.id, on=True)
         started = time.monotonic()
         try:

@@ -20,6 +20,7 @@ from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.memory import (
     SlotFile,
+    entered,
     lower_priority,
     rank_directory,
     slot_name,
@@ -43,6 +44,8 @@ class Maker:
             asyncio.PriorityQueue()
         )
         self._making: dict[int, int] = {}
+        self._names: set[Path] = set()
+        """Of the slots that are being made."""
         self._executor = ThreadPoolExecutor(
             self.threads, thread_name_prefix="slots", initializer=lower_priority
         )
@@ -82,18 +85,23 @@ class Maker:
 
     async def _make(self, bank: Bank) -> None:
         loop = asyncio.get_running_loop()
-        path = None
+        path: Path | None = None
         try:
             path = self._free_path(bank)
             file = await loop.run_in_executor(
                 self._executor, lambda: SlotFile.create(path, bank.layout, stop=self._stop)
             )
+        except FileNotFoundError as error:  # the directory was removed: `Service.mend_memory`
+            warn("slot not made", path=str(path), reason=str(error))
+            return
         except (NoMemoryError, OSError) as error:
             bank.failure = str(error)
             bank.wanted = bank.count
             warn("slot not made", path=str(path), reason=str(error))
             return
         finally:
+            if path is not None:
+                self._names.discard(path)
             self._making[id(bank)] -= 1
             if not self._making[id(bank)]:
                 del self._making[id(bank)]
@@ -113,11 +121,15 @@ class Maker:
 
     def _free_path(self, bank: Bank) -> Path:
         directory = rank_directory(self._memory_dir, bank.layout.rank)
-        taken = {slot_number(path.name.removesuffix(".new")) for path in directory.iterdir()}
-        # also above what other threads are making: their files are there, under another name
+        with entered(directory) as fd:
+            names = {name.removesuffix(".new") for name in os.listdir(fd)}
+        # a name is given once: a trainer may still have the slot mapped that had it
+        names |= {*(file.name for file in bank.files), *bank.orphans}
+        names |= {path.name for path in self._names if path.parent == directory}
+        taken = {slot_number(name) for name in names}
         number = next(n for n in itertools.count() if n not in taken)
         path = directory / slot_name(bank.layout, number)
-        path.with_name(path.name + ".new").touch()
+        self._names.add(path)
         return path
 
     def stop(self) -> None:

@@ -27,6 +27,7 @@ from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.volume import Written
+from keepstep_sidecar.writer import CUT_OFF
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
@@ -85,6 +86,10 @@ class Persister:
         self.planner.counts = old.counts
         for rank in sorted(self._ranks):
             self._recall(rank)
+
+    def plan_anew(self) -> None:
+        """What was written may not be there any more: the next `plan_for` begins from what is."""
+        self._ranks = frozenset()
 
     def _recall(self, rank: int) -> None:
         """Tell a new planner what is there of this rank."""
@@ -161,7 +166,9 @@ class Persister:
         written = None
         table, file = bank.table, bank.files[index]
         try:
-            if control is not None and control.id == write.id:
+            if file.cut_off:
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
+            elif control is not None and control.id == write.id:
                 fresh = await self._write_with_room(bank, index, control)
                 if file.control() == control:
                     written = fresh

@@ -64,6 +64,8 @@ class Restorer:
         ones, the answer is NONE. But a step that *was* committed and is not whole any more is
         UNKNOWN, and the run does not start over in silence.
         """
+        for id in self._keeper.rank(lease.rank).sealed():
+            self._keeper.sound(lease.rank, id)
         ledger = self._catalog.look()
         hidden = self._hidden()
         offers = self._catalog.reach.offers(set(ledger.whole()) - hidden)
@@ -182,16 +184,17 @@ class Restorer:
 
     # --- open --------------------------------------------------------------------------------
 
-    async def open(self, lease: Lease, id: StepId, *, timeout_s: float) -> Opened:
+    async def open(self, lease: Lease, id: StepId, *, timeout_s: float, bad: str = "") -> Opened:
         """The verified image of this step in a slot, pinned until `let_go`.
 
-        Raises SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
+        `bad`: path of a slot that was opened before, and that the trainer could not use. Raises
+        SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
         started = time.monotonic()
         self.let_go(lease.rank)
         slots = self._keeper.rank(lease.rank)
-        if slots.find(id) is None:
+        if self._keeper.sound(lease.rank, id, bad={bad}) is None:
             self._loader.agreed[lease.rank] = id
             self._changes.ring()
             await self._fetch(lease, id, timeout_s=timeout_s)

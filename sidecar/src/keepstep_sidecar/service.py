@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from keepstep.errors import StorageError
 from keepstep.protocol import (
     Candidates,
     CandidatesRequest,
@@ -31,7 +32,7 @@ from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.config import Config
 from keepstep_sidecar.depots import Depot
-from keepstep_sidecar.journal import say
+from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.loader import Loader
 from keepstep_sidecar.maker import Maker
 from keepstep_sidecar.nearest import Nearest
@@ -63,6 +64,12 @@ _ARRIVAL_S = 60.0
 not know, the trainer fails with that reason, and its next start waits again."""
 
 _RESTORES_KEPT = 16
+
+_WATCH_S = 1.0
+"""How often it is seen whether directories and slots are still there."""
+
+_RESCUE_S = 10.0
+"""How long images in slots without names may take to their volume, before they are given up."""
 
 
 class Service:
@@ -167,6 +174,7 @@ class Service:
         for number in range(self.maker.threads):
             self._tasks.spawn(self.maker.run(), f"make slots {number}")
         self._tasks.spawn(self._look(), "scan")
+        self._tasks.spawn(self._watch_volumes(), "watch volumes")
         self.beyond.start(self._tasks.spawn, self.restorer.prefetch)
         if self.reporter is not None:
             self._tasks.spawn(self.reporter.run(), "report")
@@ -183,6 +191,47 @@ class Service:
         self.keeper.protect_common()
         self.trainers.plan_persists()
         await self.restorer.prefetch()
+
+    async def _watch_volumes(self) -> None:
+        """Make a run's directory again that somebody removed, so that the next step is kept."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                mended = self.catalog.scanned and await self.catalog.blocking(self._volumes.mend)
+            except StorageError as error:
+                if str(error) != trouble:
+                    warn("volume lost", reason=str(error))
+                trouble = str(error)
+                continue
+            trouble = ""
+            if mended:
+                warn("volume made anew", reason="somebody removed the run's directory")
+                await self.catalog.scan()
+                self.persister.plan_anew()
+                self.trainers.plan_persists()
+
+    async def mend_memory(self) -> None:
+        """Make slots again that somebody removed or truncated, so that the next step is kept.
+
+        Images that have lost only their names are made durable first. A trainer's lease ends: it
+        comes back at once, and maps nothing any more that it had.
+        """
+        if not (damaged := self.keeper.damaged()):
+            return
+        for slots in damaged:
+            self.keeper.drop_damaged(slots, cut_off_only=True)
+        if any(slots.sealed() for slots in damaged):
+            await self.progress.flush(timeout_s=_RESCUE_S)
+        for slots in damaged:
+            self.keeper.make_directory(slots.rank)
+            self.keeper.drop_damaged(slots)
+            lease = self.trainers.leases.of(slots.rank)
+            if lease is not None and lease.training:  # one that restores fills no slot yet
+                self._tasks.spawn(self.trainers.ended(lease), f"memory of rank {slots.rank} lost")
+            for bank in slots.banks.values():
+                self.maker.fill(bank)
+        self.changes.ring()
 
     async def _linger(self, linger_s: float) -> None:
         def alone() -> bool:
@@ -277,7 +326,9 @@ class Service:
     async def open(self, request: OpenRequest) -> Opened:
         """Bring a step into a slot, verified; see `Restorer.open`."""
         lease = self.trainers.leases.require(request.lease)
-        return await self.restorer.open(lease, request.id, timeout_s=request.timeout_s)
+        return await self.restorer.open(
+            lease, request.id, timeout_s=request.timeout_s, bad=request.bad
+        )
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. Durable on return."""

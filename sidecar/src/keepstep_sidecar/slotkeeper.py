@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.errors import ImageError
 from keepstep.slots import SlotState
 from keepstep.steps import StepId
 from keepstep_sidecar.bank import Bank
 from keepstep_sidecar.journal import say, warn
-from keepstep_sidecar.memory import SlotFile, rank_directory, slot_number
-
-_RANK_PREFIX = "rank-"
-_DIRECTORY_MODE = 0o2770
-"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
+from keepstep_sidecar.memory import (
+    SlotFile,
+    entered,
+    is_unfinished,
+    make_rank_directory,
+    rank_directories,
+    rank_directory,
+    slot_number,
+)
 
 
 @dataclass
@@ -82,12 +87,13 @@ class Slotkeeper:
     def rank(self, rank: int) -> RankSlots:
         """The slots of a rank, none when it is new."""
         if rank not in self.ranks:
-            directory = rank_directory(self.memory_dir, rank)
-            directory.mkdir(exist_ok=True)
-            with contextlib.suppress(PermissionError):  # another user's sidecar made it
-                directory.chmod(_DIRECTORY_MODE)
+            self.make_directory(rank)
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
+
+    def make_directory(self, rank: int) -> None:
+        """For the rank's slots, unless it is there. Raises OSError."""
+        make_rank_directory(rank_directory(self.memory_dir, rank))
 
     @property
     def made_bytes(self) -> int:
@@ -110,28 +116,32 @@ class Slotkeeper:
     def files(self) -> Iterator[SlotFile]:
         for slots in self.ranks.values():
             for bank in slots.banks.values():
-                yield from (file for _, file in bank.present())
-                yield from bank.orphans.values()
+                yield from bank.all()
 
     # --- start and end -----------------------------------------------------------------------
 
     def adopt_all(self) -> None:
-        """Map every slot that an earlier sidecar left; remove what is none. Blocks."""
-        for directory in sorted(self.memory_dir.glob(f"{_RANK_PREFIX}*")):
-            with contextlib.suppress(ValueError):
-                slots = self.rank(int(directory.name.removeprefix(_RANK_PREFIX)))
-                for path in sorted(directory.iterdir()):
-                    self._adopt(slots, path)
+        """Map every slot that an earlier sidecar left; remove what has a slot's name and is none.
+
+        Whatever a trainer put there ends nothing but itself. Blocks.
+        """
+        for rank, directory in rank_directories(self.memory_dir).items():
+            slots = self.rank(rank)
+            with entered(directory) as fd:
+                names = sorted(os.listdir(fd))
+                for name in filter(is_unfinished, names):
+                    _remove(name, fd)
+            for name in names:
+                if slot_number(name) is not None:
+                    self._adopt(slots, directory / name)
 
     def _adopt(self, slots: RankSlots, path: Path) -> None:
-        if slot_number(path.name) is None:
-            path.unlink()  # never finished
-            return
         try:
             file = SlotFile.adopt(path)
-        except (ImageError, OSError) as error:
+        except Exception as error:  # also what a parser trips over is no slot
             warn("slot refused", rank=slots.rank, path=str(path), reason=str(error))
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError), entered(path.parent) as fd:
+                _remove(path.name, fd)
             return
         layout, control = file.layout, file.control()
         if layout.rank != slots.rank:
@@ -168,6 +178,50 @@ class Slotkeeper:
             bank, index = already
             return bank.files[index].name == name
         return any(bank.hold(name) for bank in slots.banks.values())
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def sound(self, rank: int, id: StepId, *, bad: Collection[str] = ()) -> tuple[Bank, int] | None:
+        """The slot with this image, if it still verifies: one that does not is a candidate no more.
+
+        `bad`: paths of slots that a trainer could not use.
+        """
+        slots = self.rank(rank)
+        while (at := slots.find(id)) is not None:
+            bank, index = at
+            file = bank.files[index]
+            told = "a trainer could not use it" if str(file.path) in bad else ""
+            if not (why := told or file.ails(id, run=self._run)):
+                return at
+            warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
+            if not (file.lacks() and bank.lose(index)):
+                bank.table.forget(lambda one: one == id)
+        return None
+
+    def damaged(self) -> list[RankSlots]:
+        """Ranks whose directory, or a slot's name or bytes, somebody else has removed. A few system
+        calls for each slot: it is asked for all the time."""
+        return [slots for slots in self.ranks.values() if self._is_damaged(slots)]
+
+    def _is_damaged(self, slots: RankSlots) -> bool:
+        if not _is_directory(rank_directory(self.memory_dir, slots.rank)):
+            return True
+        return any(file.lacks() for bank in slots.banks.values() for file in bank.all())
+
+    def drop_damaged(self, slots: RankSlots, *, cut_off_only: bool = False) -> None:
+        """Drop the slots that others damaged, but those that somebody still reads.
+
+        `cut_off_only`: keep what has lost its name only, as its image is whole.
+        """
+
+        def lost(file: SlotFile) -> bool:
+            return (file.cut_off if cut_off_only else bool(file.lacks())) and _say_lost(file)
+
+        for bank in slots.banks.values():
+            for index in [index for index, file in bank.present() if lost(file)]:
+                bank.lose(index)
+            for file in bank.drop_orphans(lost):
+                file.unlink()
 
     # --- changes -----------------------------------------------------------------------------
 
@@ -237,3 +291,21 @@ class Slotkeeper:
             with contextlib.suppress(OSError):
                 rank_directory(self.memory_dir, slots.rank).rmdir()
         self.ranks.clear()
+
+
+def _say_lost(file: SlotFile) -> bool:
+    warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=file.lacks())
+    return True
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _remove(name: str, directory: int) -> None:
+    """Take a name from a rank's directory; of a link only the name goes. A directory stays."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +63,7 @@ class Reads:
             raise refuse(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
-        found = self._mapped(self._turn_to(rank, id), id)
+        found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
         others = [one for one in self._catalog.reach.ranks_with(id) if one not in found]
         told = await few_at_once([partial(self._told, id, one) for one in others], most=_AT_ONCE)
         found |= {one.rank: one for one in told if one is not None}
@@ -71,15 +72,15 @@ class Reads:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
         return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)))
 
-    def _mapped(self, reading: _Reading, id: StepId) -> dict[int, Source]:
+    def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
         """Images in slots, pinned before anything else can run."""
         found = {}
-        for saved, slots in self._keeper.ranks.items():
-            if (at := slots.find(id)) is None:
+        for saved in list(self._keeper.ranks):
+            if (at := self._keeper.sound(saved, id, bad=bad)) is None:
                 continue
             bank, index = at
             control = bank.files[index].control()
-            if control is None or control.id != id:
+            if control is None:
                 continue  # a straggler has begun to fill it
             bank.table.pin(index)
             reading.pins.append((bank, index))

@@ -38,6 +38,8 @@ class Stock:
         for key, one in {**scanned, **newer}.items():
             if key not in gone or key in newer:
                 self.add(one)
+        for id in self.published.keys() - self.shards.keys():
+            del self.published[id]
 
     def add(self, one: Found) -> None:
         self.shards.setdefault(one.id, {})[one.rank] = one

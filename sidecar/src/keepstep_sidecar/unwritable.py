@@ -75,6 +75,9 @@ class UnwritableVolume(Volume):
     def shards(self, id: StepId) -> tuple[Path, ...]:
         return ()
 
+    def mend(self) -> bool:
+        return False
+
     def used_bytes(self) -> int:
         return 0
 

@@ -38,7 +38,7 @@ from keepstep_sidecar.scan import Refused, Scan, read_sealed, strangers, survey
 from keepstep_sidecar.shardfile import ShardFile, Verify, open_shard
 from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree
-from keepstep_sidecar.writer import FULL, Writer, Written
+from keepstep_sidecar.writer import CUT_OFF, FULL, Writer, Written
 
 __all__ = ["Volume", "Written"]
 
@@ -80,6 +80,7 @@ class Volume:
         with self._translated(f"cannot use the volume {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._ownership = Ownership(self._tree.lock)
+            self._device = self.root.stat().st_dev
             try:
                 self.record = runrecord.load(self._tree.record, run=run)
                 self.engine, self.engine_reason = (
@@ -170,6 +171,8 @@ class Volume:
         except FileNotFoundError as error:
             raise StorageError(f"{path}: it is gone; scan again") from error
         except OSError as error:
+            if error.errno == errno.EFAULT:  # the memory's fault, not the file's
+                raise StorageError(f"{path}: cannot read it: {CUT_OFF}") from error
             self._fail(error)
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
@@ -257,6 +260,24 @@ class Volume:
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
             runrecord.save(self._tree.record, record, filesystem=self._filesystem)
             self.record = record
+
+    def mend(self) -> bool:
+        """Make the run's directory again when somebody removed it. True when that was so: then
+        nothing is known of the shards any more, and `scan` has to look."""
+        with self._lock, self._translated(f"cannot make {self.root} again"):
+            if self._ownership.held:
+                return False
+            above = (self.root, *self.root.parents)
+            device = next(path.stat().st_dev for path in above if path.exists())
+            if device != self._device:  # a drive that was unmounted: what lies below is not meant
+                raise OSError(errno.ENODEV, "its file system is not mounted any more")
+            self.root.mkdir(parents=True, exist_ok=True)
+            taken = Ownership(self._tree.lock)
+            self._ownership.release()
+            self._ownership = taken
+            runrecord.save(self._tree.record, self.record, filesystem=self._filesystem)
+            self.failed = ""
+            return True
 
     # --- space -------------------------------------------------------------------------------
 

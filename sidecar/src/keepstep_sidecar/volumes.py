@@ -115,6 +115,11 @@ class VolumeSet:
         )
         return Scan(shards=tuple(shards), problems=problems)
 
+    def mend(self) -> bool:
+        """`Volume.mend` of each. Raises StorageError when one cannot be mended."""
+        mended = [volume.mend() for volume in self.volumes]
+        return any(mended)
+
     def publish(self, id: StepId) -> Path | None:
         """Make a committed step visible; returns the directory that shows all its shards."""
         parts = [(volume, volume.shards(id)) for volume in self.volumes]

@@ -29,7 +29,8 @@ class WindowFile:
         """Blocks while memory is found. Raises NoMemoryError when there is too little."""
         self.path = path
         self.frames = frames
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o660)
         try:
             os.posix_fallocate(fd, 0, self.size_bytes)
             self._mapping = mmap.mmap(fd, self.size_bytes)
@@ -70,6 +71,7 @@ def window_path(memory_dir: Path, rank: int, token: str) -> Path:
 
 
 def sweep(memory_dir: Path) -> None:
-    """Remove what an earlier sidecar left."""
+    """Remove what an earlier sidecar left; of a link only the name goes."""
     for path in memory_dir.glob(f"{_PREFIX}*"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a directory, which no sidecar made
+            path.unlink()

@@ -16,7 +16,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, VersionError
+from keepstep.errors import (
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    UsageError,
+    VersionError,
+)
 from keepstep.image import ControlPage, Layout, check_control
 from keepstep.steps import StepId, shard_name
 from keepstep_sidecar import faults
@@ -29,6 +36,8 @@ from keepstep_sidecar.tree import Tree, temporary_name
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
+
+CUT_OFF = "the slot was truncated; whoever may write to shared memory has done it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +195,13 @@ class Writer:
             raise
         return path
 
-    def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> StorageError:
+    def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> KeepstepError:
         """Leave no half-written shard behind. Returns what to raise."""
-        if error.errno in FULL:
+        if error.errno in (*FULL, errno.EFAULT):
             with contextlib.suppress(OSError):
                 self.filesystem.unlink(temporary)
+            if error.errno == errno.EFAULT:  # the memory's fault, not the drive's
+                return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
             return self._no_space(control, error.strerror or str(error))
         kept = ""
         with contextlib.suppress(OSError), self.lock:

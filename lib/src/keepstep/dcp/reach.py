@@ -22,14 +22,12 @@ from keepstep.errors import FormatError, MismatchError
 from keepstep.image import extras
 from keepstep.ledger import NEAREST_FIRST
 from keepstep.link import Link
-from keepstep.protocol import Sources, SourcesRequest
+from keepstep.protocol import Sources
 from keepstep.resharding import transfer
 from keepstep.resharding.boxes import Box
 from keepstep.resharding.plan import Plan, Want
 from keepstep.resharding.sources import Images
 from keepstep.steps import StepId, Tier
-
-_SOURCES_S = 120.0
 
 
 class Reached:
@@ -40,11 +38,10 @@ class Reached:
 
         Raises SidecarError, ImageError, CoverageError.
         """
-        request = SourcesRequest(lease=link.lease, id=id)
-        found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
+        self._images = Images.find(link, id, timeout_s)
+        found = self._images.sources
         self.tier = Tier.MEMORY
         self._tiers = {one.rank: one.tier for one in found.sources}
-        self._images = Images(link, found, timeout_s)
         self._values: dict[int, dict[str, bytes]] = {}
         self.contents = _contents(self._images, found, rank)
 

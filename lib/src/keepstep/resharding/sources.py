@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 import mmap
 import os
 import warnings
@@ -24,7 +25,13 @@ import torch
 from torch import Tensor
 
 from keepstep.digests import CHUNK_BYTES
-from keepstep.errors import CoverageError, FormatError, KeepstepError
+from keepstep.errors import (
+    CoverageError,
+    FormatError,
+    ImageError,
+    KeepstepError,
+    SidecarError,
+)
 from keepstep.image import ControlPage, Layout, check_control
 from keepstep.link import Link
 from keepstep.protocol import (
@@ -36,15 +43,19 @@ from keepstep.protocol import (
     HeadersRequest,
     Source,
     Sources,
+    SourcesRequest,
     Window,
     WindowRequest,
 )
 from keepstep.resharding.boxes import Index, IndexBuilder
 from keepstep.steps import StepId, Tier
 
+log = logging.getLogger("keepstep")
+
 FRAMES = 6
 """48 MiB: the one buffer of a restore into another layout."""
 
+_SOURCES_S = 120.0
 _HEADERS_AT_ONCE = 64
 _CALL_S = 60.0
 CHUNKS_S = 600.0
@@ -64,17 +75,26 @@ class Wanted(Protocol):
 W = TypeVar("W", bound=Wanted)
 
 
+class _UnusableError(KeepstepError):
+    """A file that the sidecar named is not the image that it should be."""
+
+    def __init__(self, path: str, why: Exception) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+
+
 class Images:
     """The images of one step that were found. `index`: what they hold, a box a row."""
 
     def __init__(self, link: Link, found: Sources, timeout_s: float = CHUNKS_S) -> None:
         """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
 
-        Raises CoverageError when there is no image at all, SidecarError, and ImageError for a
-        mapped file that is not what it should be.
+        Raises CoverageError when there is no image at all, SidecarError, KeepstepError for a mapped
+        file that is not what it should be (`find` asks for another copy then).
         """
         if not found.sources:
             raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
+        self.sources = found
         self.found = {one.rank: one for one in found.sources}
         self._id = found.id
         self._link = link
@@ -89,6 +109,26 @@ class Images:
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
         self.index: Index = builder.build()
+
+    @classmethod
+    def find(cls, link: Link, id: StepId, timeout_s: float = CHUNKS_S) -> Images:
+        """Ask the sidecar where they are. One in memory that does not verify is left out: it comes
+        from the next place. Raises CoverageError, SidecarError."""
+        bad: tuple[str, ...] = ()
+        while True:
+            request = SourcesRequest(lease=link.lease, id=id, bad=bad)
+            found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
+            try:
+                return cls(link, found, timeout_s)
+            except _UnusableError as error:
+                if error.path in bad:
+                    raise SidecarError(f"step {id}: {error}", code="not-verified") from error
+                log.warning(
+                    "keepstep: rank %d: an image of step %s does not verify (%s): the next copy is"
+                    " asked for",
+                    *(link.rank, id, error),
+                )
+                bad = (*bad, error.path)
 
     @property
     def nearness(self) -> list[int]:
@@ -168,11 +208,14 @@ class Images:
             yield from self._headers(distant[at : at + _HEADERS_AT_ONCE])
 
     def _map(self, source: Source) -> Layout:
-        flat, view = map_image(source.path)
-        layout = Layout.parse(view, size_bytes=len(view))
-        control = ControlPage.from_bytes(view[layout.control_begin :])
-        check_control(control, layout, id=self._id, path=source.path)
-        self._check_rank(layout, source.rank)
+        try:
+            flat, view = map_image(source.path)
+            layout = Layout.parse(view, size_bytes=len(view))
+            control = ControlPage.from_bytes(view[layout.control_begin :])
+            check_control(control, layout, id=self._id, path=source.path)
+            self._check_rank(layout, source.rank)
+        except (ImageError, OSError) as error:
+            raise _UnusableError(source.path, error) from error
         self._mapped[source.rank] = flat
         return layout
 
