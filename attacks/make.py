@@ -342,6 +342,8 @@ def kept() -> Iterator[Attack]:
         ("class-of-no-fields", b'{"!dataclass":["builtins","dict",{}]}', "no plain dataclass"),
         ("endless-deque", b'{"!deque":[99999999999999999999,[1]]}', "not a deque"),
         ("factory-of-code", b'{"!defaultdict":["eval",[]]}', "not a defaultdict"),
+        ("array-of-objects", b'{"!array":["|O8",[1],"C"]}', "not a array"),
+        ("array-of-no-shape", b'{"!array":["<f8",[-1],"C"]}', "not a shape"),
         ("zone-elsewhere", b'{"!zoneinfo":"../../etc/passwd"}', "not a zoneinfo"),
         ("endless-fraction", b'{"!fraction":[1,{"!int":"0x%x"}]}' % (1 << 9000), "not a fraction"),
     ]:

@@ -18,6 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import keepstep
 from keepstep import copying
+from keepstep.image import read_control, read_layout
 
 
 def two():
@@ -162,13 +164,16 @@ os._exit(0)
 """
 
 
-def test_every_rank_is_told_of_what_one_of_them_cannot_keep(sidecar, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(RANKS)
+def two_ranks(folder, text):
+    (folder / "script.py").write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(script)]
+    command += ["--nproc-per-node", "2", str(folder / "script.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_every_rank_is_told_of_what_one_of_them_cannot_keep(sidecar, tmp_path):
+    done = two_ranks(tmp_path, RANKS)
     assert sorted(done.stdout.splitlines()) == ["rank 0 was told", "rank 1 was told"], done.stderr
 
 
@@ -328,3 +333,117 @@ def test_every_scheduler_of_torch_goes_on_where_it_was(sidecar):
     step(other)
     assert rates(other) == rates(components)
     assert other["MultiStepLR"].state_dict() == components["MultiStepLR"].state_dict()
+
+
+def arrays():
+    """Around the size from which on arrays are entries of the image, in every form."""
+    some = np.random.default_rng(0).standard_normal((150, 64))
+    return {
+        "plain": some,
+        "small": np.asfortranarray(some[:3, :5]),
+        "fortran": np.asfortranarray(some),
+        "strided": some.repeat(2, axis=0)[::2, ::-1],
+        "big endian": some.astype(">f8"),
+        "half": some.repeat(4).astype(np.float16),
+        "words": some.astype(np.uint16).repeat(4),
+        "signs": some.repeat(8) > 0,
+        "complex": some + 1j,
+        "long": some.astype(np.longdouble),
+        "text": some.astype("U20"),
+        "bytes": some.astype("S20"),
+        "times": some.astype("M8[ns]"),
+        "spans": some.astype(">m8[s]"),
+        "solid": np.broadcast_to(some, (3, 150, 64)),
+        "nested": {"in": [some.copy(), (1, some.copy())]},
+        "window": deque([some.copy()], maxlen=2),
+    }
+
+
+def assert_same_array(one, other):
+    assert (one.dtype.str, one.shape) == (other.dtype.str, other.shape)
+    assert one.tobytes() == other.tobytes()
+    assert one.flags.writeable
+    if other.flags.forc:
+        assert one.flags.fnc == other.flags.fnc
+
+
+def test_large_arrays_are_entries_of_the_image_and_come_back_as_they_were(sidecar):
+    state = arrays()
+    frozen = state["plain"].copy()
+    frozen.flags.writeable = False
+    keep({"st": {**state, "frozen": frozen}})
+    live = {"plain": (mine := np.zeros((150, 64)))}
+    bring_back({"st": live})
+    for name in state.keys() - {"nested", "window"}:
+        assert_same_array(live[name], state[name])
+    assert_same_array(live["frozen"], frozen)
+    assert_same_array(live["nested"]["in"][0], state["plain"])
+    assert_same_array(live["nested"]["in"][1][1], state["plain"])
+    assert type(live["nested"]["in"][1]) is tuple
+    assert type(live["window"]) is deque
+    assert live["window"].maxlen == 2
+    assert_same_array(live["window"][0], state["plain"])
+    assert not mine.any(), "an array is a value: made anew"
+    [path] = sidecar.root.glob("0*/*.safetensors")
+    layout = read_layout(path)
+    names = {name for name in layout.entries if name.startswith("st.")}
+    assert "st.small" not in names
+    assert {"st.plain", "st.text", "st.nested.in.1.1", "st.window.0"} < names
+    assert layout.entries["st.plain"].spec.dtype == "F64"
+    assert layout.entries["st.big endian"].spec.dtype == "U8"
+    assert read_control(path, layout).extras_bytes < 64 << 10
+
+
+def test_an_image_is_hardly_larger_than_what_it_holds(sidecar):
+    state = {"replay": np.zeros(8 << 20, np.uint8), "text": "x" * (3 << 20), "n": 1}
+    keep({"st": state})
+    [path] = sidecar.root.glob("0*/*.safetensors")
+    assert path.stat().st_size < (8 << 20) + (3 << 20) + (1 << 20) + (256 << 10)
+
+
+def test_containers_of_tensors_come_back_as_what_they_were(sidecar):
+    big = torch.arange(1 << 15, dtype=torch.float32)
+    state = {
+        "order": OrderedDict([("b", torch.ones(1)), ("a", 1)]),
+        "groups": defaultdict(list, {"x": [torch.ones(2)]}),
+        "window": deque([torch.ones(1), torch.zeros(1)], maxlen=2),
+        "wide": deque([big, 7], maxlen=3),
+    }
+    keep({"st": OrderedDict(state)})
+    live = {}
+    bring_back({"st": live})
+    assert [type(one) for one in live.values()] == [OrderedDict, defaultdict, deque, deque]
+    assert list(live["order"]) == ["b", "a"]
+    assert live["groups"].default_factory is list
+    assert live["groups"]["x"][0].tolist() == [1, 1]
+    assert [one.item() for one in live["window"]] == [1, 0]
+    assert (live["window"].maxlen, live["wide"].maxlen) == (2, 3)
+    assert torch.equal(live["wide"][0], big)
+    assert live["wide"][1] == 7
+
+
+SAVES = """
+import collections, os, numpy, torch, keepstep
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+state = {
+    "array": numpy.asfortranarray(numpy.full((200, 100), rank + 1, ">f8")),
+    "wide": torch.tensor(rank + 1.5).expand(3),
+    "order": collections.OrderedDict(t=torch.ones(2)),
+}
+checkpointer = keepstep.Checkpointer({"st": state})
+checkpointer.restore()
+checkpointer.save(0)
+checkpointer.close()
+os._exit(0)
+"""
+
+
+def test_forms_come_back_in_another_world_too(sidecar, tmp_path):
+    done = two_ranks(tmp_path, SAVES)
+    assert done.returncode == 0, done.stderr
+    live = {"array": np.ones(3), "wide": torch.tensor(0.0).expand(3)}
+    assert bring_back({"st": live}).step == 0
+    assert live["wide"].tolist() == [1.5] * 3
+    assert type(live["order"]) is OrderedDict
+    assert_same_array(live["array"], np.asfortranarray(np.full((200, 100), 1, ">f8")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from keepstep import loading
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
+from keepstep.image.arrays import ArrayForm
 from keepstep.mapping import SlotMapping
 
 
@@ -32,3 +34,32 @@ def test_a_value_that_the_image_does_not_hold_is_named(tmp_path, index):
 
     assert live["b"] == 7
     assert torch.equal(live["a"], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("form", "node"),
+    [
+        (ArrayForm("<f4", (5,), False), ["t", "progress.a"]),
+        (ArrayForm("<f4", (1 << 40, 1 << 40), True), ["t", "progress.a"]),
+        (ArrayForm("<f4", (4,), False), ["l", [["t", "progress.a"]]]),
+        (deque(), ["t", "progress.a"]),
+        (deque(maxlen=1), ["d", [["x", ["t", "progress.a"]]]]),
+        ({}, ["d", [["x", ["t", "progress.a"]]]]),
+        (3, ["l", [["t", "progress.a"]]]),
+    ],
+    ids=str,
+)
+def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path, form, node):
+    skeleton = ["d", [["progress", ["d", [["a", ["x", 0, node]], ["b", ["t", "progress.b"]]]]]]]
+    specs = [TensorSpec(f"progress.{name}", "F32", (4,), Section.REST) for name in "ab"]
+    layout = Layout.build(
+        specs, rank=0, world=1, skeleton=json.dumps(skeleton), extras_capacity_bytes=4096
+    )
+    path = tmp_path / "slot"
+    path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
+    live = {"a": torch.ones(4), "b": torch.ones(4)}
+
+    with pytest.raises(FormatError, match=r"form of an array|tree of this image makes a"):
+        loading.plan({"progress": live}, SlotMapping(str(path)), [form])
+
+    assert torch.equal(live["b"], torch.ones(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from keepstep.dtypes import code_of
+from keepstep.errors import FormatError
+from keepstep.image.arrays import ArrayForm
 from keepstep.image.layout import Section, TensorSpec
 from keepstep.sharding import Sharing
 from keepstep.topology import Claim
@@ -91,6 +94,9 @@ def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
     kind = node[0]
     if kind in ("t", "v"):
         yield path, node
+    elif kind == "x":
+        yield path, ("v", node[1])
+        yield from leaves_of(node[2], path)
     elif kind == "d":
         for key, child in node[1]:
             yield from leaves_of(child, (*path, key))
@@ -106,7 +112,26 @@ def build(node: Any, tensor: Any, value: Any) -> Any:
         return tensor(node[1])
     if kind == "v":
         return value(node[1])
+    if kind == "x":
+        return _formed(value(node[1]), build(node[2], tensor, value))
     if kind == "d":
         return {key: build(child, tensor, value) for key, child in node[1]}
     children = [build(child, tensor, value) for child in node[1]]
     return children if kind == "l" else tuple(children)
+
+
+def _formed(form: Any, plain: Any) -> Any:
+    """What `plain` was: `form` says the kind, and is an empty one of it. None stays None."""
+    if plain is None:
+        return None
+    if type(form) is ArrayForm and isinstance(plain, Tensor):
+        return form.over(plain)
+    if type(form) is deque and type(plain) is list:
+        return deque(plain, form.maxlen)
+    if type(form) in (OrderedDict, defaultdict) and type(plain) is dict:
+        made = form.copy()
+        made.update(plain)
+        return made
+    raise FormatError(
+        f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"
+    )

@@ -161,9 +161,10 @@ class _Planner:
             raise FormatError(f"the image names a tensor it does not hold: {name}") from None
 
     def _tree(self, node: Node, tensor: Callable[[_Path, str], Tensor]) -> Callable[[], Any]:
-        """The component's tree. Tensors are made now (and filled by `run`), the rest when asked."""
+        """The component's tree, over tensors that `run` fills."""
         made = {leaf[1]: tensor(path, leaf[1]) for path, leaf in _tensors_of(node)}
-        return lambda: build(node, made.__getitem__, self._values.__getitem__)
+        tree = build(node, made.__getitem__, self._values.__getitem__)  # or it makes no sense
+        return lambda: tree
 
     def _fresh(self, name: str, device: torch.device) -> Tensor:
         entry = self._entry(name)

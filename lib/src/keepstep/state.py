@@ -9,7 +9,8 @@ or the same everywhere under DistributedDataParallel. Optimizer state is named a
 as parameters are numbered differently on other ranks.
 
 The tree ("skeleton") is a nested tuple that JSON can hold: `("t", name)` a tensor, `("v", i)` the
-i-th value, `("d", ((key, node), ...))` a dict, `("l", (node, ...))` a list, `("u", ...)` a tuple.
+i-th value, `("d", ((key, node), ...))` a dict, `("l", (node, ...))` a list, `("u", ...)` a tuple;
+`("x", i, node)` what `node` is, in the form of the i-th value: an array, deque or another dict.
 """
 
 from __future__ import annotations

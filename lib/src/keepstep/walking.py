@@ -7,6 +7,7 @@ those are the ones that the optimizer knows.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from keepstep import copying, sharding
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.image.layout import Section, local_name
 from keepstep.leaves import Node, TensorLeaf
@@ -25,6 +27,9 @@ from keepstep.topology import Claim, Members, Topology
 from keepstep.wrappers import replication_of, tree_of, unwrap
 
 _PLAIN = frozenset({int, float, str, bool, type(None)})
+
+
+_FORMS = frozenset({OrderedDict, defaultdict, deque})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Walker:
         self._owners: dict[str, _Owner] = {}
         self._owner = _NOBODY
         self._section = Section.REST
-        self._lazy = self._lenient = self._module = False
+        self._lazy = self._lenient = self._module = self._formed = False
         self._open: list[tuple[int, str]] = []
         for name, component in components.items():
             if isinstance(unwrap(component), nn.Module):
@@ -70,9 +75,13 @@ class Walker:
         self._lazy = isinstance(inner, torch.optim.Optimizer)
         self._section = Section.OPTIMIZER if self._lazy else Section.REST
         self._module = isinstance(inner, nn.Module)
+        # what modules and optimizers make of their state is theirs to know
+        self._formed = not (self._module or self._lazy)
         self._lenient = replication_of(component) is not None
         self._owners = self._owners_of(name, inner) if self._lazy else {}
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
+        if isinstance(inner, dict):  # refilled where it is, whatever kind of dict that is
+            tree = dict(tree)
         node = self._branch(tree, name)
         return self._value(tree) if node is None else node
 
@@ -112,10 +121,27 @@ class Walker:
             return ("t", self._tensor(tree, path))
         kind = type(tree)
         if isinstance(tree, Mapping):
-            return self._container("d", tree, path)
+            return self._with_form(self._container("d", tree, path), tree)
         if kind is list or kind is tuple:
             return self._container("l" if kind is list else "u", tree, path)
-        return None
+        if not self._formed:
+            return None
+        if kind is deque and any(map(_is_large, tree)):
+            return self._with_form(self._container("l", tree, path), tree)
+        form = ArrayForm.of(tree)
+        if form is None:
+            return None
+        return ("x", self._value(form)[1], ("t", self._tensor(form.take(tree), path, fresh=True)))
+
+    def _with_form(self, node: Node | None, tree: Any) -> Node | None:
+        """`node`, and what kind of container it was; a plain dict is none of its own."""
+        kind = type(tree)
+        if node is None or kind not in _FORMS or not self._formed:
+            return node
+        form: Any = OrderedDict()
+        if kind is not OrderedDict:
+            form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
+        return ("x", self._value(form)[1], node)
 
     def _container(self, kind: str, tree: Any, path: str) -> Node | None:
         children: list[tuple[Any, Any, Node | None]] = []
@@ -165,7 +191,7 @@ class Walker:
 
     # --- tensors -------------------------------------------------------------------------------
 
-    def _tensor(self, live: Tensor, path: str) -> str:
+    def _tensor(self, live: Tensor, path: str, *, fresh: bool = False) -> str:
         local = sharding.local_of(live) if sharding.is_dtensor(live) else live
         check_tensor(local, path, in_module=self._module)
         while path in self._names:
@@ -177,19 +203,26 @@ class Walker:
         name = path if carried is None else local_name(path, carried)
         pointer = local.data_ptr()
         if pointer:
-            identity = (pointer, local.dtype, live.shape, local.shape, local.stride())
+            identity = (pointer, local.dtype, live.shape, local.shape, local.stride(), fresh)
             first = self._seen.setdefault(identity, name)
             if first != name:
                 self.aliases[name] = first
                 return name
-        self._add(name, path, live, local, sharing)
+        self._add(name, path, live, local, sharing, fresh=fresh or is_expanded(local))
         return name
 
     def _add(
-        self, name: str, path: str, live: Tensor, local: Tensor, sharing: Sharing | None
+        self,
+        name: str,
+        path: str,
+        live: Tensor,
+        local: Tensor,
+        sharing: Sharing | None,
+        *,
+        fresh: bool,
     ) -> None:
         parameter = path in self._parameters or (
-            local.data_ptr() in self._pointers and local.data_ptr() != 0
+            local.data_ptr() in self._pointers and local.data_ptr() != 0 and not fresh
         )
         whole = sharing is None or sharing.global_shape == tuple(local.shape)
         self.tensors.append(
@@ -205,7 +238,7 @@ class Walker:
                 whole_offsets=(0,) * local.dim() if sharing is None else sharing.offsets,
                 sharing=sharing,
                 lenient=self._lenient and not parameter,
-                fresh=is_expanded(local),
+                fresh=fresh,
             )
         )
 
@@ -275,6 +308,14 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
         raise UsageError(
             f"{name}: a {kind} has no memory of its own, it wraps other tensors; keep those"
         )
+
+
+def _is_large(value: Any) -> bool:
+    """Whether it is nothing for the extras. Of small tensors a growing deque may hold any number
+    without another layout."""
+    if isinstance(value, Tensor):
+        return not value.is_cpu or value.nbytes >= LARGE_BYTES
+    return ArrayForm.of(value) is not None
 
 
 def is_expanded(tensor: Tensor) -> bool:

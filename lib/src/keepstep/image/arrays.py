@@ -1,7 +1,8 @@
 """Small values of numpy and torch inside the extras: scalars, arrays, dtypes, sizes, devices.
 
 Neither library is imported to write: a value of theirs can only exist once they are. Big tensors
-belong into entries of the image of their own, these here are a data loader's or an RNG's state.
+and arrays belong into entries of the image of their own, these here are a data loader's or an RNG's
+state. Of a big array the extras hold the form, which a tensor does not have: `ArrayForm`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,70 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from keepstep.errors import FormatError
+
+LARGE_BYTES = 64 << 10
+"""From here on an array is an entry of the image: moved as memory, verified in chunks."""
+
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,6}(\[\d{0,6}[A-Za-z]{1,2}\])?")
+_IN_TORCH = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,30}")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayForm:
+    """What makes an array of numpy of a tensor's bytes: `dtype` with its byte order, `shape`, and
+    whether they lie in Fortran's order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fortran: bool
+
+    @classmethod
+    def of(cls, value: Any) -> ArrayForm | None:
+        """None for what is no array, or small, or has no plain bytes."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
+            return None
+        if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            return None
+        return cls(value.dtype.str, value.shape, _is_fortran(value))
+
+    def take(self, array: Any) -> Any:
+        """A tensor over the array's memory (or over a copy, where that has gaps or is read-only):
+        of the same dtype where torch has it in this byte order, else of bytes."""
+        torch: Any = sys.modules["torch"]
+        numpy: Any = sys.modules["numpy"]
+        plain = array.T if self.fortran else numpy.ascontiguousarray(array)
+        if not plain.flags.writeable:
+            plain = plain.copy()
+        if not (plain.dtype.isnative and _IN_TORCH.fullmatch(self.dtype[1:])):
+            plain = plain.reshape(-1).view(numpy.uint8)
+        return torch.from_numpy(plain)
+
+    def over(self, tensor: Any) -> Any:
+        """Inverse of `take`. Raises FormatError where the form does not fit."""
+        torch = importlib.import_module("torch")
+        numpy = importlib.import_module("numpy")
+        try:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            array = flat.view(numpy.dtype(self.dtype))
+            return array.reshape(self.shape[::-1]).T if self.fortran else array.reshape(self.shape)
+        except Exception as error:  # a hostile form meets numpy
+            raise FormatError(f"the form of an array does not fit its tensor ({error})") from None
+
+
+def _is_fortran(array: Any) -> bool:
+    return bool(array.flags.f_contiguous and not array.flags.c_contiguous)
 
 
 def encode(value: Any) -> dict[str, Any] | None:
     """The tagged form of a value of numpy or torch; None when it has none."""
+    if type(value) is ArrayForm:
+        return {"!array": [value.dtype, list(value.shape), "F" if value.fortran else "C"]}
     library = type(value).__module__.partition(".")[0]
     if library == "numpy" and "numpy" in sys.modules:
         return _from_numpy(value)
@@ -37,8 +94,10 @@ def _from_numpy(value: Any) -> dict[str, Any] | None:
     array = numpy.asarray(value)  # an empty string's own dtype has no size, its array's has
     if not _NUMPY_DTYPE.fullmatch(array.dtype.str):
         return None
-    data = base64.b64encode(array.tobytes()).decode("ascii")
-    return {"!numpy": [array.dtype.str, None if scalar else list(array.shape), data]}
+    fortran = _is_fortran(array)
+    data = base64.b64encode(array.tobytes("F" if fortran else "C")).decode("ascii")
+    shape = None if scalar else list(array.shape)
+    return {"!numpy.fortran" if fortran else "!numpy": [array.dtype.str, shape, data]}
 
 
 def _from_torch(value: Any) -> dict[str, Any] | None:
@@ -75,6 +134,20 @@ def _to_numpy(value: Any) -> Any:
     return array[()] if shape is None else array
 
 
+def _to_fortran(value: Any) -> Any:
+    code, shape, text = value
+    return _to_numpy((code, shape[::-1], text)).T
+
+
+def _to_form(value: Any) -> ArrayForm:
+    code, shape, order = value
+    if not _NUMPY_DTYPE.fullmatch(code) or order not in ("C", "F"):
+        raise ValueError(f"dtype {code[:80]!r}, order {order!r:.80}")
+    if type(shape) is not list or not all(type(one) is int and one >= 0 for one in shape):
+        raise ValueError("not a shape")
+    return ArrayForm(code, tuple(shape), order == "F")
+
+
 def _to_tensor(value: Any) -> Any:
     name, shape, text = value
     torch = importlib.import_module("torch")
@@ -101,6 +174,8 @@ def _name(dtype: Any) -> str:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy": _to_numpy,
+    "!numpy.fortran": _to_fortran,
+    "!array": _to_form,
     "!torch.Tensor": _to_tensor,
     "!torch.dtype": _to_dtype,
     "!torch.Size": lambda sizes: importlib.import_module("torch").Size(sizes),

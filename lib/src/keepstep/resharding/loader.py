@@ -228,7 +228,8 @@ class Loader:
                     self.want(target)
                 else:
                     made[leaf[1]] = self.fresh(name, torch.device("cpu"))
-        return lambda: build(saved.node, made.__getitem__, saved.values.__getitem__)
+        tree = build(saved.node, made.__getitem__, saved.values.__getitem__)  # or it makes no sense
+        return lambda: tree
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Do this once all tensors are filled."""
