@@ -81,7 +81,10 @@ class Odd:
 Pair = namedtuple("Pair", "a b")
 
 REFUSED = {
-    "a wrapper around tensors as a parameter": (lambda: around(two()), r"st\.weight: a TwoTensor"),
+    "a wrapper around what cannot be kept": (
+        lambda: around(TwoTensor(torch.ones(1).expand(4), torch.ones(1).expand(4))),
+        r"st\.weight\.a: .*expanded",
+    ),
     "a wrapper around tensors in a dict": (lambda: {"a": {"z": two()}}, r"st\.a\.z: a TwoTensor"),
     "a masked tensor": (
         lambda: {"z": masked()},
@@ -422,8 +425,67 @@ def test_containers_of_tensors_come_back_as_what_they_were(sidecar):
     assert live["wide"][1] == 7
 
 
+class Wrapped(nn.Module):
+    """A parameter, a buffer and a frozen weight that keep their values in other tensors; and
+    state of the module's own, for which `load_state_dict` is called."""
+
+    def __init__(self, seed, *, extra=True, own=False):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+        inner = TwoTensor(torch.randn(3), torch.randn(3))
+        self.register_buffer("nested", TwoTensor(inner, TwoTensor(torch.randn(3), torch.randn(3))))
+        self.plain = nn.Linear(2, 2)
+        self.count = seed if extra else None
+        if own:
+            self._register_state_dict_hook(_doubled)
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+def _doubled(module, tree, prefix, _):
+    tree[f"{prefix}plain.weight"] = tree[f"{prefix}plain.weight"] * 2
+
+
+def numbers(module):
+    weight, nested = module.weight, module.nested
+    parts = (weight.a, weight.b, nested.a.a, nested.a.b, nested.b.a, nested.b.b)
+    return [part.detach().tolist() for part in parts] + [module.count]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_module_of_wrapped_tensors_is_filled_where_it_is(sidecar, own):
+    model = Wrapped(1, own=own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with keepstep.Checkpointer({"m": model, "o": optimizer}, strict=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        (model.weight.sum() + model.plain.weight.sum()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.b.add_(1)
+        checkpointer.save(1)
+        expected = numbers(model)
+        with torch.no_grad():
+            model.weight.a.add_(1)  # seen by nobody: it was copied already
+    other = Wrapped(2, own=own)
+    fresh = torch.optim.SGD(other.parameters(), lr=0.3)
+    inner = other.weight.a
+    assert bring_back({"m": other, "o": fresh}).step == 1
+    assert numbers(other) == expected
+    assert other.weight.a is inner
+    assert type(other.weight) is TwoTensor
+    scale = 2 if own else 1
+    assert torch.equal(other.plain.weight, model.plain.weight * scale)
+
+
 SAVES = """
 import collections, os, numpy, torch, keepstep
+from tests.lib.test_kept_or_refused import Wrapped
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()
 state = {
@@ -431,7 +493,7 @@ state = {
     "wide": torch.tensor(rank + 1.5).expand(3),
     "order": collections.OrderedDict(t=torch.ones(2)),
 }
-checkpointer = keepstep.Checkpointer({"st": state})
+checkpointer = keepstep.Checkpointer({"st": state, "m": Wrapped(rank)})
 checkpointer.restore()
 checkpointer.save(0)
 checkpointer.close()
@@ -439,11 +501,12 @@ os._exit(0)
 """
 
 
-def test_forms_come_back_in_another_world_too(sidecar, tmp_path):
+def test_forms_and_wrapped_tensors_come_back_in_another_world_too(sidecar, tmp_path):
     done = two_ranks(tmp_path, SAVES)
     assert done.returncode == 0, done.stderr
-    live = {"array": np.ones(3), "wide": torch.tensor(0.0).expand(3)}
-    assert bring_back({"st": live}).step == 0
+    live, model = {"array": np.ones(3), "wide": torch.tensor(0.0).expand(3)}, Wrapped(2)
+    assert bring_back({"st": live, "m": model}).step == 0
+    assert numbers(model) == numbers(Wrapped(0))
     assert live["wide"].tolist() == [1.5] * 3
     assert type(live["order"]) is OrderedDict
     assert_same_array(live["array"], np.asfortranarray(np.full((200, 100), 1, ">f8")))

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from keepstep import sharding
 from keepstep.dtypes import code_of
 from keepstep.errors import FormatError
 from keepstep.image.arrays import ArrayForm
@@ -87,6 +89,24 @@ class Taken:
             ],
             self.aliases,
         )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it is a subclass that keeps its values in other tensors, and says in which; but for
+    DTensor, which is kept as boxes."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter or tensor.layout is not torch.strided:
+        return False
+    return hasattr(kind, "__tensor_flatten__") and not sharding.is_dtensor(tensor)
+
+
+def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensor itself, or those that a wrapper keeps its values in; with their names."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, part), f"{name}.{part}")
 
 
 def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:

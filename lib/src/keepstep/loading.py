@@ -19,8 +19,9 @@ from keepstep import copying, pages, sharding
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import Entry
+from keepstep.leaves import is_wrapper, plain_tensors
 from keepstep.mapping import SlotMapping
-from keepstep.state import Node, TensorLeaf, build, leaves_of, take, unwrap
+from keepstep.state import Node, TensorLeaf, build, leaves_of, take, tree_of, unwrap
 
 _SHOWN = 20
 
@@ -207,14 +208,24 @@ class _Planner:
             self.differ(f"{name}.{named}: {shape} here, missing in the checkpoint")
         if stored.keys() != live.keys():
             return
-        own = {_pointer(one) for one in (*module.parameters(), *module.buffers())}
+        tensors = (*module.parameters(), *module.buffers())
+        wrappers = _wrappers(module) if any(map(is_wrapper, tensors)) else {}
+        own = {_pointer(plain) for one in tensors for _, plain in plain_tensors(one, "")}
         if all(one.whole.data_ptr() in own or not one.whole.numel() for one in live.values()):
             tree = self._tree(node, lambda path, one: self._in_place(one, live[path]))
             if all(leaf[0] == "t" for _, leaf in leaves_of(node)):
                 return
         else:  # a state_dict of its own making: only its load_state_dict knows the way back
-            tree = self._tree(node, lambda path, one: self._like(one, *_like_live(live[path])))
-        self.loading.finishers.append(lambda: module.load_state_dict(tree()))
+            tree = self._tree(
+                node,
+                lambda path, one: (
+                    self._in_place(one, live[path])
+                    if path[0] in wrappers
+                    else self._like(one, *_like_live(live[path]))
+                ),
+            )
+        # what a wrapper keeps its values in is filled; load_state_dict wants the wrapper
+        self.loading.finishers.append(lambda: module.load_state_dict({**tree(), **wrappers}))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, node: Node, live: _Live
@@ -277,6 +288,12 @@ def _tensors_of(node: Node) -> list[tuple[_Path, Node]]:
 def _pointer(tensor: Tensor) -> int:
     local = sharding.local_of(tensor) if sharding.is_dtensor(tensor) else tensor
     return local.data_ptr()
+
+
+def _wrappers(module: nn.Module) -> dict[str, Tensor]:
+    """What of a module's state keeps its values in other tensors."""
+    tree = tree_of(module)
+    return {name: one for name, one in tree.items() if isinstance(one, Tensor) and is_wrapper(one)}
 
 
 def _like_live(leaf: TensorLeaf) -> tuple[Tensor, torch.device]:

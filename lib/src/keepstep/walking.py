@@ -21,7 +21,7 @@ from keepstep.errors import KeepstepError, UsageError
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.image.layout import Section, local_name
-from keepstep.leaves import Node, TensorLeaf
+from keepstep.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
 from keepstep.sharding import Sharing
 from keepstep.topology import Claim, Members, Topology
 from keepstep.wrappers import replication_of, tree_of, unwrap
@@ -60,6 +60,8 @@ class Walker:
         self._known: dict[int, tuple[str, Members]] = {}
         self._parameters: dict[str, Members] = {}
         self._pointers: set[int] = set()
+        self._buffers: set[int] = set()
+        self._wrapped = False
         self._owners: dict[str, _Owner] = {}
         self._owner = _NOBODY
         self._section = Section.REST
@@ -95,9 +97,14 @@ class Walker:
             if replication is not None and path not in replication.ignored:
                 members = replication.ranks
             full = f"{name}.{path}"
-            self._parameters[full] = members
             self._known.setdefault(id(parameter), (full, members))
-            self._pointers.add(_pointer(parameter, full))
+            for part, plain in plain_tensors(parameter, full):
+                self._parameters[part] = members
+                self._pointers.add(_pointer(plain, part))
+        for path, buffer in unwrap(component).named_buffers():
+            if is_wrapper(buffer):
+                parts = plain_tensors(buffer, f"{name}.{path}")
+                self._buffers |= {_pointer(plain, part) for part, plain in parts}
 
     def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
         """By the path that the state of each parameter has in the optimizer's tree."""
@@ -118,6 +125,8 @@ class Walker:
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
         if isinstance(tree, Tensor):
+            if self._module and is_wrapper(tree):
+                return self._parts(tree, path)
             return ("t", self._tensor(tree, path))
         kind = type(tree)
         if isinstance(tree, Mapping):
@@ -132,6 +141,14 @@ class Walker:
         if form is None:
             return None
         return ("x", self._value(form)[1], ("t", self._tensor(form.take(tree), path, fresh=True)))
+
+    def _parts(self, tree: Any, path: str) -> Node:
+        """What a wrapper keeps its values in, copied at once: torch moves no version of them."""
+        was, self._wrapped = self._wrapped, True
+        names = tree.__tensor_flatten__()[0]
+        nodes = tuple((one, self._branch(getattr(tree, one), f"{path}.{one}")) for one in names)
+        self._wrapped = was
+        return ("d", nodes)
 
     def _with_form(self, node: Node | None, tree: Any) -> Node | None:
         """`node`, and what kind of container it was; a plain dict is none of its own."""
@@ -194,6 +211,12 @@ class Walker:
     def _tensor(self, live: Tensor, path: str, *, fresh: bool = False) -> str:
         local = sharding.local_of(live) if sharding.is_dtensor(live) else live
         check_tensor(local, path, in_module=self._module)
+        known = not self._wrapped or not local.numel() or local.data_ptr() in self._pointers
+        if not known and local.data_ptr() not in self._buffers:
+            raise UsageError(
+                f"{path}: state_dict() gives a copy of this part of a tensor, so the tensor cannot"
+                " be filled where it is"
+            )
         while path in self._names:
             path += "~"
         self._names.add(path)
@@ -230,7 +253,7 @@ class Walker:
                 name=name,
                 tensor=local,
                 section=Section.PARAMS if parameter else self._section,
-                lazy=self._lazy or parameter,
+                lazy=(self._lazy or parameter) and not self._wrapped,
                 whole=local,
                 live=live,
                 offsets=() if sharing is None or whole else sharing.offsets,
@@ -306,7 +329,8 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
         raise UsageError(f"{name}: a {kind} cannot be kept; of sharded tensors DTensor can")
     if hasattr(tensor, "__tensor_flatten__"):
         raise UsageError(
-            f"{name}: a {kind} has no memory of its own, it wraps other tensors; keep those"
+            f"{name}: a {kind} keeps its values in other tensors, which is kept in a module only;"
+            " keep those tensors"
         )
 
 
