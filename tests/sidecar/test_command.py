@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -126,6 +127,38 @@ def test_a_probe_says_whether_a_sidecar_answers(sidecar: SidecarProcess) -> None
     assert run("--probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0
     sidecar.kill()
     assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 1
+
+
+def test_a_start_hook_never_keeps_a_trainer_from_starting(
+    sidecar: SidecarProcess, tmp_path: Path
+) -> None:
+    memory = ("--memory-dir", str(sidecar.memory))
+    up = run("--started", *memory)
+    assert (up.returncode, up.stderr.strip().endswith("training begins")) == (0, True)
+    assert sidecar.process is not None
+    sidecar.process.send_signal(signal.SIGSTOP)
+    hung = run("--started", "--probe-timeout", "0.5s", *memory)
+    sidecar.process.send_signal(signal.SIGCONT)
+    assert hung.returncode == 0
+    assert "no sidecar answers" in hung.stderr
+    assert run("--started", "--probe-timeout", "0.1s").returncode == 0, "and no directory named"
+
+
+def test_health_is_more_than_an_answer(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start(KEEPSTEP_FAULTS="write.data:eio")
+    memory = ("--memory-dir", str(sidecar.memory))
+    assert run("--healthy", *memory).returncode == 0
+    trainer = trainers(sidecar.socket).begin_run()
+    trainer.stage(1)
+    eventually(lambda: sidecar.get("/v1/status")["volumes"][0]["failed"])
+    done = run("--healthy", *memory)
+    assert done.returncode == 1
+    assert "injected at write.data" in done.stderr
+    assert run("--probe", *memory).returncode == 0
+    assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
+    assert run("--healthy", *memory).returncode == 0, "the volume works again"
 
 
 def test_a_flush_prints_what_is_durable(

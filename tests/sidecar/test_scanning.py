@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from trainer import FakeTrainer
 
 from keepstep.errors import StorageError
 from keepstep.retention import Retention
+from keepstep.steps import Answer, EpochId, StepId
+from keepstep_sidecar import scan as scan_module
 from keepstep_sidecar.catalog import Catalog
 from keepstep_sidecar.changes import Changes
+from keepstep_sidecar.cli import calls
 from keepstep_sidecar.origins import LocalReader
 from keepstep_sidecar.remotes import Remotes
 from keepstep_sidecar.scan import Scan
 from keepstep_sidecar.slotkeeper import Slotkeeper
 from keepstep_sidecar.volume import Volume
 from keepstep_sidecar.volumes import VolumeSet
+from tests.harness import SidecarProcess, eventually
 from tests.volume.images import RUN, make_layout, staged
+
+Trainers = Callable[..., FakeTrainer]
+pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture
@@ -119,3 +129,76 @@ def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
         assert [id.step for id in catalog.stock.shards] == [1]
 
     asyncio.run(story())
+
+
+# --- the process: files that are none, scans that fail ----------------------------------------
+
+
+@pytest.fixture
+def hostile(sidecars: Callable[..., SidecarProcess], trainers: Trainers) -> SidecarProcess:
+    """A sidecar, not running, whose volume has a committed step 4 that is nowhere in memory."""
+    sidecar = sidecars().start()
+    trainer = trainers(sidecar.socket).begin_run()
+    assert trainer.wait(trainer.stage(4), "committed", flush=True).reached
+    sidecar.kill()
+    sidecar.lose_memory()
+    return sidecar
+
+
+def test_files_that_are_no_shards_never_hide_the_good_ones(
+    hostile: SidecarProcess, trainers: Trainers
+) -> None:
+    shard = next(hostile.root.glob("0*/rank-*"))
+    for number, plant in enumerate((os.mkfifo, Path.mkdir, Path.touch)):
+        path = hostile.root / str(StepId(EpochId(9, "00000009"), number)) / shard.name
+        path.parent.mkdir()
+        plant(path)
+    linked = hostile.root / str(StepId(EpochId(9, "00000009"), 7))
+    linked.symlink_to(shard.parent)
+    hostile.start()
+    trainer = trainers(hostile.socket)
+    trainer.connect()
+    assert [one.id.step for one in trainer.candidates().candidates] == [4]
+    assert shard.exists()
+
+
+def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
+    catalog: Catalog, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trips(fd: int, path: Path, **_: object) -> object:
+        if "000000002" in str(path):
+            raise KeyError(fd)
+        return found(fd, path, run=RUN, published=False)
+
+    found = scan_module._found
+    for number in (1, 2, 3):
+        write(catalog, number)
+    monkeypatch.setattr(scan_module, "_found", trips)
+    asyncio.run(catalog.scan())
+    assert sorted(id.step for id in catalog.stock.shards) == [1, 3]
+    assert volumes.volumes[0].quarantined() == 1
+
+
+def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
+    hostile: SidecarProcess, trainers: Trainers
+) -> None:
+    step = next(hostile.root.glob("0*"))
+    aside = hostile.volume / "aside"
+    step.rename(aside)
+    (hostile.root / "pending").rmdir()
+    (hostile.root / "pending").touch()  # where a directory belongs
+    hostile.start()
+    healthy = [*hostile.program, "--healthy", "--memory-dir", str(hostile.memory)]
+    done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "Not a directory" in done.stderr
+    assert calls.answers(hostile.socket), "it lives"
+    trainer = trainers(hostile.socket)
+    trainer.connect()
+    assert trainer.candidates().answer is Answer.UNKNOWN
+    aside.rename(step)
+    (hostile.root / "pending").unlink()
+    eventually(lambda: calls.health(hostile.socket) == "", what="the next scan")
+    assert [one.id.step for one in trainer.candidates().candidates] == [4]
+    done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n")

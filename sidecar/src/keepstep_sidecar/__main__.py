@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from keepstep.errors import KeepstepError, StorageError
+from keepstep.errors import KeepstepError, SidecarError, StorageError
 from keepstep.reports import STILL_USED_EXIT
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.parameters import (
@@ -29,7 +29,7 @@ from keepstep_sidecar.peer.options import peer_options
 SOCKET_NAME = "sidecar.sock"
 _PROBE_EVERY_S = 0.02
 _OF_DIRECTORIES = ("prepare", "serve", "clean")
-_ACTIONS = ("probe", "flush", *_OF_DIRECTORIES)
+_ACTIONS = ("probe", "started", "healthy", "flush", *_OF_DIRECTORIES)
 
 
 def _paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
@@ -103,7 +103,11 @@ def _action(name: str, help: str) -> Callable[[Command], Command]:
     help="TCP port of /metrics and /healthz.  [default: the socket only]",
 )
 @_action("--probe", "Exit with 0 when the sidecar of --memory-dir answers in --probe-timeout.")
-@duration_option("--probe-timeout", default="3s", help="How long --probe waits for an answer.")
+@_action("--started", "Wait for the same, and exit with 0 in any case: the start hook of a pod.")
+@_action("--healthy", "Exit with 0 when it answers, and no scan and no volume of it fails.")
+@duration_option(
+    "--probe-timeout", default="3s", help="How long --probe, --started, --healthy wait for it."
+)
 @_action("--flush", "Make the sidecar of --memory-dir write its newest steps, and print them.")
 @_action("--prepare", "Make each DIR and give it to the sidecar's user; needs root.")
 @_action("--serve", "Serve what pods that left this node have in each DIR, for the run's others.")
@@ -162,6 +166,10 @@ def _do(action: str, directories: tuple[Path, ...], options: dict[str, Any]) -> 
         _serve_left(directories, options)
     elif action == "probe":
         sys.exit(0 if _answers(_socket(options), options["probe_timeout"]) else 1)
+    elif action == "started":
+        _await_start(options)
+    elif action == "healthy":
+        _check_health(_socket(options), options["probe_timeout"])
     elif action == "flush":
         _flush(_socket(options), timeout_s=options["flush_timeout"])
     else:
@@ -182,6 +190,32 @@ def _answers(path: Path, timeout_s: float) -> bool:
             return False
         time.sleep(_PROBE_EVERY_S)
     return True
+
+
+def _await_start(options: dict[str, Any]) -> None:
+    """A hook that fails has the kubelet end the sidecar, and no trainer begins before that one has
+    started: so whatever is wrong is said, and never in the way of the training."""
+    try:
+        timeout_s: float = options["probe_timeout"]
+        if not _answers(path := _socket(options), timeout_s):
+            text = f"no sidecar answers on {path} within {timeout_s:g} s"
+        else:
+            text = calls.health(path) or "the sidecar answers"
+    except Exception as error:
+        text = f"cannot tell whether the sidecar has started: {error!r}"
+    click.echo(f"keepstep-sidecar: {text}; training begins", err=True)
+
+
+def _check_health(path: Path, timeout_s: float) -> None:
+    """Raises SidecarError that says what is wrong."""
+    if not _answers(path, timeout_s):
+        raise SidecarError(f"no sidecar answers on {path}", code="absent")
+    found = calls.health(path, timeout_s=timeout_s)
+    if found is None:
+        raise SidecarError(f"the sidecar on {path} does not answer any more", code="absent")
+    if found:
+        raise SidecarError(found)
+    click.echo("ok")
 
 
 def _require(options: dict[str, Any], *names: str) -> None:

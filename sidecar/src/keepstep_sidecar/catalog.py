@@ -11,6 +11,7 @@ commits, and what may be deleted, comes from the operator (`overview`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -53,6 +54,7 @@ from keepstep_sidecar.volume import Written
 from keepstep_sidecar.volumes import VolumeSet
 
 T = TypeVar("T")
+_log = logging.getLogger("keepstep.sidecar")
 
 
 class Catalog:
@@ -83,6 +85,7 @@ class Catalog:
         self.committed_at: float | None = None
         self.alarms: dict[str, None] = {}
         self.unreadable = ""
+        self.scan_failed = ""
         self.scanned = False
         self.epoch: Epoch | None = None
         self.remotes = remotes
@@ -114,14 +117,19 @@ class Catalog:
     # --- what is there -----------------------------------------------------------------------
 
     async def scan(self) -> None:
-        """Look at the volumes; afterwards `scanned` is true and the ledger knows it all."""
+        """Look at the volumes; afterwards `scanned` is true and the ledger knows it all.
+
+        Never raises for what lies there: `scan_failed` says why it cannot be told, "" when it can.
+        """
         before, unreadable = self.stock.known(), ""
         try:
             scan, aside = await self.blocking(self._survey)
-        except StorageError as error:
-            unreadable, scan, aside = str(error), Scan(), 0
+        except Exception as error:  # whatever it is: silence would look like an empty volume
+            unreadable, scan, aside = f"the volumes cannot be scanned: {error}", Scan(), 0
+            if not isinstance(error, StorageError):
+                _log.exception("scan failed")
         # with nothing awaited from here on: what is lost is never merely absent
-        self.unreadable = unreadable
+        self.unreadable = self.scan_failed = unreadable
         self.stock.replace(scan.shards, before=before)
         for refused in scan.problems:
             warn(

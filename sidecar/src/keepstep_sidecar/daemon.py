@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from keepstep.errors import KeepstepError, StorageError, UsageError
+from keepstep.errors import ImageError, KeepstepError, StorageError, UsageError
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar import journal, reporting
 from keepstep_sidecar.config import Config
@@ -134,7 +134,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
             capacity_bytes=config.capacity_bytes,
             verify=config.verify,
         )
-    except StorageError as error:
+    except (StorageError, ImageError) as error:  # also a record that is damaged, or another run's
         if config.reporting is None:
             raise
         warn("volume not writable", path=str(root), reason=str(error))

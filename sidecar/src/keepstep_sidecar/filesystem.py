@@ -19,8 +19,9 @@ class Filesystem:
     """POSIX, as the standard library offers it. Every method may raise OSError."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, close-on-exec; a created one is readable by its owner and group."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o640)
+        """Open a file, never by a link, close-on-exec; a created one is readable by its owner and
+        group."""
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
     def close(self, fd: int) -> None:
         os.close(fd)

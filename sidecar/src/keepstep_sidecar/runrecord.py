@@ -76,7 +76,9 @@ class RunRecord:
                 committed=_step(record.get("committed")),
                 pinned=frozenset(map(StepId.parse, record.get("pinned") or ())),
             )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except VersionError:
+            raise
+        except Exception as error:  # whatever is wrong, the record does not verify
             hint = "delete it if the epochs in the shards are enough"
             raise FormatError(f"not a run record ({error}); {hint}", path=path) from error
 

@@ -7,7 +7,9 @@ here), so that `keepstep steps` can look at a volume beside a live sidecar or wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +91,8 @@ def step_directories(tree: Tree) -> Iterator[Path]:
     """Directories of steps, published ones first. A volume with none, or no volume: nothing."""
     for parent in (tree.root, tree.pending):
         with contextlib.suppress(FileNotFoundError):
-            yield from sorted(path for path in parent.iterdir() if is_step(path.name))
+            found = [path for path in parent.iterdir() if is_step(path.name)]
+            yield from sorted(path for path in found if not path.is_symlink())
 
 
 def _files(tree: Tree) -> Iterator[Path]:
@@ -116,14 +119,39 @@ def strangers(tree: Tree) -> list[Path]:
 
 
 def _look(path: Path, *, run: str, published: bool) -> Found | Refused | None:
-    """What a file is; None when the volume's owner moved or retired it meanwhile."""
+    """What a file is; None when the volume's owner moved or retired it meanwhile.
+
+    Whatever a reader trips over, the file does not verify: one bad file never hides the good ones.
+    """
     try:
-        with path.open("rb") as file:
-            return _found(file.fileno(), path, run=run, published=published)
+        with opened(path) as fd:
+            return _found(fd, path, run=run, published=published)
     except ImageError as error:
         return Refused(path=path, error=error)
     except FileNotFoundError:
         return None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a shard, for reading: a regular file, never by a link. Raises FormatError
+    for anything else, OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FormatError("not a regular file", path=path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError("not a regular file", path=path)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _found(fd: int, path: Path, *, run: str, published: bool) -> Found:

@@ -40,7 +40,7 @@ from keepstep.protocol import (
 from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.problems import answer
 from keepstep_sidecar.service import Service
-from keepstep_sidecar.status import status
+from keepstep_sidecar.status import status, troubles
 from keepstep_sidecar.tasks import Tasks
 
 _LARGEST_REQUEST_BYTES = 256 << 20
@@ -91,7 +91,7 @@ def public_application(service: Service) -> web.Application:
 
 
 def metric_routes(service: Service) -> list[web.RouteDef]:
-    """Metrics, and whether the process lives."""
+    """Metrics, and whether the sidecar can do its work: any answer says that the process lives."""
 
     async def metrics(request: web.Request) -> web.Response:
         from keepstep_sidecar import metrics
@@ -100,7 +100,8 @@ def metric_routes(service: Service) -> list[web.RouteDef]:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        found = troubles(service)
+        return web.Response(text="\n".join(found or ("ok",)) + "\n", status=503 if found else 200)
 
     return [web.get("/metrics", metrics), web.get("/healthz", healthz)]
 

@@ -68,6 +68,9 @@ _RESTORES_KEPT = 16
 _WATCH_S = 1.0
 """How often it is seen whether directories and slots are still there."""
 
+_LONGEST_PAUSE_S = 60.0
+"""Between scans that fail."""
+
 _RESCUE_S = 10.0
 """How long images in slots without names may take to their volume, before they are given up."""
 
@@ -184,6 +187,16 @@ class Service:
             self._tasks.spawn(self._linger(self.config.linger_s), "linger")
 
     async def _look(self) -> None:
+        """Scan the volumes; a scan that fails is repeated, less and less often."""
+        pause_s = _WATCH_S
+        await self._look_once()
+        while self.catalog.scan_failed:
+            warn("scan failed", reason=self.catalog.scan_failed, again_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await self._look_once()
+
+    async def _look_once(self) -> None:
         await self.catalog.scan()
         for slots in self.keeper.ranks.values():
             for bank in slots.banks.values():
@@ -207,9 +220,8 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
-                await self.catalog.scan()
                 self.persister.plan_anew()
-                self.trainers.plan_persists()
+                await self._look()
 
     async def mend_memory(self) -> None:
         """Make slots again that somebody removed or truncated, so that the next step is kept.

@@ -181,6 +181,14 @@ def locked(service: Service) -> str:
     return f"not locked: {', '.join(reasons)}" if reasons else "locked"
 
 
+def troubles(service: Service) -> tuple[str, ...]:
+    """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
+    volumes = service.catalog.volumes.volumes
+    found = [service.catalog.scan_failed]
+    found += [f"{one.root}: {one.failed}" for one in volumes if one.failed]
+    return tuple(dict.fromkeys(one for one in found if one))
+
+
 def warnings(service: Service) -> tuple[str, ...]:
     """What somebody should look at, each once."""
     found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]

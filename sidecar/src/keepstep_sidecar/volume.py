@@ -34,7 +34,7 @@ from keepstep_sidecar.journal import warn
 from keepstep_sidecar.ownership import Ownership
 from keepstep_sidecar.proofs import Proof, prove
 from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.scan import Refused, Scan, read_sealed, strangers, survey
+from keepstep_sidecar.scan import Refused, Scan, opened, read_sealed, strangers, survey
 from keepstep_sidecar.shardfile import ShardFile, Verify, open_shard
 from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree
@@ -71,6 +71,8 @@ class Volume:
         self.run = run
         self.capacity_bytes = capacity_bytes
         self.failed = ""
+        self._unscanned = ""
+        """`failed` of the last scan, while it is nothing worse."""
         self._threads = io_threads
         self._verify = verify
         self._filesystem = filesystem or Filesystem()
@@ -139,8 +141,8 @@ class Volume:
         """
         view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
         with self._suspected(path := self._shelves.locate(path)):
-            with path.open("rb") as file:
-                layout, control = read_sealed(file.fileno(), path, run=self.run)
+            with opened(path) as fd:
+                layout, control = read_sealed(fd, path, run=self.run)
             if len(view) != layout.size_bytes:
                 raise UsageError(f"{path}: a slot of {layout.size_bytes} bytes, not {len(view)}")
             with self._opened(path) as shard:
@@ -193,6 +195,16 @@ class Volume:
 
         A step of which a shard had to be moved is hidden from readers (`published` is False).
         """
+        try:
+            found = self._scan()
+        except StorageError:
+            self._unscanned = self.failed
+            raise
+        if self.failed == self._unscanned:  # what stood in the way of a scan only is gone
+            self.failed = ""
+        return found
+
+    def _scan(self) -> Scan:
         with self._lock, self._translated(f"cannot scan {self.root}"):
             self._shelves.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)

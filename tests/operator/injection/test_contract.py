@@ -87,7 +87,7 @@ def test_every_variable_is_one_that_the_sidecar_reads(
     assert len(read - {False}) == len(written), (read, written)
 
 
-def test_probe_flush_and_prepare_are_actions_of_the_sidecar(
+def test_start_flush_and_prepare_are_actions_of_the_sidecar(
     containers: dict[str, dict[str, Any]],
 ) -> None:
     sidecar = containers["keepstep-sidecar"]
@@ -96,7 +96,9 @@ def test_probe_flush_and_prepare_are_actions_of_the_sidecar(
         sidecar["lifecycle"]["preStop"]["exec"]["command"],
         containers["keepstep-volumes"]["command"],
     ]
-    for (program, *arguments), action in zip(commands, ("probe", "flush", "prepare"), strict=True):
+    for (program, *arguments), action in zip(
+        commands, ("started", "flush", "prepare"), strict=True
+    ):
         assert program == "keepstep-sidecar"
         given = main.make_context(program, arguments).params
         assert given[action] is True

@@ -153,7 +153,7 @@ def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
     first = inject(make(), policy(), DEFAULTS)["spec"]["initContainers"][0]
     assert first["name"] == "keepstep-sidecar"
     assert first["restartPolicy"] == "Always"
-    wait = ["keepstep-sidecar", "--probe", "--probe-timeout", "120s"]
+    wait = ["keepstep-sidecar", "--started", "--probe-timeout", "120s"]
     assert first["lifecycle"]["postStart"]["exec"]["command"] == wait
     assert "startupProbe" not in first, "it would look once a second only"
     assert first["lifecycle"]["preStop"]["exec"]["command"] == ["keepstep-sidecar", "--flush"]

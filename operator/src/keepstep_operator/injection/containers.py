@@ -60,7 +60,8 @@ def sidecar(
 
     No readiness probe: it would keep the pod out of the Service that ranks meet at. And no startup
     probe: the kubelet looks once a second, while the end of a postStart hook lets the trainer start
-    at once; either way it starts when the sidecar answers, not before.
+    at once; either way it starts when the sidecar answers, not before. The hook never fails:
+    without an answer in time training begins nonetheless, and says at its restore what is wrong.
     `training`: the container whose ranks it serves. `storage`: the ephemeral storage it asks for,
     None for no limit. `host_network`: then no port is declared, as it would become the node's, and
     two pods would not fit on one. `restore_from`: as the pod's annotation has it. What is wrong
@@ -80,7 +81,7 @@ def sidecar(
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
         "lifecycle": {
-            "postStart": {"exec": {"command": [_PROGRAM, "--probe", "--probe-timeout", _START]}},
+            "postStart": {"exec": {"command": [_PROGRAM, "--started", "--probe-timeout", _START]}},
             "preStop": {"exec": {"command": [_PROGRAM, "--flush"]}},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -36,11 +36,20 @@ def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
 
 
 def answers(path: Path, *, timeout_s: float = 2.0) -> bool:
-    """Whether a sidecar is up on `path`."""
+    """Whether a sidecar is up on `path`, be it well or not."""
+    return health(path, timeout_s=timeout_s) is not None
+
+
+def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
+    """What keeps the sidecar on `path` from its work, "" for nothing; None when none answers."""
     try:
-        return _request(path, "GET", "/healthz", timeout_s=timeout_s) is not None
+        answer = _ask(path, "GET", "/healthz", timeout_s=timeout_s)
     except SidecarError:
-        return False
+        return None
+    if answer is None:
+        return None
+    status, text = answer
+    return "" if status == 200 else text.decode(errors="replace").strip()
 
 
 def flush(path: Path, *, timeout_s: float) -> Flushed | None:
@@ -83,6 +92,19 @@ class _Connection(http.client.HTTPConnection):
 def _request(
     path: Path, method: str, route: str, body: bytes | None = None, *, timeout_s: float
 ) -> bytes | None:
+    answer = _ask(path, method, route, body, timeout_s=timeout_s)
+    if answer is None:
+        return None
+    status, data = answer
+    if status != 200:
+        raise _refusal(route, status, data)
+    return data
+
+
+def _ask(
+    path: Path, method: str, route: str, body: bytes | None = None, *, timeout_s: float
+) -> tuple[int, bytes] | None:
+    """Status and body of the answer; None when nobody listens. Raises SidecarError."""
     connection = _Connection(path, timeout_s)
     try:
         connection.connect()
@@ -104,9 +126,7 @@ def _request(
         ) from error
     finally:
         connection.close()
-    if response.status != 200:
-        raise _refusal(route, response.status, data)
-    return data
+    return response.status, data
 
 
 def _refusal(route: str, status: int, data: bytes) -> SidecarError:

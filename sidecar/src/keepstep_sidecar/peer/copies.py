@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import ImageError, KeepstepError, NoSpaceError, StorageError, VersionError
+from keepstep.errors import (
+    FormatError,
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    VersionError,
+)
 from keepstep.image import Section
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.depots import Remote
@@ -94,13 +101,13 @@ class Copies:
         except VersionError as error:
             warn("copy refused", path=str(path), reason=str(error))
         except ImageError as error:
-            with contextlib.suppress(KeepstepError):
-                moved = volume.quarantine(path, type(error).__name__.removesuffix("Error"))
-                warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
+            _refuse(volume, path, error)
         except FileNotFoundError:
             pass
         except OSError as error:  # of this file only; the others are told of
             self._doubt(volume, error)
+        except Exception as error:  # whatever a reader trips over, the file does not verify
+            _refuse(volume, path, FormatError(f"unreadable: {error!r}"))
         return None
 
     def _doubt(self, volume: Volume, error: OSError) -> None:
@@ -297,6 +304,13 @@ class Copies:
         except OSError as error:
             kind = NoSpaceError if error.errno in FULL else StorageError
             raise kind(f"{what}: {error}") from error
+
+
+def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
+    """Move a copy that does not verify aside."""
+    with contextlib.suppress(KeepstepError):
+        moved = volume.quarantine(path, type(error).__name__.removesuffix("Error"))
+        warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
 
 
 def _copy(path: Path, volume: Volume, *, run: str) -> Copy:
