@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import json
@@ -23,20 +24,32 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import psutil
+import pytest
 from aiohttp import web
 
-from keepstep_operator.kube import CONFIG_MAPS, POLICIES
+from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
+from keepstep_operator.kube import client as kube_client
+from keepstep_operator.reconcile import shelf
+from keepstep_operator.reconcile.actions import AskJob, DeleteRun
+from keepstep_operator.reconcile.records import JobState
+from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.reconcile.tokens import Refused, Tokens
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import ApiServer
+from tests.operator.apiserver import _collects as is_of
 from tests.operator.injection.json_pointer import apply
 from tests.operator.injection.pods import DEFAULTS
-from tests.operator.reconcile.serving import make_certificate, trusting
+from tests.operator.reconcile.samples import KEY, Play, run_object
+from tests.operator.reconcile.samples import pod as record
+from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
+from tests.operator.reconcile.standin import _matches as matches
+from tests.operator.reconcile.standin import _page as page
 from tests.operator.reconcile.test_process import kubeconfig
 
 Body = dict[str, Any]
@@ -51,6 +64,9 @@ HELPERS = (
     "helpers", "--reports-url", "https://reports", "--reports-ca-configmap", "keepstep-reports-ca",
 )  # fmt: skip
 """Options with which reconcile makes helper pods."""
+_COLLECTIONS = (
+    "pods", "nodes", "configmaps", "checkpointpolicies", "checkpointruns", "checkpoints",
+)  # fmt: skip
 _MEMORY_BYTES = 2 << 30
 _sequence = itertools.count(1)
 
@@ -60,7 +76,15 @@ _sequence = itertools.count(1)
 
 @dataclass
 class Cluster(StandIn):
-    """The stand-in for the API server, with the few more things that a test here has it do."""
+    """The stand-in for the API server, with the few more things that a test here has it do.
+
+    `busy_part`: the first list of each collection with this in its path is answered with 429, to
+    come again after `busy_s`; `busy_at`: by path and selector, when it was asked for.
+    """
+
+    busy_part: str = ""
+    busy_s: float = 0.0
+    busy_at: dict[str, list[float]] = field(default_factory=dict)
 
     _versions: Iterator[int] = field(default_factory=lambda: itertools.count(10))
 
@@ -68,7 +92,26 @@ class Cluster(StandIn):
         version = {"resourceVersion": str(next(self._versions))}
         self.objects[path] = {**self.objects[path]}
         self.objects[path]["metadata"] = {**self.objects[path]["metadata"], **version}
-        super()._tell(kind, path)
+        for collection, labels, queue in self._watchers:
+            if is_of(collection, path) and matches(self.objects[path], labels):
+                queue.put_nowait({"type": kind, "object": self.objects[path]})
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        """Collections of one namespace, too; the other stand-in lists those of all namespaces."""
+        path, labels = request.path, request.query.get("labelSelector", "")
+        if self.busy_part and self.busy_part in path and not request.query.get("watch"):
+            asked = self.busy_at.setdefault(f"{path} {labels}", [])
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) == 1:
+                told = {"kind": "Status", "code": 429, "message": "too many requests"}
+                after = {"Retry-After": f"{self.busy_s:.0f}"}
+                return web.json_response(told, status=429, headers=after)
+        if request.query.get("watch"):
+            return await self._watch(request, labels)
+        if path in self.objects or path.rsplit("/", 1)[1] not in _COLLECTIONS:
+            return await super()._read(request)
+        found = [one for at, one in self.objects.items() if is_of(path, at)]
+        return page([one for one in found if matches(one, labels)], request.query)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Cluster]:
@@ -96,6 +139,18 @@ class Cluster(StandIn):
         self.tokens[uid] = bound_to(namespace, name, uid)
         self.add(pod_path(name, namespace), pod)
         return str(uid)
+
+    def bind_unseen(self, pod: Body) -> str:
+        """The same while the watches say nothing yet."""
+        watchers, self._watchers = self._watchers, []
+        token = self.bind(pod)
+        self._watchers = watchers
+        return token
+
+    def drop_unseen(self, pod: Body) -> None:
+        watchers, self._watchers = self._watchers, []
+        self.drop(pod)
+        self._watchers = watchers
 
     def drop(self, pod: Body) -> None:
         """Delete a pod."""
@@ -174,8 +229,11 @@ class Operator:
         return await self.metric("keepstep_run_pods") >= pods
 
     def cpu_s(self) -> float:
+        """Of all its threads, to the microsecond where the kernel tells; else in ticks of 10 ms."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        exactly_s = sum(int(one.read_text().split()[0]) for one in threads) / 1e9
         times = self.process.cpu_times()
-        return float(times.user + times.system)
+        return exactly_s or float(times.user + times.system)
 
     def memory_mib(self) -> float:
         return float(self.process.memory_info().rss) / (1 << 20)
@@ -252,7 +310,10 @@ async def promised(
     waited for with `tests.harness.until`, whose failure is no broken promise but a broken test."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
-    while not condition():
+    while True:
+        value = condition()
+        if await value if inspect.isawaitable(value) else value:
+            return
         if loop.time() > deadline:
             raise AssertionError(
                 f"not within {within_s} s: {what if isinstance(what, str) else what()}"
@@ -269,6 +330,10 @@ class Webhook:
 
     server: ApiServer
     operator: Operator
+
+    def put_run(self, body: Body) -> None:
+        """A CheckpointRun as reconcile has written it."""
+        self.server.put(RUNS, body)
 
     async def create(self, pod: Body) -> tuple[Body, list[str]]:
         """The pod as it would be stored, and the warnings that its creator sees."""
@@ -294,7 +359,7 @@ async def webhook(
     options += ("--sidecar-image", image, "--host-path", PREFIX)
     async with contextlib.AsyncExitStack() as stack:
         server = server or await stack.enter_async_context(ApiServer().running())
-        server.put(CONFIG_MAPS, _REPORTS_CA)
+        server.put(CONFIG_MAPS, REPORTS_CA)
         server.put(POLICIES, policy)
         config = server.kubeconfig(directory)
         operator = await stack.enter_async_context(_process(options, config, trust))
@@ -302,10 +367,24 @@ async def webhook(
         yield Webhook(server, operator)
 
 
-_REPORTS_CA: Body = {
+REPORTS_CA: Body = {
     "metadata": {"name": "keepstep-reports-ca", "namespace": SYSTEM},
     "data": {"ca.crt": DEFAULTS.reports_ca},
 }
+
+
+def sidecar_of(pod: Body) -> Body:
+    """The container that admission put into a pod."""
+    found: Body = next(
+        one for one in pod["spec"]["initContainers"] if one["name"] == "keepstep-sidecar"
+    )
+    return found
+
+
+def slots_of(pod: Body) -> str:
+    """How many slots a rank its sidecar is to make."""
+    variables = {one["name"]: one.get("value", "") for one in sidecar_of(pod)["env"]}
+    return str(variables["KEEPSTEP_SLOTS"])
 
 
 def injection(pod: Body) -> Body:
@@ -372,12 +451,12 @@ def pod(
     node: str = "",
     job: Body | None = None,
 ) -> Body:
-    """An injected pod as the API server has it. A new `life` is a new pod of that name."""
+    """An injected pod as the API server has it. A new `life` is a new pod of that place."""
     body = pod_body(node_rank)
     metadata = body["metadata"]
     metadata["namespace"] = namespace
     metadata["uid"] = f"{namespace}-{run}-{node_rank}-{life}"
-    metadata["name"] = f"{run}-worker-{node_rank}"
+    metadata["name"] = f"{run}-worker-{node_rank}" + (f"-{life}" if life > 1 else "")
     metadata["creationTimestamp"] = f"2026-11-21T07:{life:02d}:00Z"
     metadata["labels"]["keepstep.dev/run-key"] = run
     told = json.loads(metadata["annotations"]["keepstep.dev/status"])
@@ -475,3 +554,95 @@ def report(*ranks: Body, **more: Any) -> Body:
         "ranks": list(ranks),
         **more,
     }
+
+
+# --- inside: what no process shows in the time of a test ------------------------------------------
+
+
+@asynccontextmanager
+async def reconciler_here(cluster: Cluster, directory: Path) -> AsyncIterator[Served]:
+    """The reconciler in this process, so that a test can spoil a part of it. AssertionError when
+    that ends it, as it would end the process."""
+    directory.mkdir(exist_ok=True)
+    try:
+        async with serving(cluster, directory) as served:
+            await until(lambda: not served.parts.ready(), what="readiness")
+            yield served
+    except Exception as error:
+        if not any(isinstance(one, SpoiltError) for one in getattr(error, "exceptions", ())):
+            raise
+        raise AssertionError("the process ended") from error
+
+
+class SpoiltError(Exception):
+    """What a spoilt part raises."""
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, part: str, run: str) -> None:
+    """Let a part of the reconciler raise whenever it looks at this run."""
+    whole = {"tick": (Run, "tick"), "checkpoints": (shelf, "changes")}
+    owner, name = whole[part]
+    true = getattr(owner, name)
+
+    def spoilt(about: Run, *arguments: Any, **options: Any) -> Any:
+        if about.key.name == run:
+            raise SpoiltError
+        return true(about, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, spoilt)
+
+
+@dataclass
+class TokenServer:
+    """What the operator asks about tokens: those that begin with `good` are. `away`: no answer.
+    `asked`: about which."""
+
+    away: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def create(self, resource: Resource, body: Body, **options: Any) -> Body:
+        if self.away:
+            raise KubeError("the API server is away")
+        token = body["spec"]["token"]
+        self.asked.append(token)
+        good = bound_to(NAMESPACE, "p", token) if token.startswith("good") else {}
+        return {"status": good or {"authenticated": False}}
+
+
+class Identities:
+    """How the reports API knows senders, with a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.server = TokenServer()
+        self.now = 1_790_000_000.0
+        self._tokens = Tokens(cast(Client, self.server), clock=lambda: self.now)
+
+    async def known(self, token: str) -> bool:
+        """Whether a report with this token would be taken."""
+        try:
+            await self._tokens.identify(token)
+        except Refused:
+            return False
+        return True
+
+
+def dead_watch_noticed_after_s() -> float:
+    """When a watch is given up that says nothing, not even by a bookmark."""
+    return float(kube_client._WATCH_S + 30)
+
+
+def ends_when_its_kind_may_not_be_read(days: int) -> bool:
+    """Whether a run that has had no pod for so long, and whose kind of job the operator may not
+    read, is taken for over; one look a day."""
+    play = Play(record())
+    play.find(run_object())
+    play.lose(record())
+    for _ in range(days):
+        play.wait(24 * 3600.0)
+        asked = [one for one in play.actions if isinstance(one, AskJob)]
+        play.actions = [one for one in play.actions if not isinstance(one, AskJob)]
+        for _ in asked:  # as `Denied` is answered
+            play.note(play.book.job_answered(KEY, JobState.ACTIVE, at=play.now))
+    return play.status.phase == "Finished" or any(
+        isinstance(one, DeleteRun) for one in play.actions
+    )

@@ -1,0 +1,88 @@
+"""A run goes on as it began while chart, policies and certificates change around it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import until
+from tests.operator.injection.pods import NAMESPACE, policy_body, pytorch_job
+from tests.operator.loop import in_loop
+from tests.operator.promises.surface import (
+    GROUP,
+    REPORTS_CA,
+    SYSTEM,
+    Body,
+    Cluster,
+    pod,
+    policy,
+    rank,
+    reconciler,
+    report,
+    sidecar_of,
+    slots_of,
+    webhook,
+)
+
+
+def _policy(*, slots: int, generation: int) -> Body:
+    body = policy_body(memory={"limit": "2Gi", "slots": slots})
+    body["metadata"] |= {"generation": generation, "uid": "p"}
+    return body
+
+
+async def _recorded(created: Body, directory: Path) -> Body:
+    """The CheckpointRun that reconcile writes once this pod runs."""
+    where = f"{GROUP}/namespaces/{NAMESPACE}/checkpointpolicies/default"
+    cluster, running = Cluster({where: _policy(slots=4, generation=3)}), copy.deepcopy(created)
+    running["metadata"] |= {"uid": "first", "creationTimestamp": "2026-11-21T07:00:00Z"}
+    running["spec"]["nodeName"], running["status"] = "node-0", {"phase": "Running"}
+    name = created["metadata"]["labels"]["keepstep.dev/run-key"]
+    token = cluster.bind(running)
+    async with reconciler(cluster, directory) as operator:
+        await operator.take(report(rank(0, 2, local=(1,))), token=token)
+        await until(
+            lambda: (cluster.run(name, NAMESPACE).get("status") or {}).get("sidecarImage"),
+            what="the run's status",
+        )
+    return cluster.run(name, NAMESPACE)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="all pods of a run have the sidecar image and the policy with which it began; mended"
+    " with the operator's rebuild",
+)
+@in_loop
+async def test_a_pod_that_joins_a_run_gets_the_image_and_policy_of_the_others(
+    tmp_path: Path,
+) -> None:
+    before, now = _policy(slots=4, generation=3), _policy(slots=2, generation=4)
+    async with webhook(tmp_path / "before", before, image="sidecar:1") as admission:
+        first, _ = await admission.create(pytorch_job("master", rank=0))
+        admission.put_run(await _recorded(first, tmp_path / "reconcile"))
+        server = admission.server
+        async with webhook(tmp_path / "now", now, server=server, image="sidecar:2") as admission:
+            second, _ = await admission.create(pytorch_job("worker", rank=1))
+    assert (sidecar_of(second)["image"], slots_of(second)) == ("sidecar:1", "4")
+    assert (sidecar_of(first)["image"], slots_of(first)) == ("sidecar:1", "4")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="sidecars that run hear of a new authority of the reports API by the replies, so that an"
+    " old one can go within days; mended with the operator's rebuild",
+)
+@in_loop
+async def test_a_reply_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
+    path = f"/api/v1/namespaces/{SYSTEM}/configmaps/{REPORTS_CA['metadata']['name']}"
+    cluster = Cluster(objects=dict([policy(), (path, REPORTS_CA)]))
+    token = cluster.bind(pod(0))
+    async with reconciler(cluster, tmp_path) as operator:
+        reply = await operator.take(report(rank(0, 1)), token=token)
+    assert "BEGIN CERTIFICATE" in json.dumps(reply)

@@ -1,0 +1,82 @@
+"""A sidecar's reports are taken however long its run is, whatever others send, and while the API
+server is away."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.operator.loop import in_loop
+from tests.operator.promises.surface import (
+    Cluster,
+    Identities,
+    epoch,
+    pod,
+    policy,
+    rank,
+    reconciler,
+    report,
+)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a run that restarted thousands of times reports on: epochs that no step and no parent"
+    " names are dropped; mended with the operator's rebuild",
+)
+@in_loop
+async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
+    cluster = Cluster(objects=dict([policy()]))
+    token = cluster.bind(pod(0))
+    epochs = [{"id": epoch(number + 1, f"{number:08x}")} for number in range(5000)]
+    async with reconciler(cluster, tmp_path) as operator:
+        status, answer = await operator.report(report(rank(0, 1), epochs=epochs), token=token)
+        assert status == 200, answer
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="wrong tokens do not push out the good ones that are in use; mended with the operator's"
+    " rebuild",
+)
+@in_loop
+async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
+    identities = Identities()
+    good = [f"good-{number}" for number in range(10)]
+    for number in range(20_100):
+        await identities.known(f"wrong-{number}")
+        if number % 1000 == 0:  # they report all the time
+            for one in good:
+                await identities.known(one)
+    asked = [one for one in identities.server.asked if one in good]
+    assert len(asked) == len(good), "the API server is asked about good tokens again"
+
+
+def _token(expires: float) -> str:
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": expires}).encode()).decode()
+    return f"good.{claims}.signature"
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="while the API server is away a known sidecar stays known until its token ends; mended"
+    " with the operator's rebuild",
+)
+@in_loop
+async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:
+    identities = Identities()
+    token = _token(identities.now + 3600.0)
+    known = [await identities.known(token)]
+    identities.server.away = True
+    for _ in range(5):
+        identities.now += 600.0
+        known.append(await identities.known(token))
+    identities.now += 660.0
+    known.append(await identities.known(token))
+    assert known == [True] * 6 + [False]

@@ -1,0 +1,74 @@
+"""Nothing that reconcile may do reaches a key; nothing it does waits for one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chart.charts import NAMESPACE, Chart, Library, Object, of_kind
+
+HOST_PATHS = {"hostPaths": ["/mnt/nvme0"]}
+
+
+@pytest.fixture(scope="module")
+def chart() -> Chart:
+    return Chart(Library())
+
+
+def _may_create_pods(objects: list[Object], account: str) -> Iterator[str]:
+    """Namespaces, `*` for all, in which the service account may make pods."""
+    for kind, role_kind in (("RoleBinding", "Role"), ("ClusterRoleBinding", "ClusterRole")):
+        for one in (found for found in objects if found["kind"] == kind):
+            if account not in {subject["name"] for subject in one["subjects"]}:
+                continue
+            rules = of_kind(objects, role_kind)[one["roleRef"]["name"]]["rules"]
+            if any("pods" in rule["resources"] and "create" in rule["verbs"] for rule in rules):
+                yield one["metadata"].get("namespace", "*")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="without hostPaths there are no helper pods, so nothing may make pods; mended with the"
+    " operator's rebuild",
+)
+def test_without_host_paths_reconcile_may_not_create_pods(chart: Chart) -> None:
+    assert list(_may_create_pods(chart.render(), "keepstep-reconcile")) == []
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="helper pods run in a namespace without the keys of authorities; mended with the"
+    " operator's rebuild",
+)
+def test_with_host_paths_reconcile_creates_pods_only_where_no_key_lies(chart: Chart) -> None:
+    namespaces = set(_may_create_pods(chart.render(HOST_PATHS), "keepstep-reconcile"))
+    assert namespaces
+    assert namespaces.isdisjoint({NAMESPACE, "*"}), f"it may create pods in {namespaces}"
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a policy of the cluster bounds what helper pods may be; mended with the operator's"
+    " rebuild",
+)
+def test_with_host_paths_a_policy_bounds_the_pods_that_reconcile_creates(chart: Chart) -> None:
+    bounds = of_kind(chart.render(HOST_PATHS), "ValidatingAdmissionPolicy").values()
+    bounded = [rule for one in bounds for rule in one["spec"]["matchConstraints"]["resourceRules"]]
+    assert any("pods" in rule["resources"] for rule in bounded)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="when the node of reconcile is lost, another replica takes over by a Lease; mended with"
+    " the operator's rebuild",
+)
+def test_reconcile_has_a_second_replica_and_the_right_to_a_lease(chart: Chart) -> None:
+    objects = chart.render()
+    assert of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["replicas"] >= 2
+    rules = of_kind(objects, "Role")["keepstep-reconcile"]["rules"]
+    assert any("leases" in rule["resources"] for rule in rules)

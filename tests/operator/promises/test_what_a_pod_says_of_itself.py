@@ -1,0 +1,96 @@
+"""Labels and annotations that users write lead the operator nowhere beyond their namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import until
+from tests.operator.loop import in_loop
+from tests.operator.promises.surface import (
+    HELPERS,
+    RUN,
+    Body,
+    Cluster,
+    pod,
+    policy,
+    reconciler,
+)
+
+_JOB = {"api_version": "batch/v1", "kind": "Job", "name": "x", "uid": "u"}
+PATHS: list[dict[str, Any]] = [
+    {"name": "../../../../../api/v1/namespaces/victim/pods/p"},
+    {"api_version": "../api/v1/namespaces/victim/pods/p?", "name": "x"},
+    {"name": "x?watch=true"},
+    {"name": "x/log"},
+]
+_OF_A_RUN = re.compile(r"/host/\d+/[a-z0-9-]+/[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the job that a pod's annotation names is looked up in the pod's own namespace and by"
+    " its kind, or not at all; mended with the operator's rebuild",
+)
+@in_loop
+async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
+    cluster = Cluster()
+    pods = [
+        pod(0, run=f"evil-{number}", namespace="evil", job=_JOB | change)
+        for number, change in enumerate(PATHS)
+    ]
+    good = pod(0)
+    for one in (*pods, good):
+        cluster.bind(one)
+    async with reconciler(cluster, tmp_path) as operator:
+        await until(lambda: operator.knows(len(PATHS) + 1), what="all pods")
+        for one in (*pods, good):  # the good one last: when its job was asked for, all were
+            cluster.drop(one)
+        await until(lambda: cluster.asked("GET", f"/pytorchjobs/{RUN}"), what="the good run's job")
+    asked = [one for one in cluster.requests if one.method == "GET"]
+    elsewhere = [one.path for one in asked if "/victim/" in one.path]
+    named = [one.path for one in asked if "/namespaces/evil/" in one.path]
+    beside = [one for one in named if not re.fullmatch(r".*/namespaces/evil/jobs/[a-z0-9-]+", one)]
+    watched = [one.path for one in asked if one.query.get("watch") and "/evil/" in one.path]
+    assert not [*elsewhere, *beside, *watched]
+
+
+@pytest.mark.parametrize("key", ["", "A..b"])
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="what is no name of a run is none, wherever it comes from, and no cleaning pod is made"
+    " for it; mended with the operator's rebuild",
+)
+@in_loop
+async def test_a_label_that_is_no_name_of_a_run_sends_out_no_cleaner(
+    tmp_path: Path, key: str
+) -> None:
+    evil, good = pod(0, run=key, namespace="evil"), pod(0, namespace="zood")
+    cluster = Cluster(objects=dict([policy("evil"), policy("zood")]))
+    for one in (evil, good):
+        cluster.bind(one)
+    async with reconciler(cluster, tmp_path, *HELPERS, "--clean-after", "0") as operator:
+        await until(lambda: operator.knows(1), what="the pods")
+        await until(lambda: cluster.run(namespace="zood"), what="the good run's object")
+        for one in (evil, good):
+            cluster.drop(one)
+        for path in [path for path in cluster.objects if "/checkpointruns/" in path]:
+            cluster.remove(path)
+        await until(lambda: any("/zood/" in one for one in _cleaned(cluster)), what="its cleaner")
+    assert [one for one in _cleaned(cluster) if not _OF_A_RUN.fullmatch(one)] == []
+
+
+def _cleaned(cluster: Cluster) -> list[str]:
+    """Directories that cleaning pods were made for."""
+    commands = [_command(one) for one in cluster.made("pods")]
+    return [path for one in commands if "--clean" in one for path in one if path.startswith("/")]
+
+
+def _command(made: Body) -> list[str]:
+    found: list[str] = made["spec"]["containers"][0]["command"]
+    return found[1:]
