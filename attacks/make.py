@@ -157,6 +157,16 @@ def resealed_table() -> bytes:
     return bytes(data)
 
 
+def padded_table() -> bytes:
+    """A table with a byte behind its last digest, and a root and a seal that vouch for it."""
+    place, data = layout(), bytearray(image())
+    data[place.control_begin - 1] = 1
+    table = data[place.digests_begin : place.control_begin]
+    page = ControlPage.from_bytes(memoryview(data)[place.control_begin :])
+    data[place.control_begin :] = replace(page, root=xxh3_128(table).hex()).to_bytes()
+    return bytes(data)
+
+
 def move(name: str, begin: int, end: int) -> Edit:
     """Give a tensor other bytes."""
     return lambda tree: tree[name].update(data_offsets=[begin, end])
@@ -300,6 +310,12 @@ def seals() -> Iterator[Attack]:
         ("huge-step", honest.replace(b'"step":1200', b'"step":' + b"9" * 40), "not a count"),
         ("bad-root", honest.replace(b'"root":"', b'"root":"x'), "not a digest"),
         ("endless-time", honest.replace(b":1.0", b":1e999"), "not a time"),
+        ("huge-time", honest.replace(b":1.0", b":1" + b"0" * 400), "not a time"),
+        ("nameless-step", honest.replace(b'"step":1200', b'"step":1' + b"0" * 18), "a step has"),
+        ("nameless-epoch", honest.replace(b"1f9c2d7a", b"1f9c2d7a\\n"), "not an epoch"),
+        ("run-empty", honest.replace(b'"demo"', b'""'), "not the name of a run"),
+        ("run-path", honest.replace(b'"demo"', b'"../../x"'), "not the name of a run"),
+        ("run-line", honest.replace(b'"demo"', b'"a\\nb"'), "not the name of a run"),
     ]:
         yield Attack(f"control-{name}", FormatError, says, with_control(text))
     long = image(extras_bytes=1 << 40)
@@ -313,6 +329,7 @@ def seals() -> Iterator[Attack]:
     yield Attack("digest-root-lies", DigestError, "table is damaged", flipped(place.digests_begin))
     padding = flipped(place.control_begin - 1)
     yield Attack("digest-padding", DigestError, "table is damaged", padding)
+    yield Attack("digest-behind-table", FormatError, "behind the last digest", padded_table())
     yield Attack("digest-table-lies", DigestError, "chunk 0", resealed_table())
     yield Attack("digest-tensor", DigestError, "exp_avg, weight", flipped(len(place.header) + 41))
     yield Attack("digest-extras", DigestError, "chunk 0", flipped(place.extras_begin))
@@ -338,6 +355,9 @@ def kept() -> Iterator[Attack]:
         ("object-array", b'{"!numpy":["|O8",[1],"AAAAAAAAAAA="]}', "dtype"),
         ("not-a-dtype", b'{"!torch.dtype":"load"}', "dtype"),
         ("not-base64", b'{"!bytes":"?"}', "not a bytes"),
+        ("unshowable", b'{"!path":{"!torch.Tensor":["uint7",[8],"AAAAAAAAAAA="]}}', "not a path"),
+        ("multiplied-text", b'{"!numpy":["<f8",["x",1000000000],""]}', "not a row of sizes"),
+        ("module-of-torch", b'{"!torch.dtype":"onnx"}', "dtype"),
         ("enum-to-import", b'{"!enum":["antigravity","Sky","BLUE"]}', "no class antigravity"),
         ("class-of-no-fields", b'{"!dataclass":["builtins","dict",{}]}', "no plain dataclass"),
         ("endless-deque", b'{"!deque":[99999999999999999999,[1]]}', "not a deque"),

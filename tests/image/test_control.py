@@ -24,6 +24,13 @@ PAGE = ControlPage(
     extras_bytes=17,
     staged_at=1.5,
 )
+
+
+def is_name(text: str) -> bool:
+    """Of a run: it becomes a directory, and is printed."""
+    return text.isprintable() and "/" not in text and text not in ("", ".", "..")
+
+
 hexes = st.binary(min_size=16, max_size=16).map(bytes.hex)
 epochs = st.builds(
     EpochId, st.integers(0, 999_999_999), st.binary(min_size=4, max_size=4).map(bytes.hex)
@@ -33,7 +40,7 @@ times = st.floats(0, 1e11)
 
 @settings(max_examples=100)
 @given(
-    run=st.text(max_size=60),
+    run=st.text(max_size=60).filter(is_name),
     layout=hexes,
     epoch=st.builds(
         Epoch, epochs, st.none() | st.builds(StepId, epochs, st.integers(0, 10**18 - 1))

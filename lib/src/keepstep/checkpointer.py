@@ -226,6 +226,7 @@ class Checkpointer:
             raise UsageError(
                 f"step {step} comes after step {self._last_step}: steps only grow within an epoch"
             )
+        id = StepId(self._epoch.id, step)
         self._last_step = step
         stager.settle()
         taken = self._take()
@@ -239,7 +240,6 @@ class Checkpointer:
             return False
         lazy = self._lazy and not stager.eager_next
         stager.eager_next = False
-        id = StepId(self._epoch.id, step)
         try:
             pending = imaging.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
             if not lazy:
@@ -319,7 +319,10 @@ class Checkpointer:
         if stager is None or self._epoch is None:
             raise UsageError("nothing is kept: there is no sidecar, or restore() was not called")
         deadline = time.monotonic() + timeout
-        id, state = StepId(self._epoch.id, step), State(state)
+        try:
+            id, state = StepId(self._epoch.id, step), State(state)
+        except ValueError as error:
+            raise UsageError(f"nothing to wait for: {error}") from None
         if not stager.drain(timeout_s=timeout):
             raise NotDurableError(f"step {step} is not staged after {timeout:.0f} s")
         newest = stager.staged_step

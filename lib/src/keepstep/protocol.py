@@ -444,7 +444,14 @@ def from_json(kind: type[T], data: bytes | str) -> T:
     """
     try:
         return typing.cast(T, _build(kind, json.loads(data)))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ProtocolError(f"not a {kind.__name__}: {error}", code="protocol") from error
 
 

@@ -11,6 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 
+_HEX = "0123456789abcdef"
 # No zeros before a number that is long enough: two names of one step would be two directories.
 _NUMBER = r"([0-9]{4}|[1-9][0-9]{4,8})"
 _EPOCH = re.compile(_NUMBER + r"\.([0-9a-f]{8})")
@@ -19,10 +20,16 @@ _STEP = re.compile(_EPOCH.pattern + r"-([0-9]{9}|[1-9][0-9]{9,17})")
 
 @dataclass(frozen=True, order=True, slots=True)
 class EpochId:
-    """Names one life of a run: a number that only grows, and 8 hex digits of chance."""
+    """Names one life of a run: a number that only grows, and 8 hex digits of chance.
+
+    Raises ValueError for what no name could say: it comes in messages, and becomes a path."""
 
     number: int
     nonce: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < 10**9 or len(self.nonce) != 8 or self.nonce.strip(_HEX):
+            raise ValueError("an epoch has a number of at most 9 digits and a nonce of 8 hex ones")
 
     def __str__(self) -> str:
         return f"{self.number:04d}.{self.nonce}"
@@ -37,10 +44,16 @@ class EpochId:
 
 @dataclass(frozen=True, order=True, slots=True)
 class StepId:
-    """One step of one epoch. `str()` is the name of the step's directory on every tier."""
+    """One step of one epoch. `str()` is the name of the step's directory on every tier.
+
+    Raises ValueError for a step that no name could say."""
 
     epoch: EpochId
     step: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < 10**18:
+            raise ValueError("a step has a number of at most 18 digits, from 0 on")
 
     def __str__(self) -> str:
         return f"{self.epoch}-{self.step:09d}"

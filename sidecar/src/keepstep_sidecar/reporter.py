@@ -237,7 +237,7 @@ class Reporter:
             raise _Failed(f"status {response.status}", data[:300].decode(errors="replace"))
         try:
             return self._decode(data)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             raise _Failed("reply", f"the answer is none: {error}") from error
 
     # --- how it went -------------------------------------------------------------------------

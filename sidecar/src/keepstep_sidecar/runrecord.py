@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import ForeignError, FormatError, VersionError
+from keepstep.image import fields, strictjson
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar import faults
 from keepstep_sidecar.filesystem import Filesystem
@@ -66,29 +67,57 @@ class RunRecord:
     def from_json(cls, data: bytes, *, path: Path) -> RunRecord:
         """Inverse of `to_json`. Raises FormatError, VersionError naming `path`."""
         try:
-            record = json.loads(data)
-            version = int(record["format_version"])
-            if version > FORMAT_VERSION:
-                raise VersionError(f"format version {version}; upgrade keepstep", path=path)
-            return cls(
-                run=str(record["run"]),
-                epochs=tuple(map(_epoch, record["epochs"])),
-                committed=_step(record.get("committed")),
-                pinned=frozenset(map(StepId.parse, record.get("pinned") or ())),
-            )
-        except VersionError:
-            raise
-        except Exception as error:  # whatever is wrong, the record does not verify
+            return _read(strictjson.Reader(data, what="run.json"))
+        except VersionError as error:
+            raise VersionError(error.reason, path=path) from None
+        except FormatError as error:
             hint = "delete it if the epochs in the shards are enough"
-            raise FormatError(f"not a run record ({error}); {hint}", path=path) from error
+            raise FormatError(f"not a run record ({error.reason}); {hint}", path=path) from None
 
 
-def _epoch(value: Any) -> Epoch:
-    return Epoch(EpochId.parse(value["id"]), _step(value["parent"]), str(value.get("origin") or ""))
+def _read(reader: strictjson.Reader) -> RunRecord:
+    told: dict[str, Any] = {}
+    for key in reader.members():
+        if key == "epochs":
+            told[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
+        elif key == "pinned":
+            told[key] = frozenset(read_step(reader.value()) for _ in reader.items())
+        else:
+            value = reader.value()
+            if key == "format_version":
+                fields.version(value, FORMAT_VERSION)
+            if key in ("format_version", "run", "committed"):
+                told[key] = value
+    reader.end()
+    if missing := {"format_version", "run", "epochs"} - told.keys():
+        raise FormatError(f"without {' and '.join(sorted(missing))}")
+    committed = told.get("committed")
+    return RunRecord(
+        run=fields.text(told["run"], "run"),
+        epochs=told["epochs"],
+        committed=None if committed is None else read_step(committed),
+        pinned=told.get("pinned", frozenset()),
+    )
 
 
-def _step(value: Any) -> StepId | None:
-    return None if value is None else StepId.parse(value)
+def read_epoch(value: object) -> Epoch:
+    """An epoch of parsed JSON. Raises FormatError."""
+    epoch = fields.mapping(value, "epoch")
+    parent = epoch.get("parent")
+    try:
+        id = EpochId.parse(fields.text(epoch.get("id"), "the id of an epoch"))
+    except ValueError as error:
+        raise FormatError(fields.reason(error)) from None
+    origin = fields.text(epoch.get("origin", ""), "the origin of an epoch")
+    return Epoch(id, None if parent is None else read_step(parent), origin)
+
+
+def read_step(value: object) -> StepId:
+    """A step of parsed JSON. Raises FormatError."""
+    try:
+        return StepId.parse(fields.text(value, "a step"))
+    except ValueError as error:
+        raise FormatError(fields.reason(error)) from None
 
 
 def load(path: Path, *, run: str) -> RunRecord:

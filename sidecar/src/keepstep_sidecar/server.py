@@ -10,7 +10,7 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -38,7 +38,7 @@ from keepstep.protocol import (
     WindowRequest,
 )
 from keepstep_sidecar.leases import Lease
-from keepstep_sidecar.problems import answer
+from keepstep_sidecar.problems import answer, refuse
 from keepstep_sidecar.service import Service
 from keepstep_sidecar.status import status, troubles
 from keepstep_sidecar.tasks import Tasks
@@ -50,6 +50,7 @@ _PING_S = 10.0
 _log = logging.getLogger("keepstep.sidecar")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
 
 def application(service: Service, tasks: Tasks) -> web.Application:
@@ -111,12 +112,21 @@ def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDe
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 
     async def handle(request: web.Request) -> web.Response:
-        result = call(decoder.decode(await request.read()))
+        result = call(await _read(request, decoder))
         if isinstance(result, Awaitable):
             result = await result
         return _json(result if result is not None else {})
 
     return web.post(path, handle)
+
+
+async def _read(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's body. Raises SidecarError `bad-request`."""
+    data = await request.read()
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:  # a DecodeError, or not UTF-8, or too deep
+        raise refuse("bad-request", f"{request.path}: {error}") from None
 
 
 class _Routes:
@@ -125,13 +135,13 @@ class _Routes:
     def __init__(self, service: Service, tasks: Tasks) -> None:
         self._service = service
         self._tasks = tasks
-        self._decode_lease = msgspec.json.Decoder(LeaseRequest).decode
+        self._lease_decoder = msgspec.json.Decoder(LeaseRequest)
 
     async def lease(self, request: web.Request) -> web.StreamResponse:
         """Stream until the trainer's connection or process ends; aiohttp then cancels this."""
         service = self._service
         service.require_running()
-        wanted = self._decode_lease(await request.read())
+        wanted = await _read(request, self._lease_decoder)
         lease, granted = await service.trainers.lease(wanted, peer_pid=_peer_pid(request))
         try:
             response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
@@ -160,8 +170,6 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
     except KeepstepError as error:
         answered = answer(error)
         return _json(answered.problem, status=answered.status)
-    except msgspec.DecodeError as error:
-        return _json(Problem(code="bad-request", message=f"{request.path}: {error}"), status=400)
     except web.HTTPException as error:
         problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
         return _json(problem, status=error.status)

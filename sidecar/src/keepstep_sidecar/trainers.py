@@ -242,7 +242,10 @@ class Trainers:
         """
         lease = self.leases.require(request.lease)
         lease.training = True
-        slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
+        try:
+            slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
+        except ValueError as error:
+            raise refuse("bad-request", str(error)) from None
         bank, index = self._filled(slots, request, id)
         if bank.table.slots[index].state is SlotState.ASSIGNED:
             self._seal(slots, request, bank, index)

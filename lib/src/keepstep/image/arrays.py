@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FormatError
+from keepstep.image import fields
 
 LARGE_BYTES = 64 << 10
 """From here on an array is an entry of the image: moved as memory, verified in chunks."""
 
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,6}(\[\d{0,6}[A-Za-z]{1,2}\])?")
 _IN_TORCH = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
-_TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,30}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _to_numpy(value: Any) -> Any:
     if not _NUMPY_DTYPE.fullmatch(code):
         raise ValueError(f"dtype {code[:80]!r}")
     dtype, data = numpy.dtype(code), base64.b64decode(text, validate=True)
-    sizes = () if shape is None else tuple(shape)
+    sizes = () if shape is None else fields.sizes(shape, "shape")
     if math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     array = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
@@ -152,17 +152,18 @@ def _to_tensor(value: Any) -> Any:
     name, shape, text = value
     torch = importlib.import_module("torch")
     dtype, data = _to_dtype(name), base64.b64decode(text, validate=True)
-    if math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for {shape} of {dtype}")
+    sizes = fields.sizes(shape, "shape")
+    if math.prod(sizes) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return flat.clone().view(dtype).reshape(shape)
+    return flat.clone().view(dtype).reshape(sizes)
 
 
 def _to_dtype(name: str) -> Any:
     torch = importlib.import_module("torch")
-    dtype = getattr(torch, name) if _TORCH_DTYPE.fullmatch(name) else None
+    dtype = vars(torch).get(name)  # getattr would import some modules of torch by their names
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name[:80]!r}")
     return dtype

@@ -8,15 +8,14 @@ sidecar puts `root` and `sections` into what goes to disk, after the data was fl
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep.digests import xxh3_128
 from keepstep.errors import FormatError, TornError
-from keepstep.image import strictjson
-from keepstep.image.fields import quoted
+from keepstep.image import fields, strictjson
+from keepstep.image.fields import quoted, reason
 from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -97,57 +96,50 @@ class ControlPage:
         check_version(tree.get("format_version"))
         try:
             return _from_tree(tree)
+        except FormatError as error:
+            raise FormatError(f"control page: {error.reason}") from None
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"control page: {quoted(error)}") from None
+            raise FormatError(f"control page: {reason(error)}") from None
 
 
 def _from_tree(tree: dict[str, Any]) -> ControlPage:
-    parent, sections = tree["parent"], tree["sections"]
+    parent, sections, written_at = tree["parent"], tree["sections"], tree["written_at"]
     world = _count(tree["world"])
     rank = _count(tree["rank"])
     if rank >= world:
         raise ValueError(f"rank {rank} of {world}")
+    epoch = EpochId.parse(fields.text(tree["epoch"], "epoch"))
+    id = StepId(epoch, _count(tree["step"]))
     return ControlPage(
-        run=_text(tree["run"]),
-        layout=_digest(tree["layout"]),
+        run=_run(tree["run"]),
+        layout=fields.digest(tree["layout"], "layout"),
         epoch=Epoch(
-            EpochId.parse(_text(tree["epoch"])),
-            None if parent is None else StepId.parse(_text(parent)),
+            epoch,
+            None if parent is None else StepId.parse(fields.text(parent, "parent")),
         ),
         rank=rank,
         world=world,
-        step=_count(tree["step"]),
+        step=id.step,
         extras_bytes=_count(tree["extras_bytes"]),
-        staged_at=_time(tree["staged_at"]),
+        staged_at=fields.time(tree["staged_at"], "staged_at"),
         format_version=_count(tree["format_version"]),
-        written_at=None if tree["written_at"] is None else _time(tree["written_at"]),
-        root=None if tree["root"] is None else _digest(tree["root"]),
+        written_at=None if written_at is None else fields.time(written_at, "written_at"),
+        root=None if tree["root"] is None else fields.digest(tree["root"], "root"),
         sections=None
         if sections is None
-        else {name: _digest(one) for name, one in dict.items(sections)},
+        else {name: fields.digest(one, name) for name, one in dict.items(sections)},
     )
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
+def _run(value: object) -> str:
+    """It becomes a directory's name, and is printed."""
+    text = fields.text(value, "run")
+    if text in ("", ".", "..") or "/" in text or not text.isprintable():
+        raise ValueError(f"{quoted(value)} is not the name of a run")
+    return text
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is not a count")
+        raise ValueError(f"{quoted(value)} is not a count")
     return value
-
-
-def _time(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{value!r} is not a time")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _digest(value: object) -> str:
-    text = _text(value)
-    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{value!r} is not a digest")
-    return text

@@ -20,12 +20,14 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import arrays, objects, strictjson
+from keepstep.image.fields import reason
 from keepstep.image.strictjson import is_text
 
 MAX_DEPTH = 100
 """Nesting beyond this is taken for a tree that contains itself."""
 
 _BIG = 1 << 63
+_MOST_ALIKE = 256
 _MIN_ROOM = 64 << 10
 _MAX_SPARE = 1 << 20
 _PAIRS: dict[type, str] = {Counter: "!counter", OrderedDict: "!ordereddict"}
@@ -67,7 +69,7 @@ def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> An
 
     Raises FormatError for what is damaged or hostile, and for pickles unless `trusted`.
     """
-    return strictjson.loads(bytes(data), what="extras", hook=_Decoder(trusted).build)
+    return strictjson.loads(data, what="extras", hook=_Decoder(trusted).build)
 
 
 def capacity_for(size_bytes: int) -> int:
@@ -203,8 +205,10 @@ class _Decoder:
             raise FormatError("holds a pickle: pass trusted=True if you trust who wrote it")
         try:
             return _BUILDERS[tag](value)
+        except MemoryError:  # says nothing about the value
+            raise
         except Exception as error:  # a hostile value meets constructors of three libraries
-            raise FormatError(f"not a {tag[1:]}: {str(error)[:200]}") from None
+            raise FormatError(f"not a {tag[1:]}: {reason(error)}") from None
 
 
 def _name(kind: type) -> str:
@@ -241,9 +245,23 @@ def _list_of(value: Any) -> list[Any]:
     return value
 
 
+def _members(value: Any) -> list[Any]:
+    _check_spread(items := _list_of(value))
+    return items
+
+
+def _check_spread(keys: Iterable[Any]) -> None:
+    """Keys of one hash are compared with each other, in quadratic time: a hostile file has integers
+    that are equal modulo 2^61 - 1."""
+    alike = Counter(map(hash, keys))
+    if alike and max(alike.values()) > _MOST_ALIKE:
+        raise ValueError(f"more than {_MOST_ALIKE} keys have one hash")
+
+
 def _dict_of(value: Any) -> dict[Any, Any]:
     pairs = _list_of(value)
-    built = dict(_list_of(pair) for pair in pairs)
+    _check_spread(_list_of(pair)[0] for pair in pairs)
+    built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError("a key comes twice")
     return built
@@ -267,8 +285,8 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!bytes": _bytes,
     "!bytearray": lambda text: bytearray(_bytes(text)),
     "!tuple": lambda items: tuple(_list_of(items)),
-    "!set": lambda items: set(_list_of(items)),
-    "!frozenset": lambda items: frozenset(_list_of(items)),
+    "!set": lambda items: set(_members(items)),
+    "!frozenset": lambda items: frozenset(_members(items)),
     "!dict": _dict_of,
     "!counter": lambda pairs: Counter(_dict_of(pairs)),
     "!ordereddict": lambda pairs: OrderedDict(_dict_of(pairs)),

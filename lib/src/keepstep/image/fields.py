@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
-from keepstep.errors import FormatError
+from keepstep.errors import FormatError, VersionError
 
 MAX_BYTES = 1 << 62
 """No image is larger; so sums of what passed as a size stay small numbers."""
 
 _MAX_DIMENSIONS = 64
+_HEX = frozenset("0123456789abcdef")
 
 
 def mapping(value: object, what: str) -> dict[str, Any]:
@@ -39,6 +41,21 @@ def integer(value: object, what: str, low: int, high: int) -> int:
     return value
 
 
+def time(value: object, what: str) -> float:
+    """Unix seconds."""
+    if type(value) not in (int, float) or not 0 <= value < 1 << 62:  # type: ignore[operator]
+        raise FormatError(f"{what}: {quoted(value)} is not a time")
+    return float(value)  # type: ignore[arg-type]
+
+
+def digest(value: object, what: str) -> str:
+    """An xxh3_128 in lower-case hex."""
+    found = text(value, what)
+    if len(found) != 32 or not set(found) <= _HEX:
+        raise FormatError(f"{what}: {quoted(value)} is not a digest")
+    return found
+
+
 def sizes(value: object, name: str) -> tuple[int, ...]:
     found = array(value, name)
     if len(found) > _MAX_DIMENSIONS or not all(
@@ -48,9 +65,32 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def version(value: object, newest: int) -> None:
+    """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
+    if integer(value, "format_version", 1, 1 << 31) > newest:
+        raise VersionError(
+            f"format version {value}, but this keepstep reads only up to {newest}:"
+            " read it with a newer one"
+        )
+
+
 def quoted(value: object) -> str:
-    """For messages: what a hostile file says, but not more than fits a line."""
-    if isinstance(value, list):
-        value = value[:20]
-    shown = repr(value)
+    """For messages: what a hostile file says, but not more than fits a line. Raises nothing."""
+    try:
+        shown = _SHORT.repr(value)
+    except Exception:  # an integer of too many digits, a foreign object's own __repr__
+        return f"a {type(value).__name__}"
     return shown if len(shown) <= 100 else shown[:97] + "..."
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line of some length. Raises nothing."""
+    try:
+        return str(error)[:200]
+    except Exception:  # it shows the hostile value that it is about
+        return type(error).__name__
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100

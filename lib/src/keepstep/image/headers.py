@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.errors import FormatError, VersionError
+from keepstep.errors import FormatError
 from keepstep.image import fields, strictjson
 from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.image.strictjson import is_text
@@ -157,11 +157,7 @@ def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
 
 def check_version(version: object) -> None:
     """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
-    if fields.integer(version, "format_version", 1, _MAX_WORLD) > FORMAT_VERSION:
-        raise VersionError(
-            f"format version {version}, but this keepstep reads only up to {FORMAT_VERSION}:"
-            " read it with a newer one"
-        )
+    fields.version(version, FORMAT_VERSION)
 
 
 def check_name(name: str) -> None:

@@ -2,31 +2,57 @@
 
 Two readers of one duplicate key may see two different images; so nobody may write one. Every way in
 which a text can be bad ends in FormatError, the too deeply nested and the too long number included.
+
+Python's objects take up to 40 times the bytes of their JSON (`[],[],[],...`). What may be large and
+is read by a sidecar is therefore read by a `Reader`, which holds one small value at a time: its
+caller keeps of each what it needs.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from keepstep.errors import FormatError
 
 Pairs = list[tuple[str, Any]]
 
+MAX_DEPTH = 5000
+"""Where somebody raised Python's recursion limit beyond this, deeper JSON would overflow the stack
+of the C code that parses it, and end the process."""
 
-def loads(data: bytes, *, what: str, hook: Callable[[Pairs], Any] | None = None) -> Any:
+_SMALL = 4096
+_LARGE = 1 << 20
+_MOST_LARGE = 32
+_FREE_NAMES = 50_000
+_CHARS_PER_NAME = 40
+
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_COMMA = re.compile(r"[ \t\n\r]*([,\]}])[ \t\n\r]*")
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BRACKET = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
+
+
+def loads(
+    data: bytes | bytearray | memoryview | str,
+    *,
+    what: str,
+    hook: Callable[[Pairs], Any] | None = None,
+) -> Any:
     """Parse UTF-8 JSON. `what` names the text in errors; `hook` builds objects, innermost first.
 
-    Raises FormatError. Allocates in proportion to `data`.
+    Raises FormatError. Allocates at most 40 bytes for each of `data`.
     """
     try:
-        return json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=hook or unique,
-            parse_constant=_refuse_constant,
-        )
+        text = data if isinstance(data, str) else str(data, "utf-8")
+        _check_depth(text)
+        return json.loads(text, object_pairs_hook=hook or unique, parse_constant=_refuse_constant)
     except FormatError as error:
         raise FormatError(f"{what}: {error.reason}") from None
     except RecursionError:
@@ -46,8 +72,132 @@ def unique(pairs: Pairs) -> dict[str, Any]:
 
 def is_text(value: str) -> bool:
     """Whether JSON gives it back: two lone surrogates would be joined to one character."""
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    return value.isascii() or _SURROGATE.search(value) is None
+
+
+class Reader:
+    """One JSON text, read from its beginning to its end as the caller asks.
+
+        for key in reader.members():
+            values[key] = reader.value()
+        reader.end()
+
+    Every method raises FormatError. A text has room for as many names and items as its length makes
+    plausible, so that what a caller keeps of each takes no more than some times the text.
+    """
+
+    def __init__(self, data: bytes | bytearray | memoryview | str, *, what: str) -> None:
+        self._what = what
+        try:
+            self._text = data if isinstance(data, str) else str(data, "utf-8")
+        except ValueError as error:
+            self._refuse(f"not JSON: {error}")
+        if not is_text(self._text):
+            self._refuse("not JSON: half a character")
+        self._at = _end(_SPACE.match(self._text))
+        self._left = _FREE_NAMES + len(self._text) // _CHARS_PER_NAME
+        self._large = _MOST_LARGE
+
+    def members(self) -> Iterator[str]:
+        """Keys of the object that comes next. The caller reads the value of each in between."""
+        known: set[str] = set()
+        for _ in self._parts("{", "}"):
+            key = self.string()
+            if key in known:
+                self._refuse(f"the key {key[:80]!r} comes twice")
+            known.add(key)
+            self._at = _end(_COLON.match(self._text, self._at)) or self._refuse("no ':'")
+            yield key
+
+    def items(self) -> Iterator[int]:
+        """Numbers of the items of the array that comes next; as `members`."""
+        return self._parts("[", "]")
+
+    def comes(self, mark: str) -> bool:
+        """Whether this character comes next."""
+        return self._text.startswith(mark, self._at)
+
+    def value(self) -> Any:
+        """Whatever comes next, of at most a megabyte; and few that are not small."""
+        for size in (_SMALL, _LARGE):
+            piece = self._text[self._at : self._at + size]
+            try:
+                _check_depth(piece)
+                value, used = _DECODER.raw_decode(piece)
+            except FormatError as error:
+                self._refuse(error.reason)
+            except RecursionError:
+                self._refuse("nested too deeply")
+            except ValueError as error:
+                why = f"not JSON: {error}"
+            else:
+                if used < size:
+                    self._at += used
+                    return value
+                why = f"a value of more than {size} characters"
+            if len(piece) < size or not self._large:
+                break
+            self._large -= 1
+        self._refuse(why)
+
+    def string(self) -> str:
+        """The string that comes next, of any length."""
+        if not self.comes('"'):
+            self._refuse("a string is needed")
+        try:
+            value, self._at = scanstring(self._text, self._at + 1)
+        except ValueError as error:
+            self._refuse(f"not JSON: {error}")
+        return str(value)
+
+    def end(self) -> None:
+        """That nothing follows."""
+        if _end(_SPACE.match(self._text, self._at)) != len(self._text):
+            self._refuse("not JSON: something follows its end")
+
+    def _parts(self, first: str, last: str) -> Iterator[int]:
+        if not self.comes(first):
+            self._refuse("not a JSON object" if first == "{" else "not a JSON array")
+        self._at = _end(_SPACE.match(self._text, self._at + 1))
+        if self.comes(last):
+            self._at += 1
+            return
+        number, mark = 0, ","
+        while mark == ",":
+            self._left -= 1
+            if self._left < 0:
+                self._refuse(f"too many names for {len(self._text)} characters")
+            yield number
+            number += 1
+            match = _COMMA.match(self._text, self._at)
+            if match is None or match[1] not in (",", last):
+                self._refuse(f"not JSON: no ',' or '{last}' at character {self._at}")
+            mark, self._at = match[1], match.end()
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise FormatError(f"{self._what}: {why}") from None
+
+
+def _end(match: re.Match[str] | None) -> int:
+    return 0 if match is None else match.end()
+
+
+def _check_depth(text: str) -> None:
+    if sys.getrecursionlimit() <= MAX_DEPTH or text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth, quoted = 0, False
+    for match in _BRACKET.finditer(text):
+        mark = match[0]
+        if mark == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += 1 if mark in "[{" else -1 if mark in "]}" else 0
+            if depth > MAX_DEPTH:
+                raise FormatError("nested too deeply")
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise FormatError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_constant=_refuse_constant)

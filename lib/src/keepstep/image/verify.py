@@ -196,7 +196,8 @@ def check_table(
     *,
     path: Path | str | None = None,
 ) -> None:
-    """That `table` is the digest table that the control page vouches for. Raises DigestError."""
+    """That `table` is the digest table that the control page vouches for. Raises DigestError, and
+    FormatError for bytes behind the digests."""
     if control.root is None:
         raise DigestError("staged only: it has no digests to verify", path=path)
     if xxh3_128(table) != bytes.fromhex(control.root):
@@ -205,6 +206,8 @@ def check_table(
             " nothing can be verified; use another copy",
             path=path,
         )
+    if bytes(table[layout.chunk_count * DIGEST_BYTES :]).strip(b"\0"):
+        raise FormatError("there are bytes behind the last digest", path=path)
 
 
 def check_chunk(

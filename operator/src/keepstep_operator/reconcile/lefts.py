@@ -7,6 +7,7 @@ after the reconciler itself was restarted, from CheckpointRun.status.holders.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -68,7 +69,8 @@ class Lefts:
         for holder in holders:
             step = commit
             if step is None and epoch is not None and holder.step is not None:
-                step = StepId(epoch, holder.step)
+                with contextlib.suppress(ValueError):  # a status that somebody edited
+                    step = StepId(epoch, holder.step)
             if step is None:
                 continue
             for node_rank in numbers(holder.node_ranks):

@@ -139,7 +139,7 @@ class Reports:
             return await handler(request)
         except Refused as refused:
             return self._refuse(request, refused)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return self._refuse(request, Refused(400, "bad-report", str(error)))
         except web.HTTPException as error:
             return self._refuse(request, Refused(error.status, "bad-request", error.reason))

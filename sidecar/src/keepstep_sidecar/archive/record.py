@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.digests import xxh3_128
-from keepstep.errors import FormatError, TornError, VersionError
-from keepstep.steps import Epoch, EpochId, StepId, shard_name
+from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.image import fields, strictjson
+from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
+from keepstep_sidecar.runrecord import read_epoch, read_step
 
 FORMAT_VERSION = 1
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
+
+_MAX_WORLD = 1 << 31
+_SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "written_at", "seal"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,55 +91,84 @@ class StepRecord:
     def from_json(cls, data: bytes, *, path: str) -> StepRecord:
         """Inverse of `to_json`. Raises TornError, FormatError, VersionError naming `path`."""
         try:
-            body = json.loads(data)
-            seal = body.pop("seal")
-            if int(body["format_version"]) > FORMAT_VERSION:
-                raise VersionError("written by a newer keepstep; upgrade this one", path=path)
-            if seal != _seal(body):
-                raise TornError("its seal does not fit: it was changed or cut off", path=path)
-            record = _parsed(body)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise FormatError(f"not the record of a step ({error})", path=path) from error
-        record._check(path)
-        return record
+            _check_seal(strictjson.Reader(data, what=NAME))
+            return _read(strictjson.Reader(data, what=NAME))
+        except FormatError as error:
+            raise FormatError(f"not the record of a step ({error.reason})", path=path) from None
+        except ImageError as error:
+            raise type(error)(error.reason, path=path) from None
 
-    def _check(self, path: str) -> None:
-        names = [shard_name(rank, self.world) for rank in range(self.world)]
-        listed = [(one.rank, one.name) for one in self.shards]
-        if listed != list(enumerate(names)):
-            raise FormatError(f"its shards are not those of {self.world} ranks", path=path)
+
+def _check_seal(reader: strictjson.Reader) -> None:
+    seal, sealed = None, dict[str, bytes]()
+    for key in reader.members():
+        if reader.comes("["):
+            items = b",".join([_canonical(reader.value()) for _ in reader.items()])
+            sealed[key] = b"[" + items + b"]"
+            continue
+        value = reader.value()
+        if key == "format_version":
+            fields.version(value, FORMAT_VERSION)
+        if key == "seal":
+            seal = value
+        else:
+            sealed[key] = _canonical(value)
+    reader.end()
+    if seal is None or "format_version" not in sealed:
+        raise FormatError("without a seal, or without a version")
+    body = b",".join([_canonical(key) + b":" + sealed[key] for key in sorted(sealed)])
+    if seal != xxh3_128(b"{" + body + b"}").hex():
+        raise TornError("its seal does not fit: it was changed or cut off")
+
+
+def _read(reader: strictjson.Reader) -> StepRecord:
+    told: dict[str, Any] = {}
+    for key in reader.members():
+        if key == "epochs":
+            told[key] = tuple([read_epoch(reader.value()) for _ in reader.items()])
+        elif key == "shards":
+            told[key] = tuple([_shard(reader.value()) for _ in reader.items()])
+        elif key in _SINGLE:
+            told[key] = reader.value()
+        else:
+            reader.value()
+    if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
+        raise FormatError(f"without {' and '.join(sorted(missing))}")
+    shards = told["shards"]
+    world = fields.integer(told["world"], "world", 1, _MAX_WORLD)
+    if len(shards) != world or any(
+        (one.rank, one.name) != (rank, shard_name(rank, world)) for rank, one in enumerate(shards)
+    ):
+        raise FormatError(f"its shards are not those of {world} ranks")
+    return StepRecord(
+        run=fields.text(told["run"], "run"),
+        id=read_step(told["step"]),
+        world=world,
+        epochs=told["epochs"],
+        shards=shards,
+        written_at=fields.time(told["written_at"], "written_at"),
+        keepstep=fields.text(told["keepstep"], "keepstep"),
+    )
+
+
+def _shard(value: object) -> Shard:
+    shard = fields.mapping(value, "shard")
+    params = shard.get("params")
+    return Shard(
+        rank=fields.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
+        name=fields.text(shard.get("name"), "name"),
+        bytes=fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
+        root=fields.text(shard.get("root"), "root"),
+        params_digest=None if params is None else fields.text(params, "params"),
+    )
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def _seal(body: Mapping[str, Any]) -> str:
-    return xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hex()
+    return xxh3_128(_canonical(body)).hex()
 
 
-def _parsed(body: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(
-        run=str(body["run"]),
-        id=StepId.parse(body["step"]),
-        world=int(body["world"]),
-        epochs=tuple(map(_epoch, body["epochs"])),
-        shards=tuple(map(_shard, body["shards"])),
-        written_at=float(body["written_at"]),
-        keepstep=str(body["keepstep"]),
-    )
-
-
-def _epoch(value: Any) -> Epoch:
-    parent = value["parent"]
-    return Epoch(
-        EpochId.parse(value["id"]),
-        None if parent is None else StepId.parse(parent),
-        str(value.get("origin") or ""),
-    )
-
-
-def _shard(value: Any) -> Shard:
-    return Shard(
-        rank=int(value["rank"]),
-        name=str(value["name"]),
-        bytes=int(value["bytes"]),
-        root=str(value["root"]),
-        params_digest=None if value["params"] is None else str(value["params"]),
-    )
+def _canonical(value: object) -> bytes:
+    return _ENCODER.encode(value).encode()

@@ -20,6 +20,7 @@ from keepstep_sidecar.archive.reading import Reader, in_parallel
 from keepstep_sidecar.archive.record import Shard, StepRecord
 from keepstep_sidecar.archive.store import Store, Stored
 from keepstep_sidecar.archive.survey import step_prefix
+from keepstep_sidecar.archive.threads import blocking
 from keepstep_sidecar.depots import Remote
 from keepstep_sidecar.scan import Found
 
@@ -182,7 +183,8 @@ class Sender:
     async def _record(self, id: StepId, size: int) -> StepRecord:
         name = f"{step_prefix(self.run, id)}/{records.NAME}"
         data = await self._read(name, 0, min(size, records.LIMIT_BYTES))
-        return StepRecord.from_json(data, path=f"{self.store.where}/{name}")
+        path = f"{self.store.where}/{name}"
+        return await blocking(None, lambda: StepRecord.from_json(data, path=path))
 
 
 def _size(stored: Stored | None) -> int | None:

@@ -9,6 +9,7 @@ named and left alone.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from keepstep_sidecar.archive.kinship import rooted
 from keepstep_sidecar.archive.reading import in_parallel
 from keepstep_sidecar.archive.record import StepRecord
 from keepstep_sidecar.archive.store import Store, Stored
+from keepstep_sidecar.archive.threads import blocking
 from keepstep_sidecar.depots import Remote
 from keepstep_sidecar.tree import is_shard, is_step
 
@@ -125,10 +127,8 @@ class Surveyor:
         path = f"{self.store.where}/{stored.name}"
         data = bytearray(min(stored.bytes, records.LIMIT_BYTES))
         await self.store.read(stored.name, 0, memoryview(data))
-        try:
-            self._known[key] = StepRecord.from_json(bytes(data), path=path)
-        except ImageError as error:
-            self._known[key] = error
+        parse = functools.partial(_parsed, bytes(data), path)
+        self._known[key] = await blocking(None, parse)
 
     def judge(self, id: StepId, files: Mapping[str, Stored]) -> ArchivedStep:
         """A directory whose record, if there is one, was read."""
@@ -172,6 +172,13 @@ class Surveyor:
 
     def _family(self, family: frozenset[EpochId], *, mine: bool) -> str:
         return f"epoch {max(family)}" + (" (this run)" if mine else "")
+
+
+def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
+    try:
+        return StepRecord.from_json(data, path=path)
+    except ImageError as error:
+        return error
 
 
 def _record_in(files: Mapping[str, Stored]) -> Stored | None:

@@ -40,6 +40,7 @@ Wanted = Sequence[tuple[int, memoryview]]
 _RUN_CHUNKS = 8
 """Chunks in a row that one request asks for: enough that its round trip does not show."""
 _FIRST_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
 
 
 class Holder(Protocol):
@@ -180,9 +181,14 @@ def _runs(wanted: Wanted) -> Iterator[Wanted]:
 
 
 def _read(holder: Holder, remote: Remote, begin: int, end: int) -> bytes:
-    data = bytearray(end - begin)
-    with memoryview(data) as view, holder.range(remote, begin, end) as fill:
-        fill(view)
+    """Memory is taken as bytes arrive, not as they are announced."""
+    data = bytearray()
+    with holder.range(remote, begin, end) as fill:
+        while (left := end - begin - len(data)) > 0:
+            piece = bytearray(min(left, _PIECE_BYTES))
+            with memoryview(piece) as view:
+                fill(view)
+            data += piece
     return bytes(data)
 
 

@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(204, b"")
 
     def _wanted(self, match: re.Match[str]) -> None:
-        wanted = _decode(self._body(wire.LARGEST_JSON_BYTES), wire.Wanted)
+        wanted = _decode(self._body(wire.LARGEST_WANTED_BYTES), wire.Wanted)
         self.desk.copies.want(wanted)
         self._respond(204, b"")
 
@@ -268,5 +268,5 @@ def _range(header: str, size: int) -> tuple[int, int]:
 def _decode(data: bytes | bytearray, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (ValueError, RecursionError) as error:  # a DecodeError, or not UTF-8, or too deep
         raise UsageError(f"not understood: {error}") from error

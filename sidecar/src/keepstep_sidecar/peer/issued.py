@@ -86,7 +86,10 @@ class IssuedCredentials:
             if response.status != 200:
                 text = data[:300].decode(errors="replace")
                 raise StorageError(f"status {response.status}: {text}")
-        return msgspec.json.decode(data, type=IssuedCertificate)
+        try:
+            return msgspec.json.decode(data, type=IssuedCertificate)
+        except (ValueError, RecursionError) as error:
+            raise StorageError(f"the answer is no certificate: {error}") from None
 
     def _address(self) -> str:
         """Beside the reports."""

@@ -206,7 +206,7 @@ class Link:
         data = response.read(1 << 16)
         try:
             problem = msgspec.json.decode(data, type=Problem)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):
             problem = Problem(code="internal", message=f"status {response.status}")
         message = f"{self.name} refused: {problem.message}"
         if problem.code == "NoSpaceError":
@@ -246,7 +246,7 @@ class Link:
         except TimeoutError as error:
             self.close()
             raise StorageError(f"{self.name} does not answer") from error
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             self.close()
             text = str(error) or type(error).__name__
             raise StorageError(f"{self.name}: {text}") from error

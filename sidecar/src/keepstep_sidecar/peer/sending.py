@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from keepstep.digests import CHUNK_BYTES
-from keepstep.errors import DigestError
+from keepstep.errors import DigestError, StorageError
 from keepstep.image import ControlPage, check_chunk, check_control, check_table, chunk_bounds
 from keepstep_sidecar.engine import WRITER_NICENESS, Pace, aligned_buffer, for_each_chunk
 from keepstep_sidecar.peer.link import Link
@@ -41,6 +41,8 @@ def send(found: Found, shards: Shards, route: Route) -> int:
         begun = link.begin(found, layout.header + closing, size=layout.size_bytes)
         if begun.sealed:
             return 0
+        if not set(begun.missing) <= set(range(layout.chunk_count)):
+            raise StorageError(f"{link.name} misses chunks that step {found.id} does not have")
         sent = _send_chunks(found, table, begun.missing, reading, route)
         sealed = link.seal(found, size=layout.size_bytes)
         if sealed.root != found.root:

@@ -7,7 +7,8 @@
     POST /v1/copies/<step>/<shard>/seal   -> SealedCopy; durable there when this is answered
     PUT  /v1/wanted                       Wanted: what the sender still wants kept
 
-Every refusal is a `keepstep.protocol.Problem`. A field may be added with a default.
+Every refusal is a `keepstep.protocol.Problem`. A field may be added with a default. What cannot be
+is refused as it is decoded: a receiver remembers, and allocates, by what these messages say.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.steps import Epoch, StepId
 
 SHARDS: Final = "/v1/shards"
 COPIES: Final = "/v1/copies"
 WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
+LARGEST_WANTED_BYTES: Final = 4 << 20
+MOST_RANKS: Final = 65_536
+_LARGEST_WORLD: Final = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,12 @@ class Listed:
     params_digest: str | None = None
     twins: tuple[int, ...] = ()
     copy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world <= _LARGEST_WORLD:
+            raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
+        if not 0 < self.bytes <= MAX_BYTES:
+            raise ValueError(f"a shard of {quoted(self.bytes)} bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +83,7 @@ class Wanted:
 
     committed: StepId | None = None
     ranks: dict[int, tuple[StepId, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) > MOST_RANKS or any(not 0 <= one < MOST_RANKS for one in self.ranks):
+            raise ValueError(f"more ranks than {MOST_RANKS}, or one that cannot be")
