@@ -403,25 +403,28 @@ def is_injected(pod: Body) -> bool:
 
 
 async def idle_connections(url: str, count: int) -> list[ssl.SSLSocket]:
-    """TLS connections that never send a whole request; those that the server did not refuse."""
+    """TLS connections that never send a whole request, until the server has refused some."""
     return await asyncio.to_thread(_idle, int(url.rpartition(":")[2]), count)
 
 
 def _idle(port: int, count: int) -> list[ssl.SSLSocket]:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    held = []
-    for _ in range(count):
-        with contextlib.suppress(OSError):
-            raw = socket.create_connection(("127.0.0.1", port), timeout=5)
-            try:
-                one = context.wrap_socket(raw)
-            except OSError:
-                raw.close()
-                continue
-            held.append(one)
-            one.sendall(b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
-            one.setblocking(False)
+    held: list[ssl.SSLSocket] = []
+    refused = 0
+    while len(held) < count and refused < 20:
+        try:
+            raw = socket.create_connection(("127.0.0.1", port), timeout=1)
+        except OSError:
+            refused += 1
+            continue
+        try:
+            held.append(context.wrap_socket(raw))
+            held[-1].sendall(b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
+            held[-1].setblocking(False)
+        except OSError:
+            raw.close()
+            refused += 1
     return held
 
 
