@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
+from keepstep_sidecar.peer.credentials import FileCredentials
+from keepstep_sidecar.peer.link import Link
 from keepstep_sidecar.peer.outbox import Outbox
-from keepstep_sidecar.peer.server import _MOST_CONNECTIONS
+from keepstep_sidecar.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
@@ -107,9 +112,75 @@ def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
     here.volume.close()
 
 
-def test_strangers_that_never_shake_hands_get_no_more_threads_than_there_are_connections(
-    node: Make,
+class Flood:
+    """A stranger that holds `count` connections and opens them again as they are ended."""
+
+    def __init__(self, address: str, *, source: str, count: int = 70) -> None:
+        host, _, port = address.rpartition(":")
+        self._to, self._from, self._count = (host, int(port)), source, count
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.opened = 0
+
+    def __enter__(self) -> Flood:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        held: list[socket.socket] = []
+        while not self._ended.is_set():
+            while len(held) < self._count and not self._ended.is_set():
+                one = socket.create_connection(self._to, timeout=5, source_address=(self._from, 0))
+                one.setblocking(False)
+                held.append(one)
+                self.opened += 1
+            ended, _, _ = select.select(held, (), (), 0.05)
+            for one in ended:
+                held.remove(one)
+                one.close()
+        for one in held:
+            one.close()
+
+
+def served(link: Callable[[], Link], *, tries: int) -> int:
+    count = 0
+    for _ in range(tries):
+        with contextlib.suppress(StorageError), link() as one:
+            one.listing()
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"])
+def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
+    node: Make, authority: Authority, source: str
 ) -> None:
+    """From an address of its own, and from the one that the peers share with it."""
+    credentials = FileCredentials(authority.files(1))
+
+    async def story() -> None:
+        here = node(0)
+        async with running(here):
+            await until(lambda: here.depot._server is not None and here.depot._server._threads)
+            with Flood(here.address, source=source) as flood:
+                await until(lambda: flood.opened > 100)
+                with Link(here.address, credentials) as before:
+                    await asyncio.to_thread(before.listing)
+                    count = await asyncio.to_thread(
+                        served, lambda: Link(here.address, credentials), tries=6
+                    )
+                    assert count >= 5
+                    await asyncio.to_thread(before.listing)  # on the connection that it had
+                assert flood.opened > 110, "it did not stop meanwhile"
+
+    asyncio.run(story())
+
+
+def test_strangers_get_no_more_threads_than_there_are_places_for_an_address(node: Make) -> None:
     async def story() -> None:
         here = node(0)
         async with running(here):
@@ -117,11 +188,35 @@ def test_strangers_that_never_shake_hands_get_no_more_threads_than_there_are_con
             host, _, port = here.address.rpartition(":")
             before = threading.active_count()
             with ExitStack() as stack:
-                for _ in range(3 * _MOST_CONNECTIONS):
+                for _ in range(3 * _MOST_STRANGERS):
                     stranger = socket.create_connection((host, int(port)))
                     stack.callback(stranger.close)
-                await until(lambda: here.depot._server._taken == _MOST_CONNECTIONS)  # type: ignore[union-attr]
-                assert threading.active_count() - before <= _MOST_CONNECTIONS + 1
-            await until(lambda: here.depot._server._taken == 0)  # type: ignore[union-attr]
+                await until(lambda: threading.active_count() - before == _MOST_OF_AN_ADDRESS)
+            await until(lambda: threading.active_count() == before)
+
+    asyncio.run(story())
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep_sidecar.peer.server._HANDSHAKE_S", 1.0)
+
+    def drip(address: str) -> int:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(bytes.fromhex("1603014000"))  # a record of 16 KiB follows
+            for sent in range(300):
+                time.sleep(0.05)
+                try:
+                    stranger.sendall(b"\1")
+                except OSError:
+                    return sent
+        return 300
+
+    async def story() -> None:
+        here = node(0)
+        async with running(here):
+            assert await asyncio.to_thread(drip, here.address) < 100
 
     asyncio.run(story())

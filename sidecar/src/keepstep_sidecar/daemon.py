@@ -16,7 +16,7 @@ from aiohttp import web
 
 from keepstep.errors import ImageError, KeepstepError, StorageError, UsageError
 from keepstep.steps import Epoch, StepId
-from keepstep_sidecar import journal, reporting
+from keepstep_sidecar import connections, journal, reporting
 from keepstep_sidecar.config import Config
 from keepstep_sidecar.depots import Depot
 from keepstep_sidecar.journal import say, warn
@@ -34,6 +34,8 @@ from keepstep_sidecar.volumes import VolumeSet
 _SHUTDOWN_S = 3.0
 _WATCH_S = 1.0
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_SCRAPES, _SCRAPE_S = 16, 10.0
+"""Connections to the metrics port, and how long each may last: anybody can open them."""
 _UMASK = 0o007
 """Trainers of the same group may connect and fill slots; nobody else may look."""
 
@@ -42,6 +44,7 @@ def serve(config: Config) -> None:
     """Serve until the end. Raises KeepstepError when it cannot begin."""
     journal.configure(config.run)
     os.umask(_UMASK)
+    connections.raise_descriptor_limit()
     claim = Claim(config)
     claim.take()
     try:
@@ -252,7 +255,7 @@ async def _listen(service: Service, tasks: Tasks, claim: Claim) -> None:
     public = _runner(public_application(service))
     await runner.setup()
     await public.setup()
-    await _listen_publicly(public, service.config.metrics_port)
+    await _listen_publicly(public, service.config.metrics_port, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
     tasks.spawn(_watch(service, claim, door), "watch memory")
@@ -274,11 +277,20 @@ def _runner(app: web.Application) -> web.AppRunner:
     )
 
 
-async def _listen_publicly(runner: web.AppRunner, port: int | None) -> None:
+async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
     """Metrics are worth no failure: a port that is taken is said, and training goes on."""
     if port is None:
         return
     try:
-        await web.TCPSite(runner, port=port).start()
+        listening = connections.listen(port)
     except OSError as error:
         warn("no metrics", port=port, reason=str(error))
+        return
+    strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
+        lambda transport: transport.abort(),
+        most=_MOST_SCRAPES,
+        most_each=_MOST_SCRAPES // 2,
+        seconds=_SCRAPE_S,
+    )
+    assert runner.server is not None
+    tasks.spawn(connections.serve(runner.server, listening, strangers), "serve metrics")

@@ -19,7 +19,7 @@ from keepstep.ledger import Held
 from keepstep.reports import Report, ReportedRank, ReportReply
 from keepstep.status import VolumeStatus
 from keepstep.steps import Answer
-from keepstep_sidecar import __version__, journal, reporting
+from keepstep_sidecar import __version__, connections, journal, reporting
 from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.config import Reporting
 from keepstep_sidecar.journal import say
@@ -128,6 +128,7 @@ def _held(one: Listed) -> Held:
 def serve(serving: Serving) -> None:
     """Until SIGTERM. Raises KeepstepError when it cannot begin."""
     journal.configure(serving.run)
+    connections.raise_descriptor_limit()
     asyncio.run(_serve(serving))
 
 

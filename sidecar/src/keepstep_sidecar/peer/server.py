@@ -1,7 +1,8 @@
 """Listens for other pods: mutual TLS first, then who it is, then what it wants.
 
 A thread a connection, at most a few dozen. Whoever shows no certificate of the run's authority, or
-one that has ended, fails the handshake; whoever belongs to another run is told so.
+one that has ended, fails the handshake; whoever belongs to another run is told so. Until then it is
+a stranger (see `connections`); pods of the run have places that no stranger takes.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.protocol import Problem
-from keepstep_sidecar.journal import say, warn
+from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
+from keepstep_sidecar.journal import Seldom, say
 from keepstep_sidecar.peer.credentials import Credentials
 from keepstep_sidecar.peer.handling import Desk, Handler
 from keepstep_sidecar.peer.identity import Identity, of_peer
 from keepstep_sidecar.peer.settings import split
 
-_HANDSHAKE_S = 10.0
-_MOST_CONNECTIONS = 64
-_PAUSE_S = 0.2
-"""After a connection could not be accepted, for lack of descriptors above all."""
+_HANDSHAKE_S = 5.0
+_MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
+_MOST_PEERS = 64
+_ACCEPT_S = 0.5
+"""How long to wait for a connection before those whose time is over are ended."""
 
 
 class Server:
@@ -37,8 +40,11 @@ class Server:
         """Binds the address. Raises StorageError when that is not possible."""
         self._credentials = credentials
         self._desk = desk
-        self._open: set[socket.socket] = set()
-        self._taken = 0  # connections, also those that are no further than the handshake
+        self._strangers = Strangers(
+            _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
+        )
+        self._peers: set[socket.socket] = set()
+        self._complain = Seldom()
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._stopping = False
@@ -49,6 +55,7 @@ class Server:
             )
         except OSError as error:
             raise StorageError(f"--peer-listen {listen}: cannot listen: {error}") from error
+        self._socket.settimeout(_ACCEPT_S)
         self.port: int = self._socket.getsockname()[1]
 
     def start(self) -> None:
@@ -64,10 +71,10 @@ class Server:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._strangers.end_all()
         with self._lock:
-            for one in self._open:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+            for one in self._peers:
+                _cut(one)
             threads = list(self._threads)
         for thread in threads:
             thread.join(timeout=_HANDSHAKE_S)
@@ -92,75 +99,97 @@ class Server:
 
     def _accept(self) -> None:
         while not self._stopping:
+            self._strangers.end_overdue()
             try:
                 plain, address = self._socket.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if not self._stopping:
-                    warn("peers not served", reason=str(error))
-                    time.sleep(_PAUSE_S)
-                    continue
-                return
+                    self._complain("peers not served", reason=str(error))
+                    time.sleep(FAILED_PAUSE_S)
+                continue
             self._take(plain, address)
 
     def _take(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
-        """Serve this connection, if it is not one too many."""
-        with self._lock:
-            if self._taken >= _MOST_CONNECTIONS:
-                plain.close()
-                return
-            self._taken += 1
-        try:
-            self._spawn(self._serve, plain, address, name=f"peer {address[0]}")
-        except RuntimeError as error:  # no thread is to be had
-            warn("peer not served", address=str(address[0]), reason=str(error))
-            plain.close()
-            with self._lock:
-                self._taken -= 1
-
-    def _serve(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
+        """Begin to talk, on a thread."""
         where = f"{address[0]}:{address[1]}"
         try:
-            with self._secured(plain) as secure, self._tracked(secure):
-                self._talk(secure, where)
-        except (OSError, KeepstepError) as error:
-            if not self._stopping:
-                warn("peer refused", address=where, reason=_why(error))
-        finally:
+            secure = self._secured(plain)
+        except (OSError, KeepstepError) as error:  # it has gone, or there is no certificate yet
             plain.close()
-            with self._lock:
-                self._taken -= 1
+            self._refused(where, error)
+            return
+        crowded = self._strangers.enter(secure, str(address[0]))
+        try:
+            self._spawn(self._serve, secure, where, name=f"peer {address[0]}")
+        except RuntimeError as error:  # no thread is to be had
+            self._strangers.leave(secure)
+            secure.close()
+            self._complain("peer not served", address=where, reason=str(error))
+        if crowded:
+            time.sleep(ACCEPT_PAUSE_S)
+
+    def _serve(self, secure: ssl.SSLSocket, where: str) -> None:
+        try:
+            secure.do_handshake()
+            self._talk(secure, where)
+        except (OSError, KeepstepError, ValueError) as error:  # ValueError: it was cut meanwhile
+            self._refused(where, error)
+        finally:
+            self._strangers.leave(secure)
+            secure.close()
+
+    def _refused(self, where: str, error: Exception) -> None:
+        if not self._stopping:
+            self._complain("peer refused", address=where, reason=_why(error))
 
     def _secured(self, plain: socket.socket) -> ssl.SSLSocket:
         plain.settimeout(_HANDSHAKE_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self._credentials.current().server.wrap_socket(plain, server_side=True)
+        return self._credentials.current().server.wrap_socket(
+            plain, server_side=True, do_handshake_on_connect=False
+        )
 
     @contextlib.contextmanager
-    def _tracked(self, secure: ssl.SSLSocket) -> Any:
+    def _admitted(self, secure: ssl.SSLSocket, where: str) -> Iterator[None]:
+        """A place among the peers. Raises UsageError when there is none."""
+        if not self._strangers.leave(secure):
+            raise UsageError("it took too long to say who it is")
         with self._lock:
-            self._open.add(secure)
+            if len(self._peers) >= _MOST_PEERS:
+                raise UsageError(f"{_MOST_PEERS} connections of other pods are open")
+            self._peers.add(secure)
         try:
             yield
         finally:
             with self._lock:
-                self._open.discard(secure)
+                self._peers.discard(secure)
 
     def _talk(self, secure: ssl.SSLSocket, where: str) -> None:
         try:
-            sender = self._admitted(of_peer(secure.getpeercert(), whose=where), where)
+            sender = self._checked(of_peer(secure.getpeercert(), whose=where), where)
         except UsageError as error:
             _refuse(secure, str(error))
             raise
         handler = type("_", (Handler,), {"desk": self._desk, "sender": sender})
-        handler(secure, where, self)
+        with self._admitted(secure, where):
+            handler(secure, where, self)
 
-    def _admitted(self, sender: Identity, where: str) -> Identity:
+    def _checked(self, sender: Identity, where: str) -> Identity:
         own = self._credentials.current().identity
         if not sender.shares_run(own):
             raise UsageError(
                 f"{where} is {sender}; here is {own}, and pods of other runs are not served"
             )
         return sender
+
+
+def _cut(secure: socket.socket) -> None:
+    """End it under whoever reads from it. Not SSLSocket's own way, which takes the TLS from a
+    thread that is within it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(secure, socket.SHUT_RDWR)
 
 
 def _refuse(secure: ssl.SSLSocket, message: str) -> None:

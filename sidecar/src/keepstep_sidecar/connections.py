@@ -1,0 +1,152 @@
+"""How long strangers stay connected to a port that the whole cluster reaches, and how many.
+
+A *stranger* has not shown yet who it is. Its connection costs us a descriptor, memory, perhaps a
+thread, and costs the stranger nothing. So strangers have few places, for a few seconds, and whoever
+comes next takes the place of the oldest, of the same address first: nobody shuts a port by holding
+connections, and descriptors are left for the trainer's socket and for the volumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from keepstep_sidecar.journal import Seldom
+
+C = TypeVar("C", bound=Hashable)
+
+ACCEPT_PAUSE_S: Final = 0.01
+"""After a connection took another one's place: a flood does not use up the processor, and who comes
+has that many times the number of places to say who it is."""
+FAILED_PAUSE_S: Final = 0.2
+"""After a connection could not be accepted, for lack of descriptors above all."""
+_SWEEP_S: Final = 0.5
+_BACKLOG: Final = 64
+
+_complain = Seldom()
+
+
+@dataclass(frozen=True)
+class _Place:
+    source: str
+    since: float
+
+
+class Strangers(Generic[C]):
+    """At most `most` of them, `most_each` of one address, each for `seconds`. Thread-safe.
+
+    `close` ends a connection and must not block.
+    """
+
+    def __init__(
+        self, close: Callable[[C], None], *, most: int, most_each: int, seconds: float
+    ) -> None:
+        self._close = close
+        self._most, self._most_each, self._seconds = most, most_each, seconds
+        self._places: dict[C, _Place] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+
+    def enter(self, connection: C, source: str) -> bool:
+        """Give `connection` of address `source` a place. True when another one lost its own."""
+        with self._lock:
+            doomed = self._doomed(source)
+            self._places[connection] = _Place(source, time.monotonic())
+        return self._end(doomed)
+
+    def _doomed(self, source: str) -> list[C]:
+        counts = Counter(place.source for place in self._places.values())
+        if counts[source] >= self._most_each:
+            crowded = source
+        elif len(self._places) >= self._most:
+            crowded = counts.most_common(1)[0][0]
+        else:
+            return []
+        return [next(one for one, place in self._places.items() if place.source == crowded)]
+
+    def leave(self, connection: C) -> bool:
+        """It is gone, or no stranger any more. False when it had lost its place before."""
+        with self._lock:
+            return self._places.pop(connection, None) is not None
+
+    def forget(self, gone: Callable[[C], bool]) -> None:
+        """Those that ended by themselves, where nobody calls `leave`."""
+        with self._lock:
+            for one in [one for one in self._places if gone(one)]:
+                del self._places[one]
+
+    def end_overdue(self) -> None:
+        """End those whose time is over."""
+        before = time.monotonic() - self._seconds
+        with self._lock:
+            doomed = [one for one, place in self._places.items() if place.since < before]
+        self._end(doomed)
+
+    def end_all(self) -> None:
+        """End all of them."""
+        with self._lock:
+            doomed = list(self._places)
+        self._end(doomed)
+
+    def _end(self, doomed: list[C]) -> bool:
+        for one in doomed:
+            if self.leave(one):
+                self._close(one)
+        return bool(doomed)
+
+
+def raise_descriptor_limit() -> None:
+    """The soft limit of 1024 is for programs that use select(); ours has a descriptor for each
+    slot, file and connection."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def listen(port: int) -> socket.socket:
+    """On all addresses of both families, where there are both. Raises OSError."""
+    with contextlib.suppress(OSError):
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+async def serve(
+    protocol: Callable[[], asyncio.Protocol],
+    listening: socket.socket,
+    strangers: Strangers[asyncio.Transport],
+) -> None:
+    """Give each connection that comes in a protocol and a place, until cancelled. Whoever speaks
+    plain HTTP stays a stranger."""
+    listening.setblocking(False)
+    sweeping = asyncio.create_task(_sweep(strangers), name="end overdue connections")
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            try:
+                plain, address = await loop.sock_accept(listening)
+                transport, _ = await loop.connect_accepted_socket(protocol, plain)
+            except OSError as error:
+                _complain("connection not accepted", reason=str(error))
+                await asyncio.sleep(FAILED_PAUSE_S)
+                continue
+            strangers.forget(lambda one: one.is_closing())
+            if strangers.enter(transport, str(address[0])):
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+    finally:
+        sweeping.cancel()
+        strangers.end_all()
+
+
+async def _sweep(strangers: Strangers[asyncio.Transport]) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        strangers.end_overdue()
