@@ -14,12 +14,16 @@ import contextlib
 import functools
 import json
 import logging
+import operator
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,6 +46,7 @@ from keepstep.voting import Gather, Voter
 log = logging.getLogger("keepstep")
 
 _CONNECT_S = 30.0
+_STEPS = 10**18  # the name of a step has at most so many digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,20 @@ class Checkpointer:
         self._imaging: Imaging | None = None
         self._epoch: Epoch | None = None
         self._stage_every = 1
-        self._last_step = -1
+        self._last_step = self._off_grid = -1
+        self._moved = False
+        # C code throughout, so that no exception comes between taking it and having it
+        self._turn = threading.RLock()
+        self._saving = False
+        self._stats = Stats()
+        self._off, self._off_said = "", False
         self._restore_timeout_s = restore_timeout_s()
         self._socket = os.environ.get(SOCKET_ENV, "")
         if self._socket:
             self._stager = Stager(self._socket, rank=self._rank, world=self._world)
+            self._stats = self._stager.stats
+            # where nobody calls close(): at the end of the process, or of this object
+            self._end = weakref.finalize(self, self._stager.end)
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
@@ -201,25 +215,60 @@ class Checkpointer:
     def save(self, step: int) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
 
-        Call it after `optimizer.step()`, on every rank, with steps that only grow.
+        Call it after `optimizer.step()`, in the thread that trains, on every rank, with steps
+        (whole numbers from 0) that only grow. True: it will be staged, or its loss is logged and
+        counted in `stats`.
         """
-        if self._stager is None or (self._stage_every > 1 and step % self._stage_every):
-            return False
+        stager = self._stager
+        if stager is None:
+            return self._say_off(step)
         started = time.perf_counter()
+        number = _whole(step)
+        if number is not None and number % self._stage_every:
+            self._off_grid, self._moved = max(number, self._off_grid), False
+            return False
         try:
-            return self._save(step, started)
+            if number is None:
+                raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
+            return self._save_alone(number, started)
         except Exception as error:
             if self._strict:
                 raise
-            self._stager.skip(step, str(error) or type(error).__name__)
+            stager.skip(-1 if number is None else number, str(error) or type(error).__name__)
             return False
+        except BaseException as error:  # a signal handler's; only what is not on its way is lost
+            if number is not None and not stager.knows_of(number):
+                stager.skip(number, f"{type(error).__name__} inside save()")
+            raise
         finally:
             self._count_blocked(started)
-            self._stager.stats.saves += 1
+            stager.stats.saves += 1
 
-    def _save(self, step: int, started: float) -> bool:
+    def _say_off(self, step: object) -> bool:
+        if self._off and not self._off_said:
+            self._off_said = True
+            log.warning("keepstep: rank %d: step %s is not kept: %s", self._rank, step, self._off)
+        return False
+
+    def _save_alone(self, step: int, started: float) -> bool:
+        with self._turn:
+            # a flag alone may be stale, if an exception struck just where it is taken back
+            if self._saving and _is_running(Checkpointer._save):
+                raise UsageError(
+                    "save() was called inside save(), by a signal handler: let the handler set a"
+                    " flag, and call save() in the training loop"
+                )
+            try:
+                self._saving = True
+                return self._save(step, started)
+            finally:
+                self._saving = False
+
+    def _save(self, step: int, started: float, *, patience_s: float | None = None) -> bool:
+        """Any exception, at any line, costs this step only: see `Stager.heal`."""
         stager = self._stager
         assert stager is not None
+        stager.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         if step <= self._last_step:
@@ -232,25 +281,26 @@ class Checkpointer:
         taken = self._take()
         data = self._encode(taken)
         imaging = self._imaging_for(taken, len(data))
-        slot = stager.take_slot()
+        slot = stager.take_slot() if patience_s is None else stager.await_slot(timeout_s=patience_s)
         if isinstance(slot, str):
             if self._strict:
                 raise KeepstepError(f"step {step} is not kept: {slot}")
             stager.skip(step, slot)
             return False
-        lazy = self._lazy and not stager.eager_next
+        lazy = self._lazy and not stager.copies_eagerly
         stager.eager_next = False
         try:
             pending = imaging.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
             if not lazy:
                 pending.copy()
                 pending.judge()
-                pending.slot.seal(pending.control)
+                pending.seal()
+            pending.thread = stager.trains or pending.thread
+            pending.blocked_s = time.perf_counter() - started
+            stager.submit(pending)
         except BaseException:
             stager.put_back()
             raise
-        pending.blocked_s = time.perf_counter() - started
-        stager.submit(pending)
         return True
 
     def _imaging_for(self, taken: state.Taken, extras_bytes: int) -> Imaging:
@@ -289,7 +339,10 @@ class Checkpointer:
         Called for you before every optimizer step; `mutating()` is its public form.
         """
         stager = self._stager
-        if stager is None or stager.pending is None:
+        if stager is None:
+            return
+        self._moved = True
+        if stager.pending is None:
             return
         started = time.perf_counter()
         try:
@@ -310,66 +363,109 @@ class Checkpointer:
     # --- wait and close ----------------------------------------------------------------------
 
     def wait(self, step: int, state: State | str = State.COMMITTED, timeout: float = 60.0) -> None:
-        """Return when `step` is `staged`, `durable` or `committed`; `timeout` in seconds.
+        """Return when `step` itself is `staged`, `durable` or `committed`; `timeout` in seconds.
 
-        The step is persisted now even if the schedule would not. Raises NotDurableError when the
-        time is up, with what is missing, and UsageError for a step that was never saved here.
+        The step is persisted now even if the schedule would not. Raises NotDurableError with the
+        reason when the step is lost, or not there when the time is up, and UsageError for a step
+        that was never saved here (or longer ago than the last 10,000).
         """
         stager = self._stager
         if stager is None or self._epoch is None:
-            raise UsageError("nothing is kept: there is no sidecar, or restore() was not called")
+            why = self._off or "there is no sidecar, or restore() was not called"
+            raise UsageError(f"nothing is kept: {why}")
         deadline = time.monotonic() + timeout
+        number = _whole(step)
+        if number is None:
+            raise UsageError(f"wait({step!r}): a step is a whole number, 0 to 10**18 - 1")
         try:
-            id, state = StepId(self._epoch.id, step), State(state)
+            state = State(state)
         except ValueError as error:
             raise UsageError(f"nothing to wait for: {error}") from None
-        if not stager.drain(timeout_s=timeout):
-            raise NotDurableError(f"step {step} is not staged after {timeout:.0f} s")
-        newest = stager.staged_step
-        if newest is None or newest.id < id:
-            raise NotDurableError(f"step {step} was not staged: {stager.stats.why_not()}")
+        self._await_staged(stager, number, timeout)
         if state is State.STAGED:
             return
+        id = StepId(self._epoch.id, number)
         stager.link.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
+
+    def _await_staged(self, stager: Stager, step: int, timeout_s: float) -> None:
+        pending = stager.pending
+        asked = pending is not None and pending.id.step == step
+        if (asked or stager.outcome(step) is None) and not stager.drain(timeout_s=timeout_s):
+            raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
+        outcome = stager.outcome(step)
+        if outcome is None and step % self._stage_every and step <= self._off_grid:
+            outcome = f"one in {self._stage_every} steps is (--stage-every)"
+        if outcome is None:
+            raise UsageError(f"step {step} was never saved here, or longer ago than is remembered")
+        if outcome:
+            raise NotDurableError(f"step {step} was not staged: {outcome}")
 
     def close(self, timeout: float = 300.0) -> None:
         """Make the last step durable on every rank, then let go of the sidecar.
 
-        Where there is an archive, the last step goes there, too, be it due or not. Raises
-        NotDurableError that names the step if that was not possible in `timeout` seconds; for a
-        step that is not archived by then only when `strict`, else that is logged. Safe to call
-        twice.
+        The last step is the last that `save` was called for, also where not every step is staged:
+        it is staged now, so call `close` with the state that it had. Where there is an archive,
+        the last step goes there, too, be it due or not. Raises NotDurableError that names the step
+        if that was not possible in `timeout` seconds; for a step that is not archived by then only
+        when `strict`, else that is logged. Safe to call twice.
         """
-        stager, self._stager = self._stager, None
-        _LIVE.discard(self)
+        stager = self._stager
         if stager is None:
             return
+        deadline = time.monotonic() + timeout
         try:
-            if self._epoch is not None and self._last_step >= 0:
+            if self._epoch is not None and max(self._last_step, self._off_grid) >= 0:
                 self._close_last(stager, timeout)
         finally:
-            stager.close()
+            self._let_go("close() was called", timeout_s=deadline - time.monotonic())
+
+    def _let_go(self, reason: str, *, timeout_s: float) -> None:
+        stager, self._stager, self._off = self._stager, None, reason
+        _LIVE.discard(self)
+        if stager is not None:
+            self._end.detach()
+            stager.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
 
     def _close_last(self, stager: Stager, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         assert self._epoch is not None
+        last = max(self._last_step, self._off_grid)
         if not stager.drain(timeout_s=timeout_s):
-            raise NotDurableError(f"step {self._last_step} is not staged after {timeout_s:.0f} s")
+            raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
+        why_not = self._stage_off_grid(stager, deadline)
         newest = stager.staged_step
         if newest is None:
-            if self._epoch.parent is not None and self._last_step == self._epoch.parent.step:
+            if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
-            raise NotDurableError(f"no step was staged: {stager.stats.why_not()}")
+            raise NotDurableError(f"no step was staged: {why_not or stager.stats.why_not()}")
         stager.link.wait(
             newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
         )
-        if newest.id.step != self._last_step:
+        if newest.id.step != last:
+            why_not = why_not or stager.outcome(last) or stager.stats.why_not()
             raise NotDurableError(
-                f"step {self._last_step} was not staged; the newest durable one is"
-                f" {newest.id.step}: {stager.stats.why_not()}"
+                f"step {last} was not staged; the newest durable one is {newest.id.step}: {why_not}"
             )
         if stager.link.archive:
             self._archive_last(stager, newest.id, max(0.1, deadline - time.monotonic()))
+
+    def _stage_off_grid(self, stager: Stager, deadline: float) -> str:
+        """The last step, if it is one that was left out. Returns why that was not possible."""
+        step = self._off_grid
+        if step <= self._last_step:
+            return ""
+        if self._moved:
+            return "not every step is staged, and the state has changed since (--stage-every)"
+        stager.eager_next = True
+        stager.stats.saves += 1
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            with self._turn:
+                self._save(step, time.perf_counter(), patience_s=left_s)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        stager.drain(timeout_s=max(0.1, deadline - time.monotonic()))
+        return stager.outcome(step) or ""
 
     def _archive_last(self, stager: Stager, id: StepId, timeout_s: float) -> None:
         try:
@@ -392,17 +488,21 @@ class Checkpointer:
             self.close()
         elif self._stager is not None:
             self._stager.drain(timeout_s=1.0)
-            self._stager.close()
+            self._let_go("an error ended the `with` block", timeout_s=5.0)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a Checkpointer cannot be copied or pickled: it holds this rank's lease, for this"
+            " process"
+        )
 
     @property
     def stats(self) -> Stats:
         """Counters of this process; see `Stats`."""
-        return self._stager.stats if self._stager is not None else Stats()
+        return self._stats
 
     def _count_blocked(self, started: float, *, new: bool = True) -> None:
-        if self._stager is None:
-            return
-        stats, seconds = self._stager.stats, time.perf_counter() - started
+        stats, seconds = self._stats, time.perf_counter() - started
         stats.blocked_s += seconds
         stats.last_blocked_s = seconds if new else stats.last_blocked_s + seconds
 
@@ -428,6 +528,42 @@ def _hook_optimizers() -> None:
 
     def before(*_: object) -> None:
         for checkpointer in list(_LIVE):
+            if checkpointer._stager is not None:
+                checkpointer._stager.trains = threading.get_ident()
             checkpointer.fence()
 
     register_optimizer_step_pre_hook(before)
+
+
+def _whole(step: object) -> int | None:
+    """A step as a number; None for what is none."""
+    if isinstance(step, bool):
+        return None
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if 0 <= number < _STEPS else None
+
+
+def _is_running(function: Any) -> bool:
+    """Whether this thread is inside of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _switch_off_in_child() -> None:
+    """A forked child is no trainer: it has its parent's objects, and neither agent nor lease."""
+    for checkpointer in list(_LIVE):
+        stager = checkpointer._stager
+        if stager is not None and stager.closed:
+            checkpointer._stager = None
+            checkpointer._off = "this process was forked from the trainer, and is none"
+            checkpointer._end.detach()
+            _LIVE.discard(checkpointer)
+
+
+# after the stager's own: imported first, called first
+os.register_at_fork(after_in_child=_switch_off_in_child)

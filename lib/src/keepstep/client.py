@@ -8,6 +8,7 @@ its dead parent's lease.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from keepstep.errors import NoMemoryError, ProtocolError, SidecarAbsent, SidecarError
 from keepstep.protocol import LeaseGranted, LeaseRequest, Problem, from_json, to_json
+from keepstep.wakeups import Gate
 
 log = logging.getLogger("keepstep")
 
@@ -52,6 +54,7 @@ class Client:
     def __init__(self, path: str) -> None:
         self.path = path
         self._connection: _UnixConnection | None = None
+        self._ended = False
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float = 10.0) -> T:
         """POST `message` to `route` and decode the answer.
@@ -88,11 +91,21 @@ class Client:
             self._connection.close()
             self._connection = None
 
+    def end(self) -> None:
+        """No more calls, from whichever thread: the one that waits for an answer stops waiting."""
+        self._ended = True
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
     def _absent(self, error: Exception) -> SidecarAbsent:
         kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
         return SidecarAbsent(f"the sidecar on {self.path} {kind} ({error})", code="absent")
 
     def _once(self, route: str, body: bytes | None, kind: type[T], timeout_s: float) -> T:
+        if self._ended:
+            raise SidecarAbsent("the connection to the sidecar was closed", code="absent")
         if self._connection is None:
             self._connection = _UnixConnection(self.path, timeout_s)
         connection = self._connection
@@ -111,12 +124,19 @@ class Client:
 class Lease:
     """Held for the life of this process; `lost` is set once the sidecar is gone."""
 
-    def __init__(self, path: str, request: LeaseRequest, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        request: LeaseRequest,
+        on_lost: Callable[[], None],
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
         """Ask for the lease. Raises as `Client.call` does; code `rank-taken` when another live
         trainer holds this rank."""
-        self.lost = threading.Event()
+        self.lost = Gate()
         self._on_lost = on_lost
-        self._connection = _UnixConnection(path, 10.0)
+        self._connection = _UnixConnection(path, timeout_s)
         try:
             self._connection.request(
                 "POST", "/v1/lease", to_json(request), {"Content-Type": "application/json"}
@@ -127,13 +147,13 @@ class Lease:
             self.granted = from_json(LeaseGranted, self._response.readline())
         except (http.client.HTTPException, OSError) as error:
             self._connection.close()
-            raise SidecarAbsent(f"the sidecar on {path} went away ({error})") from error
+            what = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
+            raise SidecarAbsent(f"the sidecar on {path} {what} ({error})", code="absent") from error
         except SidecarError:
             self._connection.close()
             raise
         assert self._connection.sock is not None
         self._connection.sock.settimeout(None)
-        self._fd = self._connection.sock.fileno()
         _LEASES.add(self)
         threading.Thread(target=self._watch, name="keepstep-lease", daemon=True).start()
 
@@ -165,7 +185,10 @@ _LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 def _forget_leases_in_child() -> None:
     for lease in list(_LEASES):
-        os.close(lease._fd)
+        sock = lease._connection.sock
+        if sock is not None and (fd := sock.detach()) >= 0:
+            # detached: the number may soon be another file's, which the socket must not close
+            os.close(fd)
     _LEASES.clear()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
 import time
+from pathlib import Path
 from typing import Any, TypeVar
 
 import keepstep
@@ -14,20 +14,23 @@ from keepstep.client import Client, Lease
 from keepstep.errors import NotDurableError, SidecarAbsent, SidecarError
 from keepstep.protocol import LeaseGranted, LeaseRequest, ReleaseRequest, Waited, WaitRequest
 from keepstep.steps import State, StepId
+from keepstep.wakeups import Changes
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.05
 _POLL_S = 30.0
+_LEASE_S = 10.0
+_SLACK_S = 0.5
 
 
 class Link:
-    """`changed` is notified when the lease is lost. `archive`: the sidecar has one."""
+    """`changed` rings when the lease is lost. `archive`: the sidecar has one."""
 
-    def __init__(self, path: str, *, rank: int, world: int, changed: threading.Condition) -> None:
-        self.rank = rank
+    def __init__(self, path: str, *, rank: int, world: int, changed: Changes) -> None:
+        self.rank, self.path = rank, path
         self.run, self.archive = "", False
-        self._path, self._world = path, world
+        self._world = world
         self._attempt = secrets.token_hex(8)
         self._changed = changed
         self._lease: Lease | None = None
@@ -43,7 +46,7 @@ class Link:
         """Whether the sidecar is there, as far as the kernel knows."""
         return bool(self.lease)
 
-    def take(self, holding: tuple[str, ...] = ()) -> LeaseGranted:
+    def take(self, holding: tuple[str, ...] = (), *, timeout_s: float = _LEASE_S) -> LeaseGranted:
         """Ask for the lease once. Raises SidecarAbsent or SidecarError."""
         request = LeaseRequest(
             rank=self.rank,
@@ -53,8 +56,9 @@ class Link:
             library=keepstep.__version__,
             holding=holding,
             local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
+            ancestors=_ancestors(),
         )
-        lease = Lease(self._path, request, self._notify)
+        lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
         self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
         return lease.granted
@@ -65,7 +69,8 @@ class Link:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return self.take()
+                left_s = deadline - time.monotonic()
+                return self.take(timeout_s=min(max(left_s, 1.0), _LEASE_S))
             except SidecarError as error:
                 if error.code not in ("absent", "rank-taken", "starting"):
                     raise
@@ -76,7 +81,7 @@ class Link:
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
         """A call on a connection of its own. Raises as `Client.call`."""
-        client = Client(self._path)
+        client = Client(self.path)
         try:
             return client.call(route, message, kind, timeout_s=timeout_s)
         finally:
@@ -91,15 +96,13 @@ class Link:
         reason = "the sidecar is away"
         while (left_s := deadline - time.monotonic()) > 0:
             if not self.connected:
-                with self._changed:
-                    self._changed.wait_for(lambda: self.connected, timeout=min(left_s, 0.5))
+                self._changed.wait_for(lambda: self.connected, timeout_s=min(left_s, 0.5))
                 continue
             try:
                 waited = self._ask(id, state, min(left_s, _POLL_S))
             except SidecarAbsent as error:
                 reason = str(error)
-                with self._changed:
-                    self._changed.wait(timeout=min(left_s, 0.1))
+                time.sleep(min(left_s, 0.1))
                 continue
             except SidecarError as error:
                 raise NotDurableError(f"step {id.step} is not {state}: {error}") from error
@@ -112,7 +115,7 @@ class Link:
         request = WaitRequest(
             lease=self.lease, id=id, state=str(state), timeout_s=timeout_s, flush=True
         )
-        return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + 5.0)
+        return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + _SLACK_S)
 
     def drop(self) -> None:
         """Let the lease go, to take another."""
@@ -121,14 +124,31 @@ class Link:
             lease.close()
             lease.lost.wait(1.0)
 
-    def close(self, *, goodbye: bool) -> None:
+    def close(self, *, goodbye: bool, timeout_s: float = 2.0) -> None:
         """Give the rank back. `goodbye`: this process writes into no slot any more."""
         if goodbye and self.connected:
             with contextlib.suppress(SidecarError):
-                self.call("/v1/release", ReleaseRequest(lease=self.lease), dict, timeout_s=2.0)
-        if self._lease is not None:
-            self._lease.close()
+                request = ReleaseRequest(lease=self.lease)
+                self.call("/v1/release", request, dict, timeout_s=timeout_s)
+        lease = self._lease
+        if lease is not None:
+            lease.close()
+            lease.lost.wait(1.0)
 
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def forget(self) -> None:
+        """In a forked child: the lease is the parent's."""
+        self._lease = None
+
+
+def _ancestors() -> tuple[int, ...]:
+    """Processes that this one comes from, as far as they can be seen, nearest first."""
+    found: list[int] = []
+    pid = os.getppid()
+    while pid > 0 and len(found) < 32:
+        found.append(pid)
+        try:
+            # the name, in brackets, may hold anything; state and parent follow its last bracket
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return tuple(found)

@@ -39,12 +39,16 @@ class SlotMapping:
         self.path = path
         fd = os.open(path, os.O_RDWR)
         try:
-            size = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            size, self._file = status.st_size, (status.st_dev, status.st_ino)
             self._mmap = mmap.mmap(fd, size) if size else None
         finally:
             os.close(fd)
         if self._mmap is None:
             raise FormatError("an empty file is no slot", path=path)
+        # a forked child is no trainer: it must neither write here nor keep the memory
+        self._mmap.madvise(mmap.MADV_DONTFORK)
+        _MAPPED.add(self)
         self.memory = memoryview(self._mmap)
         if layout is None:
             layout = Layout.parse(self.memory, size_bytes=size)
@@ -54,6 +58,14 @@ class SlotMapping:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
         self.registered = False
         self._views: dict[str, Tensor] = {}
+
+    def is_replaced(self) -> bool:
+        """Whether another file has its path now, as after the sidecar lost its memory."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) != self._file
 
     def populate(self) -> None:
         """Map all pages, for writing. A slot that is only read needs none of it: the kernel maps
@@ -109,6 +121,19 @@ class SlotMapping:
             return
         self.registered = True
         weakref.finalize(self, _unregister, self.address)
+
+
+_MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()
+
+
+def _keep_addresses_in_child() -> None:
+    """What was not forked must not be unmapped either: something else may lie there by now."""
+    for mapping in list(_MAPPED):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping._mmap))
+    _MAPPED.clear()
+
+
+os.register_at_fork(after_in_child=_keep_addresses_in_child)
 
 
 def _unregister(address: int) -> None:

@@ -29,6 +29,7 @@ from keepstep.mapping import SlotMapping
 from keepstep.protocol import SlotGranted
 from keepstep.state import TensorLeaf
 from keepstep.steps import Epoch, StepId
+from keepstep.wakeups import Gate
 
 
 class Verdict(enum.Enum):
@@ -75,7 +76,7 @@ class Pending:
     """One image on its way; see the module.
 
     `transfers`: what is left to copy, worked out on the agent thread. `late`: bytes for the slot
-    that must wait for the GPU.
+    that must wait for the GPU. `thread`: the one that trains.
     """
 
     id: StepId
@@ -88,11 +89,12 @@ class Pending:
     late: list[Callable[[], None]] = field(default_factory=list)
     cuda_done: torch.cuda.Event | None = None
     thread: int = field(default_factory=threading.get_ident)
-    copied: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-    judged: threading.Event = field(default_factory=threading.Event)
+    copied: Gate = field(default_factory=Gate)
+    judged: Gate = field(default_factory=Gate)
     verdict: Verdict = Verdict.OPEN
     culprit: str = ""
+    reason: str = ""
+    sealed: bool = False
     counted: bool = False
     copy_s: float = 0.0
     blocked_s: float = 0.0
@@ -115,11 +117,11 @@ class Pending:
     def judge(self) -> None:
         """Decide, once, whether the tensors kept still. See the module for when this is sound."""
         with self._lock:
-            if self.verdict is not Verdict.OPEN:
-                return
-            self.culprit = self.guard.changed() if self.guard is not None else ""
-            self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
-            self.judged.set()
+            if self.verdict is Verdict.OPEN:
+                guard = self.guard
+                self.culprit = guard.changed() if guard is not None else ""
+                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+        self.judged.set()
 
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
         """Judge as soon as the training thread has been seen to go on (agent thread)."""
@@ -133,27 +135,32 @@ class Pending:
             return
         before, pause_s = _position(self.thread), 0.0005
         while not self.judged.wait(pause_s) and not give_up():
-            if _position(self.thread) != before:
+            # a thread that has ended has no position
+            if not before or _position(self.thread) != before:
                 self.judge()
             pause_s = min(pause_s * 1.5, 0.01)
+
+    def seal(self) -> None:
+        """Write the control page: from here on, the image is complete."""
+        self.slot.seal(self.control)
+        self.sealed = True
 
     def why_lost(self) -> str:
         """In words, for the log and the sidecar's counters."""
         if self.verdict is Verdict.LOST:
-            return "it could not be copied"
+            return self.reason or "it could not be copied"
         culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
         return (
             f"{culprit} changed before it was copied, outside an optimizer step; wrap such code in"
             " `with checkpointer.mutating():`. The next save copies eagerly"
         )
 
-    def finish(self, verdict: Verdict) -> None:
+    def finish(self, verdict: Verdict, reason: str = "") -> None:
         """The end of this image, whatever it was; lets go of all tensors."""
-        self.verdict = verdict
+        self.verdict, self.reason = verdict, reason or self.reason
         self.guard = None
         self.transfers, self.late = None, []
         self.judged.set()
-        self.ended.set()
 
 
 def _position(thread: int) -> tuple[tuple[int, int], ...]:

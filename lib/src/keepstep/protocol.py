@@ -42,6 +42,8 @@ class LeaseRequest:
     `holding`: slots (by name) that this live trainer is filling, so that a sidecar that was
     restarted in between keeps them assigned. `attempt`: chance, constant for the trainer's life.
     `local_world`: ranks on this machine (torchrun's LOCAL_WORLD_SIZE), 0: all of them.
+    `ancestors`: processes that this one was started by, to tell a trainer's subprocess from its
+    successor.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class LeaseRequest:
     protocol_max: int = PROTOCOL_MAX
     holding: tuple[str, ...] = ()
     local_world: int = 0
+    ancestors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,11 +144,12 @@ class DiscardRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SkippedRequest:
-    """POST /v1/skipped: counters of saves that could not be staged, by reason."""
+    """POST /v1/skipped: `count` steps, the last of them `step`, could not be staged."""
 
     lease: str
     step: int
     reason: str
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

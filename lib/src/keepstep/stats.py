@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_KINDS = 100
+_OTHERS = "other reasons"
+
 
 @dataclass
 class Stats:
-    """Counters of one trainer. Seconds are sums unless they say `last`."""
+    """Counters of one trainer. Seconds are sums unless they say `last`.
+
+    `saves`: steps that were to be kept. Once none is on its way, each of them was `staged`,
+    `skipped` (nothing was written) or `discarded` (its image was begun, and is lost); `reasons`
+    counts the last two.
+    """
 
     saves: int = 0
     staged: int = 0
@@ -19,9 +27,14 @@ class Stats:
     last_copy_s: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
 
+    def note(self, reason: str) -> str:
+        """Count a reason. Returns it as it is counted: there are only so many kinds."""
+        if reason not in self.reasons and len(self.reasons) >= _KINDS:
+            reason = _OTHERS
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return reason
+
     def why_not(self) -> str:
         """Why steps were not kept, for an error's text."""
         reasons = [f"{count} x {reason}" for reason, count in self.reasons.items()]
-        if self.discarded:
-            reasons.append(f"{self.discarded} x changed before it was copied")
         return "; ".join(reasons) or "nothing was saved"

@@ -70,8 +70,10 @@ class Leases:
         """A lease for this trainer. Waits a moment for a predecessor that is just dying.
 
         `peer_pid`: as the kernel tells it (SO_PEERCRED), 0 when it is in another pid namespace.
-        Raises SidecarError `rank-taken` naming the other trainer's process.
+        Raises SidecarError `rank-taken` naming the other trainer's process, `rank-of-parent` at
+        once for a process that a live trainer of this rank started.
         """
+        self._refuse_child(request)
         await self._changes.until(lambda: request.rank not in self._by_rank, timeout_s=_HANDOVER_S)
         if other := self._by_rank.get(request.rank):
             raise refuse(
@@ -83,6 +85,16 @@ class Leases:
         self._by_rank[request.rank] = self._by_token[lease.token] = lease
         self._watch(lease, peer_pid)
         return lease
+
+    def _refuse_child(self, request: LeaseRequest) -> None:
+        other = self._by_rank.get(request.rank)
+        if other is not None and other.request.pid in request.ancestors:
+            raise refuse(
+                "rank-of-parent",
+                f"rank {request.rank} belongs to pid {other.request.pid}, the trainer that started"
+                f" this process (pid {request.pid}): unset KEEPSTEP_SOCKET for a process that is no"
+                " trainer, or call close() in the trainer first",
+            )
 
     def end(self, lease: Lease) -> bool:
         """The lease's connection or process is gone. False when that was known."""

@@ -24,6 +24,7 @@ STATUS = {
     "no-slot": 507,
     "not-verified": 409,
     "protocol": 426,
+    "rank-of-parent": 409,
     "rank-taken": 409,
     "stale-slot": 409,
     "starting": 503,

@@ -304,10 +304,10 @@ class Trainers:
         await self.ended(lease)
 
     def skipped(self, request: SkippedRequest) -> None:
-        """A save that could not be staged."""
+        """Saves that could not be staged."""
         lease = self.leases.require(request.lease)
         reasons = self.of(lease.rank).skipped
-        reasons[request.reason] = reasons.get(request.reason, 0) + 1
+        reasons[request.reason] = reasons.get(request.reason, 0) + request.count
 
     def restores(self, rank: int) -> bool:
         """Whether the rank is about to restore, or will be when its trainer comes."""

@@ -240,7 +240,7 @@ class Session:
         )
         pending.copy()
         pending.judge()
-        mapping.seal(control)
+        pending.seal()
         stager.submit(pending)
         self._last_step = agreed.step
         if not stager.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:

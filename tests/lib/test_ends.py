@@ -1,0 +1,236 @@
+"""However a trainer ends: what it kept is there, its exit code is its own, and time limits hold."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+
+
+def begun(components, **options):
+    checkpointer = keepstep.Checkpointer(components, **options)
+    checkpointer.restore()
+    return checkpointer
+
+
+def script(text, **environment):
+    """Run it as a process of its own."""
+    head = "import os, sys, torch, keepstep\nfrom torch import nn\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def test_a_script_that_ends_without_close_exits_with_0_and_keeps_its_last_step(sidecar):
+    ended = script(
+        """
+        model = nn.Sequential(*[
+            nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last) for _ in range(40)
+        ])
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+        checkpointer.restore()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for step in range(6):
+            optimizer.step()
+            checkpointer.save(step)
+            if step == 4:
+                checkpointer.wait(4, "staged")
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sidecar.get("/v1/status")["ranks"][0]["staged"]["step"] == 5
+
+
+def test_an_error_of_the_script_is_its_exit_code(sidecar):
+    ended = script(
+        """
+        checkpointer = keepstep.Checkpointer({"model": nn.Linear(2, 2)})
+        checkpointer.restore()
+        checkpointer.save(0)
+        raise SystemExit(7)
+        """
+    )
+    assert ended.returncode == 7, ended.stderr
+
+
+def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sidecars, monkeypatch):
+    sidecar = sidecars().start("--stage-every", "4")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+
+    def train(step):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.save(step)
+
+    for step in range(11):
+        train(step)
+    with pytest.raises(keepstep.NotDurableError, match="one in 4"):
+        checkpointer.wait(9, "staged")
+    checkpointer.close(timeout=30)
+    assert sidecar.published()[-1] == 10
+    other = nn.Linear(4, 4)
+    opt = torch.optim.SGD(other.parameters(), lr=1.0)
+    checkpointer = begun({"model": other, "optimizer": opt})
+    assert checkpointer.epoch.parent.step == 10
+    assert torch.equal(other.weight, model.weight)
+    checkpointer.save(13)
+    other(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    with pytest.raises(keepstep.NotDurableError, match="state has changed since"):
+        checkpointer.close(timeout=30)
+
+
+def test_close_keeps_its_time_limit_beside_a_sidecar_that_stands_still(sidecar):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    checkpointer.save(0)
+    checkpointer.wait(0)
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    try:
+        checkpointer.save(1)
+        started = time.monotonic()
+        with pytest.raises(keepstep.NotDurableError):
+            checkpointer.close(timeout=3.0)
+        assert time.monotonic() - started < 5.0
+        assert not checkpointer.stats.saves - checkpointer.stats.staged > 1
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
+
+
+def test_restore_waits_for_a_sidecar_that_stands_still_for_a_while(sidecar, monkeypatch):
+    monkeypatch.setattr("keepstep.link._LEASE_S", 0.5)
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    waker = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {sidecar.process.pid}"])
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    assert checkpointer.epoch is not None
+    checkpointer.close()
+    assert waker.wait(10) == 0
+
+
+def test_a_save_after_close_says_why_it_is_not_kept_once(sidecar, caplog):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    checkpointer.save(0)
+    checkpointer.close()
+    assert checkpointer.save(1) is False
+    assert checkpointer.save(2) is False
+    said = [one for one in caplog.messages if "close() was called" in one]
+    assert len(said) == 1
+    assert "step 1" in said[0]
+    assert checkpointer.stats.staged == 1
+
+
+def test_a_checkpointer_cannot_be_copied(sidecar):
+    with begun({"model": nn.Linear(2, 2)}) as checkpointer:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(keepstep.UsageError, match="cannot be copied"):
+                duplicate(checkpointer)
+        assert checkpointer.save(0)
+
+
+def test_a_second_checkpointer_after_an_error_goes_on(sidecar):
+    model = nn.Linear(2, 2)
+
+    def train():
+        checkpointer = begun({"model": model})
+        checkpointer.cycle = checkpointer
+        checkpointer.save(0)
+        checkpointer.wait(0)
+        raise ValueError("an error of the script")
+
+    with pytest.raises(ValueError, match="of the script") as error:
+        train()
+    del error
+    started = time.monotonic()
+    with begun({"model": model}) as checkpointer:
+        assert checkpointer.epoch.parent.step == 0
+        assert checkpointer.save(1)
+    assert time.monotonic() - started < 15.0
+
+
+def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):
+    first = begun({"model": nn.Linear(2, 2)})
+    started = time.monotonic()
+    with pytest.raises(keepstep.RestoreError, match=r"of this process.*call close\(\)"):
+        begun({"model": nn.Linear(2, 2)})
+    assert time.monotonic() - started < 5.0
+    assert first.save(0)
+    first.close()
+
+
+def test_a_subprocess_of_a_trainer_is_told_at_once_that_it_is_none(sidecar):
+    first = begun({"model": nn.Linear(2, 2)})
+    started = time.monotonic()
+    ended = script(
+        """
+        try:
+            keepstep.Checkpointer({"model": nn.Linear(2, 2)}).restore()
+        except keepstep.RestoreError as error:
+            print(error)
+        """
+    )
+    assert time.monotonic() - started < 25.0, "not for as long as a predecessor may need to die"
+    assert f"pid {os.getpid()}, the trainer that started this process" in ended.stdout
+    assert first.save(0)
+    first.close()
+
+
+def test_a_forked_child_is_no_trainer(sidecar, capfd):
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    checkpointer = begun({"model": model, "optimizer": optimizer}, lazy=False)
+    checkpointer.save(0)
+    checkpointer.wait(0)
+    expected = model.weight.detach().clone()
+    checkpointer.save(1)
+    with open("/proc/self/maps") as maps:
+        assert ".slot" in maps.read()
+    child = os.fork()
+    if child == 0:
+        problems = []
+        try:
+            with open("/proc/self/maps") as maps:
+                problems += ["slots are mapped"] * (".slot" in maps.read())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(777.0)
+                    parameter.grad = torch.zeros_like(parameter)
+            started = time.monotonic()
+            optimizer.step()
+            problems += ["the step waited"] * (time.monotonic() - started > 5)
+            problems += ["kept"] * any(checkpointer.save(step) for step in range(2, 5))
+            checkpointer.close()
+            del checkpointer, optimizer
+        except BaseException as error:
+            problems.append(repr(error))
+        print("problems:", problems, flush=True)
+        os._exit(len(problems))
+    assert os.waitpid(child, 0)[1] == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("forked from the trainer") <= 1
+    checkpointer.wait(1)
+    assert checkpointer.save(2)
+    checkpointer.wait(2)
+    checkpointer.close()
+    other = nn.Linear(64, 64)
+    with begun({"model": other, "optimizer": torch.optim.SGD(other.parameters(), 1.0)}) as again:
+        assert again.epoch.parent.step == 2
+    assert torch.equal(other.weight, expected)

@@ -1,0 +1,310 @@
+"""Nothing is lost in silence: whatever happened, the next step is kept again, and what was lost is
+counted, logged and told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+from keepstep import copying
+from keepstep.stager import Stager
+from tests.harness import eventually
+
+
+class Interrupted(BaseException):
+    """What a signal handler of the user's raises."""
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(8, 8)
+
+
+def begun(components, **options):
+    checkpointer = keepstep.Checkpointer(components, **options)
+    checkpointer.restore()
+    return checkpointer
+
+
+def kept(checkpointer, step, *, within_s=20.0):
+    """The first step from `step` on that is staged."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if checkpointer.save(step):
+            try:
+                checkpointer.wait(step, "staged", timeout=within_s)
+            except keepstep.NotDurableError:
+                pass
+            else:
+                return step
+        step += 1
+        time.sleep(0.01)  # a training step stands here
+    pytest.fail(f"no step is kept any more: {checkpointer.stats}")
+
+
+def accounted(checkpointer):
+    stats = checkpointer.stats
+    return stats.saves == stats.staged + stats.skipped + stats.discarded
+
+
+def test_steps_are_kept_again_after_the_sidecar_lost_its_memory(sidecars, monkeypatch, model):
+    sidecar = sidecars().start()
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    checkpointer = begun({"m": model})
+    step = 0
+    for _ in range(6):
+        step = kept(checkpointer, step) + 1
+    sidecar.kill()
+    sidecar.lose_memory()
+    sidecar.start()
+    again = kept(checkpointer, step)
+    # the slot at hand was of the old memory: at most that step is lost, beside those skipped
+    assert checkpointer.stats.discarded <= 1
+    assert accounted(checkpointer)
+    assert set(range(step, again)) <= set(checkpointer._stager._outcomes)
+    told = eventually(
+        lambda: (rank := sidecar.get("/v1/status")["ranks"][0])["skipped"] >= again - step and rank
+    )
+    assert told["skipped"] == checkpointer.stats.skipped + checkpointer.stats.discarded
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    last = kept(checkpointer, again + 1)
+    checkpointer.close()
+    other = nn.Linear(8, 8)
+    with begun({"m": other}) as successor:
+        assert successor.epoch.parent.step == last
+    assert torch.equal(other.weight, model.weight)
+
+
+_NO_STEPS = (0.0, 0.5, True, None, "3", 10**18, 2**63, -1, numpy.float64(3))
+
+
+def test_what_is_no_whole_number_is_no_step_and_costs_none(sidecar, model):
+    checkpointer = begun({"m": model})
+    for step in _NO_STEPS:
+        assert checkpointer.save(step) is False
+        with pytest.raises(keepstep.UsageError, match="whole number"):
+            checkpointer.wait(step)
+    assert checkpointer.stats.skipped == len(_NO_STEPS)
+    assert "whole number" in checkpointer.stats.why_not()
+    assert kept(checkpointer, 0) == 0
+    checkpointer.close()
+    with begun({"m": model}, strict=True) as strict:
+        for step in _NO_STEPS:
+            with pytest.raises(keepstep.UsageError, match="whole number"):
+                strict.save(step)
+
+
+def test_whole_numbers_of_other_types_are_steps(sidecar, model):
+    with begun({"m": model}, strict=True) as checkpointer:
+        for step in (numpy.int64(0), torch.tensor(1), numpy.uint8(2), 10**18 - 1):
+            assert checkpointer.save(step)
+            checkpointer.wait(step, "staged")
+
+
+def test_an_exception_at_any_line_of_a_save_costs_that_step_only(sidecar, model, monkeypatch):
+    """As a signal handler raises it: Ctrl-C in a notebook, an alarm, a preemption notice."""
+    monkeypatch.setattr(logging.getLogger("keepstep"), "disabled", True)
+    checkpointer = begun({"m": model})
+    step, line, struck = kept(checkpointer, 0), 0, set()
+    while True:
+        step, line = step + 1, line + 1
+        where = interrupted_at(line, checkpointer, step)
+        if where is None:
+            break
+        struck.add(where)
+        step = kept(checkpointer, step + 1, within_s=10)
+    names = {name for name, _ in struck}
+    assert {"_save", "submit", "await_slot", "begin", "settle", "heal", "put_back"} - names == {
+        "put_back"
+    }
+    assert accounted(checkpointer) or checkpointer._stager.drain(timeout_s=5)
+    checkpointer.close()
+
+
+def interrupted_at(line, checkpointer, step):
+    """Save, and raise at the so-many-th line of our code; where that was, None beyond the last."""
+    left, where = line, None
+
+    def trace(frame, event, _):
+        nonlocal left, where
+        if "keepstep" not in frame.f_code.co_filename or where is not None:
+            return None
+        if event == "line":
+            left -= not leaves_a_with(frame)
+            if left == 0:
+                where = frame.f_code.co_name, frame.f_lineno
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        checkpointer.save(step)
+    except Interrupted:
+        assert where is not None
+    finally:
+        sys.settrace(before)
+    return where
+
+
+def leaves_a_with(frame):
+    """Python raises nothing between the end of such a block and its `__exit__`; a trace would."""
+    import linecache
+
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return text.startswith("with ") and frame.f_lasti > 0 and frame.f_locals.get("_") is None
+
+
+@pytest.mark.parametrize("error", [TypeError("no message"), SystemExit("no thread")])
+@pytest.mark.parametrize("where", ["_report_staged", "_keep", "_copy", "_fetch", "_register"])
+def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_their_way(
+    sidecar, model, monkeypatch, where, error
+):
+    checkpointer = begun({"m": model})
+    step = kept(checkpointer, 0)
+    method, struck = getattr(Stager, where), threading.Event()
+
+    def once(self, *arguments):
+        if not struck.is_set():
+            struck.set()
+            raise error
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Stager, where, once)
+    model.register_buffer("one_more", torch.zeros(3))  # a new layout needs all of them
+    last = kept(checkpointer, step + 1)
+    eventually(struck.is_set, within_s=10)
+    last = kept(checkpointer, last + 1)
+    assert last <= step + 4
+    assert accounted(checkpointer)
+    checkpointer.close()
+
+
+def test_an_agent_thread_that_ended_is_replaced(sidecar, model, monkeypatch):
+    checkpointer = begun({"m": model})
+    step = kept(checkpointer, 0)
+    agent = checkpointer._stager._thread
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.excepthook", lambda _: None)
+        patch.setattr(Stager, "_next", lambda _: 1 / 0)
+        checkpointer._stager._changed.ring()
+        agent.join(10)
+    assert not agent.is_alive()
+    assert kept(checkpointer, step + 1) <= step + 2
+    checkpointer.close()
+
+
+def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
+    gate, run = threading.Event(), copying.run
+
+    def held(transfers, *, threads=1):
+        if threading.current_thread().name == "keepstep-agent":
+            assert gate.wait(30)
+        run(transfers, threads=threads)
+
+    monkeypatch.setattr(copying, "run", held)
+    checkpointer = begun({"m": model})
+    checkpointer.save(1)
+    with torch.no_grad():
+        model.weight.add_(1)
+    gate.set()
+    with pytest.raises(keepstep.NotDurableError, match="weight changed"):
+        checkpointer.wait(1, "staged")
+    checkpointer.save(2)
+    checkpointer.save(5)
+    checkpointer.wait(5)
+    for state in ("staged", "durable", "committed"):
+        with pytest.raises(keepstep.NotDurableError, match=r"step 1 was not staged: .*weight"):
+            checkpointer.wait(1, state)
+        for never in (0, 3, 4, 6):
+            with pytest.raises(keepstep.UsageError, match=f"step {never} was never saved"):
+                checkpointer.wait(never, state)
+    checkpointer.close()
+
+
+def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_second_discarded_step(
+    sidecar, caplog, monkeypatch
+):
+    run = copying.run
+
+    def slow(transfers, *, threads=1):
+        if threading.current_thread().name == "keepstep-agent":
+            time.sleep(0.02)
+        run(transfers, threads=threads)
+
+    monkeypatch.setattr(copying, "run", slow)
+    weight = nn.Parameter(torch.zeros(1000))
+    holder = nn.ParameterList([weight])
+    checkpointer = begun({"m": holder})
+    first = kept(checkpointer, 0)
+    checkpointer.stats.discarded = 0
+    for step in range(first + 1, first + 40):
+        with torch.no_grad():
+            weight.add_(1)  # no torch.optim.Optimizer, no fence
+        checkpointer.save(step)
+        with torch.no_grad():
+            weight.add_(1)
+        if checkpointer.stats.discarded < 2:
+            checkpointer._stager.drain(timeout_s=5)
+    assert checkpointer.stats.discarded == 2
+    checkpointer._stager.drain(timeout_s=5)
+    assert accounted(checkpointer)
+    assert sum("from now on every step is copied" in one for one in caplog.messages) == 1
+    checkpointer.close()
+
+
+def test_saves_of_several_threads_come_one_after_the_other(sidecar, model):
+    checkpointer = begun({"m": model})
+    numbers = iter(range(300))
+    lock, results = threading.Lock(), []
+
+    def save():
+        for _ in range(100):
+            with lock:
+                step = next(numbers)
+            results.append(checkpointer.save(step))
+
+    threads = [threading.Thread(target=save) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert kept(checkpointer, 300) <= 303
+    assert accounted(checkpointer)
+    why = checkpointer.stats.reasons
+    assert all(any(text in one for text in ("only grow", "slot", "other")) for one in why)
+    checkpointer.close()
+
+
+def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_kept(sidecar, model, monkeypatch):
+    checkpointer = begun({"m": model})
+    kept(checkpointer, 0)
+    take = checkpointer._take
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return take()
+
+    answers = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: answers.append(checkpointer.save(2)))
+    try:
+        monkeypatch.setattr(checkpointer, "_take", interrupted)
+        assert checkpointer.save(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    checkpointer.wait(1)
+    assert answers == [False]
+    assert "inside save()" in checkpointer.stats.why_not()
+    checkpointer.close()
