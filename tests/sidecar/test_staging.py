@@ -14,6 +14,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, verify_image
+from keepstep_sidecar.memory import locking, may_swap
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -234,3 +235,29 @@ def test_the_sidecar_uses_little_memory_beside_its_slots(
     fields = Path(f"/proc/{sidecar.process.pid}/status").read_text().split("\n")
     kib = {line.split(":")[0]: line.split()[1] for line in fields if "kB" in line}
     assert int(kib["RssAnon"]) + int(kib["RssFile"]) < 80 * 1024
+
+
+def test_slots_that_are_not_locked_are_an_alarm_only_where_there_is_swap() -> None:
+    refused = {"Cannot allocate memory"}
+    assert locking((), swap=True, limit_bytes=0) == "locked"
+    harmless = locking(refused, swap=False, limit_bytes=8 << 20)
+    assert harmless == "not locked, and need not be: there is no swap here"
+    swapped = locking(refused, swap=True, limit_bytes=8 << 20)
+    assert "RLIMIT_MEMLOCK is 8192 KiB; raise it (ulimit -l) or turn swap off" in swapped
+    assert may_swap() in (True, False)
+
+
+def test_a_sidecar_that_may_lock_nothing_says_what_that_means(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars()
+    drop = ("setpriv", "--inh-caps=-ipc_lock", "--bounding-set=-ipc_lock")
+    sidecar.program = ("prlimit", "--memlock=65536", *drop, *sidecar.program)
+    if subprocess.run([*sidecar.program[:5], "true"], check=False).returncode:
+        pytest.skip("needs prlimit and setpriv, and the right to drop a capability")
+    trainer = trainers(sidecar.start().socket, size=1 << 20).begin_run()
+    assert trainer.take_slot().slot
+    said = sidecar.get("/v1/status")["locked"]
+    assert said.startswith("not locked")
+    assert "Cannot allocate" not in said
+    assert "no swap here" in said or "RLIMIT_MEMLOCK is 64 KiB" in said

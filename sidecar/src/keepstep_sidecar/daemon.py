@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -64,18 +65,27 @@ class Claim:
         self._config = config
         self._directory = config.memory_dir
         self._lock: Ownership | None = None
+        self._above: int | None = None
 
     def take(self) -> None:
         """Own the directory, made anew if need be, and the name of the socket. Raises UsageError
         naming another sidecar, or a directory that is not ours to use."""
         try:
             self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
+            self._check_owner()
             self._own(self._directory / "sidecar.pid")
             self._describe(self._directory / "sidecar.json")
             make_way(self._config.socket)
         except OSError as error:
             text = f"cannot use the memory directory {self._directory}: {error}"
             raise UsageError(text) from error
+
+    def _check_owner(self) -> None:
+        """Where everybody may write, another user could have made what was removed."""
+        above = self._directory.parent.stat().st_uid
+        if self._above not in (None, above) and above != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{self._directory.parent} is another user's now")
+        self._above = above
 
     @property
     def held(self) -> bool:

@@ -115,7 +115,7 @@ class Maker:
             rank=bank.layout.rank,
             slot=file.name,
             bytes=len(file.view),
-            locked=file.locked or "yes",
+            locked=not file.locked,
         )
         self._changes.ring()
 

@@ -22,7 +22,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from keepstep.errors import FormatError, ImageError, NoMemoryError
@@ -38,6 +38,7 @@ _PIECE_BYTES = 8 << 20
 _NAME = re.compile(r"[0-9a-f]{12}\.(\d{1,9})\.slot", re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,8})", re.ASCII)
 _UNFINISHED = ".new"
+NOT_YET = "not yet"
 _DIRECTORY_MODE = 0o2770
 """Trainers of the same group fill slots, whoever their user is; nobody else may look."""
 
@@ -64,7 +65,7 @@ class SlotFile:
         """Owns `fd` from now on. Raises OSError when the file cannot be mapped."""
         self.path = path
         self.layout = layout
-        self.locked = "not yet"
+        self.locked = NOT_YET
         self._fd = fd
         self._mapping = mmap.mmap(fd, layout.size_bytes)
         self.view = memoryview(self._mapping)
@@ -343,6 +344,30 @@ def free_bytes(directory: Path) -> int:
     """Memory that the tmpfs of `directory` can still give."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def may_swap() -> bool:
+    """Whether this machine has swap that this process's memory may go to; True when unknown."""
+    with contextlib.suppress(OSError):
+        if len(Path("/proc/swaps").read_text().splitlines()) < 2:  # its first line is a heading
+            return False
+    with contextlib.suppress(OSError):
+        return Path("/sys/fs/cgroup/memory.swap.max").read_text().strip() != "0"
+    return True
+
+
+def locking(reasons: Collection[str], *, swap: bool, limit_bytes: int) -> str:
+    """For people: what it means that slots are not locked, for these reasons. Pure."""
+    if not reasons:
+        return "locked"
+    if not swap:
+        return "not locked, and need not be: there is no swap here"
+    if reasons == {NOT_YET}:
+        return "not locked yet"
+    return (
+        f"not locked: slots may be swapped out, as RLIMIT_MEMLOCK is {limit_bytes >> 10} KiB;"
+        " raise it (ulimit -l) or turn swap off"
+    )
 
 
 def _allocate(fd: int, slot: SlotFile, stop: threading.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 
 from keepstep.protocol import PROTOCOL_MAX, PROTOCOL_MIN
@@ -11,6 +12,7 @@ from keepstep.status import RankStatus, SlotStatus, Status, StepStatus, VolumeSt
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar import __version__
 from keepstep_sidecar.bank import Bank
+from keepstep_sidecar.memory import locking, may_swap
 from keepstep_sidecar.origins import RemoteOrigin
 from keepstep_sidecar.service import Service
 from keepstep_sidecar.slotkeeper import RankSlots
@@ -173,12 +175,13 @@ def _on(far: Mapping[int, Sequence[RemoteOrigin]], tier: Tier) -> tuple[int, ...
 
 
 def locked(service: Service) -> str:
-    """Whether slots can be swapped out, and why."""
+    """Whether slots can be swapped out, and what to do about it."""
     files = list(service.keeper.files())
-    reasons = sorted({file.locked for file in files if file.locked})
     if not files:
         return "no slots yet"
-    return f"not locked: {', '.join(reasons)}" if reasons else "locked"
+    reasons = {file.locked for file in files if file.locked}
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return locking(reasons, swap=may_swap(), limit_bytes=limit_bytes)
 
 
 def troubles(service: Service) -> tuple[str, ...]:

@@ -169,6 +169,15 @@ def slots_left(places: Places) -> bool:
     return any(places.memory.glob("rank-*"))
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """What has this name now; None for nothing. Another one later: it was removed meanwhile."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def bound_log(path: Path) -> None:
     """Move a log that has grown large to `<name>.1` and empty it.
 

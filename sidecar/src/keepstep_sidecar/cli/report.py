@@ -63,6 +63,15 @@ def sidecar_replaced(places: Places) -> str:
     return f"the sidecar ended and is started again; training goes on (why: {places.log})"
 
 
+def memory_removed(places: Places) -> str:
+    """Somebody removed the run's shared memory while the command runs."""
+    return (
+        f"{places.memory} was removed by another program; the sidecar makes it again and the next"
+        " step is kept. At a logout systemd does that (RemoveIPC=yes): `loginctl enable-linger`"
+        " keeps it from it"
+    )
+
+
 def ended(service: Service, held: Holdings | None, *, code: int, freed: bool) -> str:
     """How the command ended, the newest committed step, and what is left."""
     parts = [f"the command {ended_how(code)}", _committed(held)]

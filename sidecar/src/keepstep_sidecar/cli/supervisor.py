@@ -99,6 +99,8 @@ class Supervisor:
         self._log_checked = time.monotonic()
         self._exit: int | None = None
         self._closed = False
+        self._memory: tuple[int, int] | None = None
+        self._gone_since: float | None = None
 
     def run(self) -> int:
         """Returns the exit code for this process."""
@@ -152,6 +154,24 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             attendance.bound_log(self._places.log)
+        self._watch_memory(now)
+
+    def _watch_memory(self, now: float) -> None:
+        """The sidecar makes again what somebody removed; where it cannot, another one has to."""
+        if self._sidecar is None or not self._sidecar_seen or not self._command_pid:
+            self._memory, self._gone_since = None, None
+            return
+        memory = attendance.identity(self._places.memory)
+        if self._memory is not None and memory != self._memory:
+            say(report.memory_removed(self._places))
+        self._memory = memory
+        if attendance.identity(self._places.socket) is not None:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since > attendance.UP_S:
+            self._gone_since = None
+            processes.send(self._sidecar.pid, signal.SIGKILL)  # then its death is the event
 
     def _in_background(self, name: str, work: Callable[[], Event | None]) -> None:
         """Run `work`; its event, if any, is taken by the main thread."""
