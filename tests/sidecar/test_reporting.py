@@ -21,6 +21,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 from keepstep.agreement import choose, limit_of
 from keepstep.protocol import Flushed, FlushRequest
 from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep_sidecar.cli import calls
 from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -581,6 +582,26 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     assert "cannot use the volume" in report.volumes[0].failed
     assert report.ranks[0].local_answer is Answer.UNKNOWN
     assert report.ranks[0].memory[-1].id == id
+
+
+def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
+    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    (pod, _) = pods(operator.url)
+    pod.root.mkdir(parents=True)
+    (pod.root / "run.json").write_text('{"format_version": 1e999, "run": "run", "epochs": []}')
+    pod.start()
+    trainer = trainers(pod.socket, 0, 2)
+    trainer.connect(local_world=1)
+    trainer.restored(trainer.epoch)
+    trainer.register()
+    id = trainer.stage(1)
+    report = eventually(
+        lambda: (found := operator.newest(0)) and found.ranks and found.ranks[0].memory and found
+    )
+    assert report.ranks[0].memory[-1].id == id
+    assert "not a run record" in report.volumes[0].failed
+    assert calls.health(pod.socket)
 
 
 @pytest.mark.root

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keepstep.errors import TornError
 from keepstep.image import ControlPage, Layout, check_table
-from keepstep_sidecar.scan import read_sealed
+from keepstep_sidecar.scan import opened, read_sealed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class Proof:
 
 def prove(path: Path, *, run: str) -> Proof:
     """The proof that a file carries. Raises ImageError and its kin, OSError."""
-    with path.open("rb") as file:
-        layout, control = read_sealed(file.fileno(), path, run=run)
+    with opened(path) as fd:
+        layout, control = read_sealed(fd, path, run=run)
         size = layout.control_begin - layout.digests_begin
-        table = os.pread(file.fileno(), size, layout.digests_begin)
+        table = os.pread(fd, size, layout.digests_begin)
     if len(table) < size:
         raise TornError("truncated: it ends in its digest table", path=path)
     check_table(control, layout, table, path=path)

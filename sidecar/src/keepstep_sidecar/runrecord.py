@@ -20,6 +20,7 @@ from keepstep.image import fields, strictjson
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar import faults
 from keepstep_sidecar.filesystem import Filesystem
+from keepstep_sidecar.scan import opened
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20
@@ -126,7 +127,7 @@ def load(path: Path, *, run: str) -> RunRecord:
     Raises FormatError, VersionError, ForeignError when it is another run's, OSError.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as fd, open(fd, "rb", closefd=False) as file:
             data = file.read(_SIZE_LIMIT_BYTES)
     except FileNotFoundError:
         return RunRecord(run=run)

@@ -114,8 +114,11 @@ class Shelves:
         return tuple(doomed)
 
     def delete(self, directory: Path) -> int:
-        """Delete a retired directory. Returns the bytes freed."""
+        """Delete a retired directory; of a link only the name. Returns the bytes freed."""
         freed = 0
+        if directory.is_symlink():
+            self._filesystem.unlink(directory)
+            return freed
         for path in _entries(directory):
             faults.point("retire.unlink")
             if path.is_dir() and not path.is_symlink():

@@ -29,7 +29,7 @@ from keepstep.steps import StepId, shard_name
 from keepstep_sidecar import faults
 from keepstep_sidecar.engine import Engine, Pace
 from keepstep_sidecar.filesystem import Filesystem
-from keepstep_sidecar.scan import read_sealed
+from keepstep_sidecar.scan import opened, read_sealed
 from keepstep_sidecar.shardfile import Sealed, open_shard
 from keepstep_sidecar.shelves import Shelves
 from keepstep_sidecar.tree import Tree, temporary_name
@@ -124,8 +124,8 @@ class Writer:
         if path is None:
             return None
         try:
-            with path.open("rb") as file:
-                layout, sealed = read_sealed(file.fileno(), path, run=self.run)
+            with opened(path) as fd:
+                layout, sealed = read_sealed(fd, path, run=self.run)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:

@@ -30,7 +30,7 @@ from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.peer import ring
 from keepstep_sidecar.peer.receiving import Manifest, Part, is_part
 from keepstep_sidecar.peer.wire import Wanted
-from keepstep_sidecar.scan import read_sealed
+from keepstep_sidecar.scan import opened, read_sealed
 from keepstep_sidecar.tree import ShardName, is_shard, is_step
 from keepstep_sidecar.unwritable import UnwritableVolume
 from keepstep_sidecar.volume import Volume
@@ -315,8 +315,8 @@ def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
 
 def _copy(path: Path, volume: Volume, *, run: str) -> Copy:
     """A sealed copy by its header and control page. Raises ImageError, OSError."""
-    with path.open("rb") as file:
-        layout, control = read_sealed(file.fileno(), path, run=run)
+    with opened(path) as fd:
+        layout, control = read_sealed(fd, path, run=run)
     remote = Remote(
         id=control.id,
         rank=control.rank,
@@ -340,7 +340,7 @@ def _entries(directory: Path, fits: Callable[[str], bool]) -> list[Path]:
     found: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         for step in sorted(directory.iterdir()):
-            if is_step(step.name):
-                with contextlib.suppress(FileNotFoundError):
+            if is_step(step.name) and not step.is_symlink():
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     found += [path for path in sorted(step.iterdir()) if fits(path.name)]
     return found
