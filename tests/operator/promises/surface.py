@@ -80,8 +80,10 @@ class Cluster(StandIn):
 
     `busy_part`: the first list of each collection with this in its path is answered with 429, to
     come again after `busy_s`; `busy_at`: by path and selector, when it was asked for.
+    `targets`: path and query of each GET as it came, with nothing decoded.
     """
 
+    targets: list[str] = field(default_factory=list)
     busy_part: str = ""
     busy_s: float = 0.0
     busy_at: dict[str, list[float]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Cluster(StandIn):
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Collections of one namespace, too; the other stand-in lists those of all namespaces."""
+        self.targets.append(request.raw_path)
         path, labels = request.path, request.query.get("labelSelector", "")
         if self.busy_part and self.busy_part in path and not request.query.get("watch"):
             asked = self.busy_at.setdefault(f"{path} {labels}", [])
@@ -196,11 +199,17 @@ class Operator:
             return response.status, await response.json()
 
     async def take(self, body: Body, *, token: str) -> Body:
-        """The reply to a report that is no part of what is tested. Raises RuntimeError."""
-        status, reply = await self.report(body, token=token)
-        if status != 200:
-            raise RuntimeError(f"refused with {status}: {reply}; {''.join(self.log)[-2000:]}")
-        return reply
+        """The reply to a report that is no part of what is tested; one that comes too soon is sent
+        again. Raises RuntimeError when it is refused."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 20.0
+        while True:
+            status, reply = await self.report(body, token=token)
+            if status == 200:
+                return reply
+            if status != 429 or loop.time() > deadline:
+                raise RuntimeError(f"{status}: {reply}; {''.join(self.log)[-2000:]}")
+            await asyncio.sleep(0.25)
 
     async def ready(self) -> bool:
         async with self.session.get(f"{self.metrics_url}/readyz") as response:
