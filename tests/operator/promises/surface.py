@@ -421,9 +421,9 @@ def _idle(port: int, count: int) -> list[ssl.SSLSocket]:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     held: list[ssl.SSLSocket] = []
     refused = 0
-    while len(held) < count and refused < 20:
+    while len(held) < count and refused < 12:
         try:
-            raw = socket.create_connection(("127.0.0.1", port), timeout=1)
+            raw = socket.create_connection(("127.0.0.1", port), timeout=2)
         except OSError:
             refused += 1
             continue
