@@ -194,7 +194,13 @@ def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(side
         assert checkpointer.stats.skipped == 3
         state["t"] = torch.ones(2)
         assert checkpointer.save(4)
-        checkpointer.wait(4, "committed")
+        state["t"] = shrunk()
+        with caplog.at_level(logging.WARNING, logger="keepstep"):
+            assert not checkpointer.save(5)
+        assert "st.t: this tensor has no memory of its own" in caplog.text
+        state["t"] = torch.ones(2)
+        assert checkpointer.save(6)
+        checkpointer.wait(6, "committed")
 
 
 @pytest.mark.parametrize("make", [freed, shrunk])

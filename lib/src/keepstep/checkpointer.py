@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import rng, state, topology
+from keepstep import copying, rng, state, topology
 from keepstep.agreement import Decision
 from keepstep.errors import FormatError, KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
@@ -186,6 +186,8 @@ class Checkpointer:
         """Of all that is to be kept, laid out once: what cannot be kept is known before the first
         step, and not in the log of a run that kept none."""
         taken = state.take(self._components)
+        for leaf in taken.tensors:
+            copying.check_memory(leaf.tensor, leaf.name)
         try:
             self._layout_of(taken, len(self._encode(taken)))
         except FormatError as error:

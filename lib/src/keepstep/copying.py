@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, UsageError
 
 # CDLL functions release the GIL; ctypes.memmove does not
 _memmove = ctypes.CDLL(None).memmove
@@ -69,13 +69,25 @@ def is_plain(tensor: Tensor) -> bool:
 def has_memory(tensor: Tensor) -> bool:
     """Whether all elements lie in memory of the tensor's own: not those of a wrapper around other
     tensors, nor of a storage that was made smaller."""
-    if not tensor.numel():
+    count = tensor.numel()
+    if not count:
         return True
     last = tensor.storage_offset()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
+    if tensor.is_contiguous():
+        last += count - 1
+    else:
+        last += sum((a - 1) * b for a, b in zip(tensor.shape, tensor.stride(), strict=True))
     enough = (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
     return enough and tensor.data_ptr() != 0
+
+
+def check_memory(tensor: Tensor, name: str) -> None:
+    """Raises UsageError that names a tensor without memory: reading it would end the process."""
+    if not has_memory(tensor):
+        raise UsageError(
+            f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"
+            " zero tensor, or its storage was resized); keep a clone() of its values"
+        )
 
 
 def move(target: int, source: int, size_bytes: int) -> None:

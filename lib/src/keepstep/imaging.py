@@ -144,6 +144,7 @@ class Imaging:
         moves, copies = [], []
         for leaf in leaves:
             entry = self.layout.entries[leaf.name]
+            copying.check_memory(leaf.tensor, leaf.name)
             if copying.is_plain(leaf.tensor):
                 target = mapping.address + entry.begin
                 size = entry.end - entry.begin

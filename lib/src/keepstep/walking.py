@@ -60,8 +60,9 @@ class Walker:
         self._known: dict[int, tuple[str, Members]] = {}
         self._parameters: dict[str, Members] = {}
         self._pointers: set[int] = set()
-        self._buffers: set[int] = set()
         self._wrapped = False
+        self._inner: Any = None
+        self._there: set[int] | None = None
         self._owners: dict[str, _Owner] = {}
         self._owner = _NOBODY
         self._section = Section.REST
@@ -74,6 +75,7 @@ class Walker:
     def component(self, name: str, component: Any) -> Node:
         """Walk one of them; its branch of the tree."""
         inner = unwrap(component)
+        self._inner, self._there = inner, None
         self._lazy = isinstance(inner, torch.optim.Optimizer)
         self._section = Section.OPTIMIZER if self._lazy else Section.REST
         self._module = isinstance(inner, nn.Module)
@@ -98,13 +100,13 @@ class Walker:
                 members = replication.ranks
             full = f"{name}.{path}"
             self._known.setdefault(id(parameter), (full, members))
-            for part, plain in plain_tensors(parameter, full):
-                self._parameters[part] = members
-                self._pointers.add(_pointer(plain, part))
-        for path, buffer in unwrap(component).named_buffers():
-            if is_wrapper(buffer):
-                parts = plain_tensors(buffer, f"{name}.{path}")
-                self._buffers |= {_pointer(plain, part) for part, plain in parts}
+            if is_wrapper(parameter):
+                parts = dict(plain_tensors(parameter, full))
+                self._parameters |= dict.fromkeys(parts, members)
+                self._pointers |= {_pointer(plain, part) for part, plain in parts.items()}
+            else:
+                self._parameters[full] = members
+                self._pointers.add(_pointer(parameter, full))
 
     def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
         """By the path that the state of each parameter has in the optimizer's tree."""
@@ -145,10 +147,25 @@ class Walker:
     def _parts(self, tree: Any, path: str) -> Node:
         """What a wrapper keeps its values in, copied at once: torch moves no version of them."""
         was, self._wrapped = self._wrapped, True
+        if not was:
+            self._check_parts(tree, path)
         names = tree.__tensor_flatten__()[0]
         nodes = tuple((one, self._branch(getattr(tree, one), f"{path}.{one}")) for one in names)
         self._wrapped = was
         return ("d", nodes)
+
+    def _check_parts(self, tree: Any, path: str) -> None:
+        """A restore fills the parts, so they must be those that the module has."""
+        if self._there is None:  # once a walk: there may be many
+            tensors = (*self._inner.parameters(), *self._inner.buffers())
+            plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
+            self._there = {_pointer(plain, path) for plain in plains}
+        for part, plain in plain_tensors(tree, path):
+            if plain.numel() and _pointer(plain, part) not in self._there:
+                raise UsageError(
+                    f"{part}: state_dict() gives a copy of this part of a {type(tree).__name__},"
+                    " so it cannot be filled where it is"
+                )
 
     def _with_form(self, node: Node | None, tree: Any) -> Node | None:
         """`node`, and what kind of container it was; a plain dict is none of its own."""
@@ -210,13 +227,11 @@ class Walker:
 
     def _tensor(self, live: Tensor, path: str, *, fresh: bool = False) -> str:
         local = sharding.local_of(live) if sharding.is_dtensor(live) else live
-        check_tensor(local, path, in_module=self._module)
-        known = not self._wrapped or not local.numel() or local.data_ptr() in self._pointers
-        if not known and local.data_ptr() not in self._buffers:
-            raise UsageError(
-                f"{path}: state_dict() gives a copy of this part of a tensor, so the tensor cannot"
-                " be filled where it is"
-            )
+        check_tensor(local, path)
+        strides = local.stride()
+        if 0 in strides and _is_expanded(local):
+            self._check_expanded(path)
+            fresh = True
         while path in self._names:
             path += "~"
         self._names.add(path)
@@ -225,14 +240,23 @@ class Walker:
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
         pointer = local.data_ptr()
+        if not pointer or local.is_cuda:  # else it is looked at where it is copied
+            copying.check_memory(local, path)
         if pointer:
-            identity = (pointer, local.dtype, live.shape, local.shape, local.stride(), fresh)
+            identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
             first = self._seen.setdefault(identity, name)
             if first != name:
                 self.aliases[name] = first
                 return name
-        self._add(name, path, live, local, sharing, fresh=fresh or is_expanded(local))
+        self._add(name, path, live, local, sharing, fresh=fresh, pointer=pointer)
         return name
+
+    def _check_expanded(self, path: str) -> None:
+        if self._module:  # is filled where it is
+            raise UsageError(
+                f"{path}: the elements of this expanded tensor share memory, so it cannot be filled"
+                " at a restore (nor by load_state_dict); make it with .clone()"
+            )
 
     def _add(
         self,
@@ -243,9 +267,10 @@ class Walker:
         sharing: Sharing | None,
         *,
         fresh: bool,
+        pointer: int,
     ) -> None:
         parameter = path in self._parameters or (
-            local.data_ptr() in self._pointers and local.data_ptr() != 0 and not fresh
+            pointer in self._pointers and pointer != 0 and not fresh
         )
         whole = sharing is None or sharing.global_shape == tuple(local.shape)
         self.tensors.append(
@@ -291,9 +316,8 @@ class Walker:
         return _same_on(holders, local), (owner.path, owner.members)
 
 
-def check_tensor(tensor: Tensor, name: str, *, in_module: bool = False) -> None:
-    """Raises UsageError for tensors that have no plain bytes. `in_module`: it must be filled where
-    it is, as modules are."""
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raises UsageError for tensors that have no plain bytes."""
     plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     if not plain:
         _check_subclass(tensor, name)
@@ -306,16 +330,6 @@ def check_tensor(tensor: Tensor, name: str, *, in_module: bool = False) -> None:
         )
     if not (tensor.is_cpu or tensor.is_cuda):
         raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
-    if not copying.has_memory(tensor):
-        raise UsageError(
-            f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"
-            " zero tensor, or its storage was resized); keep a clone() of its values"
-        )
-    if in_module and is_expanded(tensor):
-        raise UsageError(
-            f"{name}: the elements of this expanded tensor share memory, so it cannot be filled at"
-            " a restore (nor by load_state_dict); make it with .clone()"
-        )
 
 
 def _check_subclass(tensor: Tensor, name: str) -> None:
@@ -342,9 +356,9 @@ def _is_large(value: Any) -> bool:
     return ArrayForm.of(value) is not None
 
 
-def is_expanded(tensor: Tensor) -> bool:
+def _is_expanded(tensor: Tensor) -> bool:
     """Whether several elements are one in memory, as `Tensor.expand` makes them."""
-    return 0 in tensor.stride() and any(
+    return tensor.numel() > 0 and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
@@ -367,7 +381,9 @@ def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
 
 
 def _pointer(parameter: Tensor, name: str) -> int:
-    if is_lazy(parameter):
-        _check_subclass(parameter, name)
     local = sharding.local_of(parameter) if sharding.is_dtensor(parameter) else parameter
-    return local.data_ptr()
+    try:
+        return local.data_ptr()
+    except ValueError:
+        _check_subclass(parameter, name)
+        raise
