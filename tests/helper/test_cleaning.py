@@ -75,6 +75,26 @@ def test_no_link_is_followed_neither_on_the_way_nor_within(tmp_path: Path) -> No
     assert other.exists()
 
 
+def test_a_tree_of_any_depth_goes(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    before_files = sum(path.is_file() for path in run.rglob("*"))
+    (run / "0" / "gpt" / "0").mkdir()
+    fd = os.open(run / "0" / "gpt", os.O_RDONLY)
+    for depth in range(2000):
+        os.mkdir("a", dir_fd=fd)
+        if depth % 500 == 0:
+            os.close(os.open("file", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=fd))
+        deeper = os.open("a", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = deeper
+    os.close(fd)
+    before = len(os.listdir("/proc/self/fd"))
+    assert clean(run) == before_files + 4
+    assert not run.exists()
+    assert [path.name for path in run.parent.iterdir()] == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_an_attempt_that_was_cut_short_is_finished(tmp_path: Path) -> None:
     run = _run(tmp_path)
     run.rename(run.with_name(".gpt.removed"))

@@ -123,7 +123,7 @@ def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
         shelf = Shelf([directory], run=RUN)
         assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
         newest = Wanted(ranks={0: (found.id,)}, committed=found.id)
-        assert shelf.desk.copies.want(newest) == 0
+        assert shelf.desk.copies.want(newest, sender=0) == 0
         assert len(shelf.look().shards) == 2
 
     asyncio.run(story())

@@ -14,9 +14,10 @@ from keepstep.errors import DigestError, ImageError, StorageError
 from keepstep_sidecar.peer import wire
 from keepstep_sidecar.peer.copies import Copies
 from keepstep_sidecar.peer.shards import Reading
+from keepstep_sidecar.peer.wire import Wanted
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
-from tests.volume.images import empty_slot
+from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]
 
@@ -248,3 +249,18 @@ def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_coarse
             assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)
 
     asyncio.run(story())
+
+
+def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> None:
+    copies = Copies([], run=RUN)
+    commit = step_id(7)
+    for wrong in ({-1: ()}, {1 << 20: ()}, {1 << 70: ()}, dict.fromkeys(range(70_000), ())):
+        with pytest.raises(ValueError, match="ranks"):
+            Wanted(committed=commit, ranks=wrong)
+    for _ in range(3):
+        for sender in range(200):
+            ranks = dict.fromkeys(range(sender * 1000 % 60_000, sender * 1000 % 60_000 + 1000), ())
+            copies.want(Wanted(committed=commit, ranks=ranks), sender=sender)
+    assert sum(len(one.ranks) for one in copies._told.values()) <= 1 << 16
+    copies.want(Wanted(committed=commit, ranks={3: ()}), sender=199)
+    assert list(copies._told[199].ranks) == [3]

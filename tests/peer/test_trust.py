@@ -28,7 +28,15 @@ Make = Callable[..., Node]
 def test_an_identity_reads_back_whatever_its_names_are() -> None:
     odd = Identity(namespace="a/b", run="gpt 100% ü", node_rank=12)
     assert Identity.parse(odd.uri) == odd
-    for wrong in ("keepstep://a/b", "keepstep://a/b/x", "https://a/b/0", "keepstep://a/b/0/1"):
+    names = "keepstep://a/b"
+    odd_spellings = (
+        f"{names}/0\n",
+        f"{names}/00",
+        f"{names}/\u0661",
+        f"{names}/0/1",
+        "keepstep://%61/b/0",
+    )
+    for wrong in ("keepstep://a/b", "keepstep://a/b/x", "https://a/b/0", *odd_spellings):
         with pytest.raises(ValueError, match="identity"):
             Identity.parse(wrong)
 
@@ -122,6 +130,18 @@ def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> 
         FileCredentials(dataclasses.replace(two, key=none.key))
     with pytest.raises(UsageError, match="cannot read"):
         FileCredentials(dataclasses.replace(two, key=two.key.with_name("absent")))
+
+
+def test_a_key_that_everybody_may_read_is_told_of(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.files(0)
+    files.key.chmod(0o600)
+    FileCredentials(files)
+    assert "peer key not private" not in caplog.text
+    files.key.chmod(0o644)
+    FileCredentials(files)
+    assert "peer key not private" in caplog.text
 
 
 def test_settings_that_cannot_work_are_refused(authority: Authority) -> None:

@@ -14,6 +14,7 @@ from keepstep_sidecar.fork import Fork, require_archive
 from keepstep_sidecar.peer.settings import PeerSettings
 from keepstep_sidecar.rollback import Wish
 from keepstep_sidecar.shardfile import Verify
+from keepstep_sidecar.tree import check_run
 
 _LONGEST_SOCKET_PATH = 107
 """`sun_path` of a unix socket, without its closing zero (unix(7))."""
@@ -80,6 +81,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
+        check_run(self.run)
         if not self.volumes:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
         if self.slots < 2:

@@ -11,6 +11,9 @@ from keepstep.protocol import PROTOCOL_MAX, PROTOCOL_MIN, LeaseRequest
 from keepstep_sidecar import __version__
 from keepstep_sidecar.problems import refuse
 
+LARGEST_WORLD = 65536
+"""As the operator takes it in a report."""
+
 
 def common_version(request: LeaseRequest) -> int:
     """The newest protocol that both sides speak. Raises SidecarError `protocol`."""
@@ -23,6 +26,17 @@ def common_version(request: LeaseRequest) -> int:
             f" {PROTOCOL_MAX}: bring both within two minor versions of each other",
         )
     return version
+
+
+def check_rank(request: LeaseRequest) -> None:
+    """Raises SidecarError `bad-request` for a rank that no world has: directories and images are
+    named by it."""
+    if not 0 <= request.rank < request.world <= LARGEST_WORLD:
+        raise refuse(
+            "bad-request",
+            f"rank {request.rank} of {request.world} cannot be: ranks begin at 0 and end below the"
+            f" world size, which is at most {LARGEST_WORLD}",
+        )
 
 
 def parse_layout(header: str) -> Layout:

@@ -29,7 +29,7 @@ class Owner:
         self.leave()
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:
+        except (OSError, OverflowError):  # no process has such a number
             return
         asyncio.get_running_loop().add_reader(self._pidfd, self.leave)
         self._changes.ring()

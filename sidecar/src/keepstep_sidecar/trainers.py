@@ -73,6 +73,7 @@ class Trainers:
 
     async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
         """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
+        handshake.check_rank(request)
         try:
             version = handshake.common_version(request)
         except SidecarError as error:

@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.errors import UsageError
 from keepstep.steps import StepId, shard_name
 
 LOCK = ".lock"
@@ -26,6 +27,16 @@ RECORD = "run.json"
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+def check_run(name: str) -> None:
+    """The name of a run is that of a directory on each volume. Raises UsageError for any other."""
+    if not _RUN.fullmatch(name):
+        raise UsageError(
+            f"--run {name!r} cannot name a run: use letters, digits, '.', '_' and '-', and begin"
+            " with a letter or digit"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import math
 import os
 import re
@@ -171,14 +172,49 @@ def _drop(parent: int, name: str) -> int:
     if not stat.S_ISDIR(found.st_mode):
         os.unlink(name, dir_fd=parent)
         return 1
-    if found.st_dev != os.fstat(parent).st_dev:
-        raise StorageError(f"{name} is another file system, mounted there; it is left alone")
-    fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    top = _inside(parent, name)
     try:
-        gone = sum(_drop(fd, one) for one in os.listdir(fd))
+        gone = _empty(top)
     finally:
-        os.close(fd)
+        os.close(top)
     os.rmdir(name, dir_fd=parent)
+    return gone
+
+
+def _inside(parent: int, name: str) -> int:
+    """Open a directory of the same file system. Raises StorageError for another one."""
+    if _lstat(parent, name).st_dev != os.fstat(parent).st_dev:
+        raise StorageError(f"{name} is another file system, mounted there; it is left alone")
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def _empty(top: int) -> int:
+    """Remove what is in an open directory. What lies deeper is first moved up into it, so that
+    neither the stack nor descriptors grow with the depth of a tree that anybody may have made."""
+    gone, found = 0, os.listdir(top)
+    names = set(found)
+    while found:
+        name = found.pop()
+        if not stat.S_ISDIR(_lstat(top, name).st_mode):
+            os.unlink(name, dir_fd=top)
+            gone += 1
+            continue
+        inner = _inside(top, name)
+        try:
+            for one in os.listdir(inner):
+                if stat.S_ISDIR(_lstat(inner, one).st_mode):
+                    os.close(_inside(inner, one))
+                    free = next(new for n in itertools.count() if (new := str(n)) not in names)
+                    os.rename(one, free, src_dir_fd=inner, dst_dir_fd=top)
+                    names.add(free)
+                    found.append(free)
+                else:
+                    os.unlink(one, dir_fd=inner)
+                    gone += 1
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=top)
+        names.discard(name)
     return gone
 
 

@@ -32,6 +32,7 @@ from keepstep_sidecar.peer.shards import Shards
 from keepstep_sidecar.peer.wire import Listed, Listing, Wanted
 from keepstep_sidecar.reporter import Look, Reporter
 from keepstep_sidecar.shardfile import Verify
+from keepstep_sidecar.tree import check_run
 from keepstep_sidecar.unwritable import UnwritableVolume
 from keepstep_sidecar.volumes import VolumeSet
 
@@ -50,6 +51,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         """Raises UsageError when there is nothing to serve, or nowhere to serve it."""
+        check_run(self.run)
         if not self.directories:
             raise UsageError("--serve needs at least one DIR")
         if not self.peers.listen:
@@ -59,7 +61,7 @@ class Serving:
 class _Kept(Copies):
     """Copies that nobody can want away: their owner has left."""
 
-    def want(self, wanted: Wanted) -> int:
+    def want(self, wanted: Wanted, *, sender: int) -> int:
         return 0
 
 

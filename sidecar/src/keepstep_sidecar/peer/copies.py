@@ -29,7 +29,7 @@ from keepstep_sidecar.filesystem import Filesystem
 from keepstep_sidecar.journal import say, warn
 from keepstep_sidecar.peer import ring
 from keepstep_sidecar.peer.receiving import Manifest, Part, is_part
-from keepstep_sidecar.peer.wire import Wanted
+from keepstep_sidecar.peer.wire import MOST_RANKS, Wanted
 from keepstep_sidecar.scan import opened, read_sealed
 from keepstep_sidecar.tree import ShardName, is_shard, is_step
 from keepstep_sidecar.unwritable import UnwritableVolume
@@ -37,7 +37,8 @@ from keepstep_sidecar.volume import Volume
 from keepstep_sidecar.writer import FULL
 
 DIRECTORY = "peers"
-_MOST_PARTS = 64
+_MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
+"""Of copies that are on their way in; one that is let go of is begun again where it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Copies:
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], Copy] = {}
         self._parts: dict[Path, Part] = {}
-        self._committed: dict[int, StepId] = {}  # by rank, as its sender last said
+        self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
         self.unreadable = ""
         self._said = ""
@@ -164,9 +165,13 @@ class Copies:
                 old.close()
             part = Part(path, manifest, filesystem=self._filesystem, engine=volume.engine)
         self._parts[path] = part
-        while len(self._parts) > _MOST_PARTS:
+        while len(self._parts) > 1 and self._too_many_parts():
             self._parts.pop(next(iter(self._parts))).close()
         return part
+
+    def _too_many_parts(self) -> bool:
+        headers = sum(len(part.manifest.layout.header) for part in self._parts.values())
+        return len(self._parts) > _MOST_PARTS or headers > _MOST_HEADER_BYTES
 
     def _volume_for(self, where: Path, size_bytes: int) -> Volume:
         usable = [
@@ -189,7 +194,9 @@ class Copies:
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
         held, commit = self._by_rank(), self._commit()
-        committed = {**(dict.fromkeys(held, commit) if commit else {}), **self._committed}
+        told = {rank: one.committed for one in self._told.values() for rank in one.ranks}
+        known = {rank: id for rank, id in told.items() if id is not None}
+        committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
         for id, rank in ring.crowded_out(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
@@ -235,13 +242,16 @@ class Copies:
 
     # --- going -------------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted) -> int:
-        """Let go of what its sender no longer wants and has a newer copy of here; how many."""
+    def want(self, wanted: Wanted, *, sender: int) -> int:
+        """Let go of what node rank `sender` no longer wants and has newer copies of; how many."""
         with self._lock:
-            for rank in wanted.ranks:
-                self._committed.pop(rank, None)
-                if wanted.committed is not None:
-                    self._committed[rank] = wanted.committed
+            self._told.pop(sender, None)
+            # of the steps nothing is remembered but the commit
+            self._told[sender] = Wanted(
+                committed=wanted.committed, ranks=dict.fromkeys(wanted.ranks, ())
+            )
+            while sum(len(one.ranks) for one in self._told.values()) > MOST_RANKS:
+                self._told.pop(next(iter(self._told)))
             doomed = ring.expendable(self._by_rank(), wanted)
             for id, rank in doomed:
                 self._drop(id, rank, why="superseded")

@@ -7,13 +7,16 @@ A pair that does not fit together (a half-written directory) is left alone until
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from keepstep.errors import KeepstepError, UsageError
@@ -59,6 +62,7 @@ class FileCredentials:
         self._lock = threading.Lock()
         self._digest = b""
         self._tls = self._load()
+        _warn_of_readers(files.key)
         self._looked_at = time.monotonic()
 
     def current(self) -> Tls:
@@ -93,6 +97,14 @@ class FileCredentials:
         if digest != self._digest:
             self._tls, self._digest = contexts(pem, whose=str(files.certificate)), digest
         return self._tls
+
+
+def _warn_of_readers(key: Path) -> None:
+    """Whoever has the key is this pod to all others."""
+    with contextlib.suppress(OSError):
+        if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o007:
+            why = "everybody on this machine may read or write it; chmod 600"
+            warn("peer key not private", path=str(key), mode=f"{mode:04o}", reason=why)
 
 
 def contexts(pem: Pem, *, whose: str) -> Tls:

@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _wanted(self, match: re.Match[str]) -> None:
         wanted = _decode(self._body(wire.LARGEST_WANTED_BYTES), wire.Wanted)
-        self.desk.copies.want(wanted)
+        self.desk.copies.want(wanted, sender=self.sender.node_rank)
         self._respond(204, b"")
 
     # --- bytes -------------------------------------------------------------------------------

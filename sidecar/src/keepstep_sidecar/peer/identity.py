@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from keepstep.errors import UsageError
 
-_URI = re.compile(r"^keepstep://([^/]+)/([^/]+)/(\d{1,9})$")
+_URI = re.compile(r"keepstep://([^/]+)/([^/]+)/(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,13 @@ class Identity:
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
-        """Inverse of `uri`. Raises ValueError."""
-        if not (match := _URI.match(uri)):
-            raise ValueError(f"not an identity: {uri!r} (like keepstep://namespace/run/0)")
-        return cls(namespace=unquote(match[1]), run=unquote(match[2]), node_rank=int(match[3]))
+        """Inverse of `uri`: each identity has one spelling. Raises ValueError."""
+        if match := _URI.fullmatch(uri):
+            names = unquote(match[1]), unquote(match[2])
+            found = cls(namespace=names[0], run=names[1], node_rank=int(match[3]))
+            if found.uri == uri:
+                return found
+        raise ValueError(f"not an identity: {uri!r} (like keepstep://namespace/run/0)")
 
     def shares_run(self, other: Identity) -> bool:
         """Whether both are pods of one run."""

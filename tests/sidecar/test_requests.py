@@ -1,0 +1,132 @@
+"""What a trainer's socket is sent is checked before anything is done for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer import FakeTrainer
+
+from keepstep import protocol
+from keepstep.errors import SidecarError, UsageError
+from keepstep_sidecar.cli.calls import _Connection
+from keepstep_sidecar.tree import check_run
+from tests.harness import SidecarProcess
+
+pytestmark = pytest.mark.timeout(60)
+ODD = (-1, 1 << 31, 1 << 63, 1 << 70, -(1 << 70))
+ROUTES = {
+    "/v1/layout": protocol.LayoutRequest,
+    "/v1/slot": protocol.SlotRequest,
+    "/v1/staged": protocol.StagedRequest,
+    "/v1/discard": protocol.DiscardRequest,
+    "/v1/release": protocol.ReleaseRequest,
+    "/v1/skipped": protocol.SkippedRequest,
+    "/v1/candidates": protocol.CandidatesRequest,
+    "/v1/restore": protocol.OpenRequest,
+    "/v1/restored": protocol.RestoredRequest,
+    "/v1/sources": protocol.SourcesRequest,
+    "/v1/headers": protocol.HeadersRequest,
+    "/v1/window": protocol.WindowRequest,
+    "/v1/chunks": protocol.ChunksRequest,
+    "/v1/owner": protocol.OwnerRequest,
+}
+
+
+@pytest.fixture
+def sidecar(memory_dir: Path, tmp_path: Path) -> Iterator[SidecarProcess]:
+    one = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log").start()
+    yield one
+    one.end()
+
+
+def test_no_number_is_an_internal_error(
+    sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
+) -> None:
+    trainer = trainers(sidecar.socket)
+    trainer.connect()
+    trainer.register()
+    for route, kind in ROUTES.items():
+        for odd in ODD:
+            status = _post(sidecar, route, _message(kind, lease=trainer.lease, number=odd))
+            assert status != 500, f"{route} with {odd}"
+    assert "Traceback" not in sidecar.log.read_text()
+
+
+def _message(kind: Any, *, lease: str, number: int) -> Any:
+    """One of its shape, every number in it the same."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        fields = {name: _message(hint, lease=lease, number=number) for name, hint in hints.items()}
+        return {**fields, **({"lease": lease} if "lease" in fields else {})}
+    if origin is tuple:
+        return [_message(arguments[0], lease=lease, number=number)]
+    if origin is dict:
+        return {"x": _message(arguments[1], lease=lease, number=number)}
+    if arguments:  # one of several, or None
+        return _message(arguments[0], lease=lease, number=number)
+    if kind is bool:
+        return True
+    if kind in (int, float):
+        return 0.01 if kind is float and abs(number) > 1 << 64 else number
+    members = list(kind) if hasattr(kind, "__members__") else []
+    return members[0].value if members else "00c0ffee"
+
+
+def _post(sidecar: SidecarProcess, route: str, message: Any) -> int:
+    connection = _Connection(sidecar.socket, 10.0)
+    try:
+        connection.request("POST", route, json.dumps(message))
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def test_a_rank_that_no_world_has_is_refused_and_leaves_nothing(
+    sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
+) -> None:
+    trainer = trainers(sidecar.socket)
+    impossible = ((-1, 1), (1, 1), (1 << 31, 1 << 32), (0, 0), (0, 1 << 20), (1 << 70, 2))
+    for trainer.rank, trainer.world in impossible:
+        with pytest.raises(SidecarError, match=r"cannot be|Expected|range"):
+            trainer.connect()
+    assert not list(sidecar.memory.glob("rank-*"))
+    assert sidecar.get("/v1/status")["ranks"] == []
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "gpt\n", "\x1b[31m", "x" * 300, "\u0661"])
+def test_a_run_is_named_by_what_can_be_a_directory(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot name a run"):
+        check_run(name)
+
+
+def test_a_run_that_would_lead_out_of_the_volume_does_not_begin(tmp_path: Path) -> None:
+    words = [
+        "--run",
+        "../../x",
+        "--memory-dir",
+        str(tmp_path / "m"),
+        "--volume",
+        str(tmp_path / "v"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep_sidecar", *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "cannot name a run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
