@@ -271,6 +271,8 @@ def metadata() -> Iterator[Attack]:
         ("alias-of-nothing", lambda ours: ours.update(aliases={"a": "b"}), "no tensor"),
         ("alias-of-itself", lambda ours: ours.update(aliases={"mask": "mask"}), "and a tensor"),
         ("sections-too-many", lambda ours: ours.update(sections=[["rest", 10**12]]), "integer"),
+        ("sections-unhashable", lambda ours: ours.update(sections=[[["params"], 1]]), "a section"),
+        ("dtype-of-nothing", lambda ours: ours.update(dtypes={"a": "C32"}), "no tensor"),
         ("sections-too-few", lambda ours: ours.update(sections=[["rest", 1]]), "has 3"),
         ("dtype-unknown", lambda ours: ours.update(dtypes={"mask": "F1"}), "unknown dtype"),
         ("dtype-lie", lambda ours: ours.update(dtypes={"mask": "C128"}), "not stored as bytes"),
@@ -278,6 +280,8 @@ def metadata() -> Iterator[Attack]:
     ]:
         error = VersionError if name == "future-version" else FormatError
         yield Attack(f"metadata-{name}", error, says, with_ours(edit))
+    number = with_header(lambda tree: tree["__metadata__"].update(version=1))
+    yield Attack("metadata-no-string", FormatError, "a string is needed", number)
     missing = with_boxes(lambda boxes: boxes.pop("mask"))
     yield Attack("metadata-box-missing", FormatError, "exactly the tensors", missing)
     flat = with_boxes(lambda boxes: boxes["weight"].update(saved_offsets=[0]))
@@ -375,8 +379,11 @@ def kept() -> Iterator[Attack]:
 README = """# Hostile files
 
 Each is a small image with one lie in it, made by `python attacks/make.py`. A reader of run
-`demo`, step `{id}` must refuse each with the error below, allocating no more than the file's own
-size (tests/image/test_attacks.py). A newer format is left alone; everything else is quarantined.
+`demo`, step `{id}` must refuse each with the error below, allocating less than a megabyte
+(tests/image/test_attacks.py). Of larger files: at most 64 MiB, or eight times the bytes that are
+parsed if that is more (tests/image/test_bounds.py, `make fuzz`). Only extras and skeletons, which
+the library alone makes Python's own objects of, may take 40 times their text. A newer format is
+left alone; everything else is quarantined.
 
 | file | error | and says |
 | --- | --- | --- |

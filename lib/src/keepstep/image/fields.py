@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from typing import Any
 
@@ -14,6 +15,8 @@ MAX_BYTES = 1 << 62
 """No image is larger; so sums of what passed as a size stay small numbers."""
 
 _MAX_DIMENSIONS = 64
+_FEW = 8
+_SMALL = 1 << 16
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -58,11 +61,24 @@ def digest(value: object, what: str) -> str:
 
 def sizes(value: object, name: str) -> tuple[int, ...]:
     found = array(value, name)
-    if len(found) > _MAX_DIMENSIONS or not all(
-        type(size) is int and 0 <= size <= MAX_BYTES for size in found
-    ):
+    fits = len(found) <= _MAX_DIMENSIONS
+    for size in found[:_MAX_DIMENSIONS]:
+        if type(size) is not int or not 0 <= size <= MAX_BYTES:
+            fits = False
+    if not fits:
         raise FormatError(f"{quoted(name)}: {quoted(value)} is not a row of sizes")
-    return tuple(found)
+    return tuple(found) if len(found) <= _FEW else tuple([_shared(one) for one in found])
+
+
+def _shared(size: int) -> int:
+    """The same object for equal small numbers: a hostile header of nothing but dimensions takes
+    little memory."""
+    return _numbers()[size] if size < _SMALL else size
+
+
+@functools.cache
+def _numbers() -> tuple[int, ...]:
+    return tuple(range(_SMALL))
 
 
 def version(value: object, newest: int) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import fields, strictjson
+from keepstep.image import fields
 from keepstep.image.fields import MAX_BYTES, quoted
-from keepstep.image.strictjson import is_text
+from keepstep.image.strictjson import Reader, is_text
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Section, TensorSpec
 
 FORMAT_VERSION = 1
@@ -124,16 +124,20 @@ def read_length(buffer: bytes | memoryview) -> int:
 
 
 def parse(header: bytes) -> Header:
-    """Inverse of `render`. Raises FormatError, and VersionError for a newer format."""
+    """Inverse of `render`. Raises FormatError, and VersionError for a newer format.
+
+    Takes no more memory than eight times the header: each entry is checked as it is read, and kept
+    as a few small objects.
+    """
     if header[8:9] != b"{":
         raise FormatError("the header is not a JSON object")
-    tree = strictjson.loads(header[8:], what="header")
-    metadata = fields.mapping(tree.pop("__metadata__", None), "__metadata__")
-    ours = fields.mapping(_inner(metadata, "keepstep"), "keepstep")
+    tree, texts = _entries(header)
+    ours = _ours(texts.pop("keepstep"), tree)
     check_version(ours.get("format_version"))
     world = fields.integer(ours.get("world"), "world", 1, _MAX_WORLD)
     rank = fields.integer(ours.get("rank"), "rank", 0, world - 1)
-    *specs, extras, digests, _ = _specs(tree, metadata, ours, rank)
+    _check_names(list(tree), rank)
+    *specs, extras, digests, _ = _specs(tree, _boxes(texts.pop("DCP_SHARDING_INFO"), tree), ours)
     return Header(
         rank=rank,
         world=world,
@@ -144,6 +148,106 @@ def parse(header: bytes) -> Header:
         digests_bytes=digests.size_bytes,
         twins=_twins(ours.get("twins", []), rank=rank, world=world),
     )
+
+
+# --- JSON, read piece by piece -------------------------------------------------------------------
+
+_Sizes = tuple[int, ...]
+_Raw = tuple[str, _Sizes, _Sizes]
+"""An entry as stock readers see it: dtype, shape, bytes."""
+
+_DTYPES = {name: name for name in NATIVE_BYTES}
+_INNER = ("keepstep", "DCP_SHARDING_INFO")
+
+
+def _entries(header: bytes) -> tuple[dict[str, _Raw], dict[str, str]]:
+    """All entries in the order of their bytes, and of `__metadata__` the texts that are JSON."""
+    tree: dict[str, _Raw] = {}
+    texts: dict[str, str] = {}
+    reader = Reader(memoryview(header)[8:], what="header")
+    for name in reader.members(known=tree):
+        if name != "__metadata__":
+            tree[name] = _raw(name, reader.value())
+        elif texts:
+            raise FormatError("header: the key '__metadata__' comes twice")
+        else:
+            texts = _texts(reader)
+    reader.end()
+    if not texts:
+        raise FormatError("no __metadata__: this file was not written by keepstep")
+    return tree, texts
+
+
+def _texts(reader: Reader) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for key in reader.members():
+        text = reader.string()
+        if key in _INNER:
+            texts[key] = text
+    if missing := [key for key in _INNER if key not in texts]:
+        raise FormatError(f"no {missing[0]} in __metadata__: this file was not written by keepstep")
+    ours = Reader(texts["keepstep"], what="keepstep")
+    if next(ours.members(), None) == "format_version":  # before anything else is judged
+        check_version(ours.value())
+    return texts
+
+
+def _raw(name: str, value: object) -> _Raw:
+    try:
+        entry = fields.mapping(value, name)
+        dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError:
+        raise FormatError(f"{quoted(name)}: not an entry of safetensors") from None
+    if len(entry) != 3:
+        raise FormatError(f"{quoted(name)}: not an entry of safetensors")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
+    return _DTYPES[dtype], fields.sizes(shape, name), fields.sizes(place, name)
+
+
+def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
+    """`saved_offsets` of every entry."""
+    boxes: dict[str, _Sizes] = {}
+    zeros: dict[_Sizes, _Sizes] = {}
+    reader = Reader(text, what="DCP_SHARDING_INFO")
+    for name in reader.members(known=boxes):
+        if name not in tree:
+            raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+        box = fields.mapping(reader.value(), name)
+        offsets = fields.sizes(box.get("saved_offsets"), name)
+        boxes[name] = offsets if any(offsets) else zeros.setdefault(offsets, offsets)
+    reader.end()
+    if len(boxes) != len(tree):
+        raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+    return boxes
+
+
+def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
+    """What we know of the object `keepstep`; small but for what names tensors of the image."""
+    ours: dict[str, Any] = {}
+    reader = Reader(text, what="keepstep")
+    for key in reader.members():
+        if key == "skeleton":
+            ours[key] = reader.string()
+        elif key in _BY_NAME:
+            ours[key] = {}
+            for name in reader.members(known=ours[key]):
+                if key != "aliases" and name not in tree:
+                    raise FormatError(f"{key}: {quoted(name)} is no tensor of this image")
+                ours[key][name] = _BY_NAME[key](reader.value(), name)
+        elif key in _SINGLE:
+            ours[key] = reader.value()
+        else:
+            reader.skip()
+    reader.end()
+    return ours
+
+
+_SINGLE = ("format_version", "rank", "world", "sections", "twins")
+_BY_NAME = {"dtypes": fields.text, "global_shapes": fields.sizes, "aliases": fields.text}
+
+
+# --- what it means -------------------------------------------------------------------------------
 
 
 def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
@@ -168,29 +272,27 @@ def check_name(name: str) -> None:
         raise FormatError(f"{quoted(name)}: names must be valid Unicode")
 
 
-def _specs(
-    tree: dict[str, Any], metadata: dict[str, Any], ours: dict[str, Any], rank: int
-) -> list[TensorSpec]:
-    """All entries in the order of their bytes, the three reserved ones last."""
-    names = list(tree)
+def _check_names(names: list[str], rank: int) -> None:
     if tuple(names[-3:]) != reserved_names(rank):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
     for name in names[:-3]:
         check_name(name)
-    boxes = fields.mapping(_inner(metadata, "DCP_SHARDING_INFO"), "DCP_SHARDING_INFO")
-    if boxes.keys() != tree.keys():
-        raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+
+
+def _specs(
+    tree: dict[str, _Raw], boxes: dict[str, _Sizes], ours: dict[str, Any]
+) -> list[TensorSpec]:
+    """All entries in the order of their bytes, the three reserved ones last."""
     reader = _SpecReader(
         dtypes=fields.mapping(ours.get("dtypes"), "dtypes"),
         global_shapes=fields.mapping(ours.get("global_shapes"), "global_shapes"),
     )
-    sections = (*_sections(ours.get("sections"), len(names) - 3), *[Section.REST] * 3)
+    sections = (*_sections(ours.get("sections"), len(tree) - 3), *[Section.REST] * 3)
     at, specs = 0, []
-    for name, section in zip(names, sections, strict=True):
-        spec = reader.read(
-            name, section, fields.mapping(tree[name], name), fields.mapping(boxes[name], name)
-        )
-        at = _check_place(spec, tree[name].get("data_offsets"), at)
+    for name, section in zip(list(tree), sections, strict=True):
+        stored, shape, place = tree.pop(name)
+        spec = reader.read(name, section, stored, shape, boxes.pop(name))
+        at = _check_place(spec, place, at)
         specs.append(spec)
     if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
         raise FormatError("the reserved entries are not flat bytes")
@@ -201,33 +303,26 @@ def _specs(
 
 @dataclass(frozen=True)
 class _SpecReader:
-    dtypes: dict[str, Any]
-    global_shapes: dict[str, Any]
+    dtypes: dict[str, str]
+    global_shapes: dict[str, _Sizes]
 
     def read(
-        self, name: str, section: Section, entry: dict[str, Any], box: dict[str, Any]
+        self, name: str, section: Section, stored: str, shape: _Sizes, offsets: _Sizes
     ) -> TensorSpec:
-        if entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise FormatError(f"{quoted(name)}: not an entry of safetensors")
-        stored, shape = entry["dtype"], fields.sizes(entry["shape"], name)
-        if not isinstance(stored, str) or stored not in NATIVE_BYTES:
-            raise FormatError(f"{quoted(name)}: unknown dtype {quoted(stored)}")
-        offsets = fields.sizes(box.get("saved_offsets"), name)
         if len(offsets) != len(shape):
             raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
         dtype = self.dtypes.get(name, stored)
         if dtype != stored:
             shape, offsets = _opaque(name, dtype, stored, shape, offsets)
-        whole = self.global_shapes.get(name)
-        box_of = (shape, offsets, shape if whole is None else fields.sizes(whole, name))
-        return TensorSpec(name, dtype, shape, section, *_box(name, *box_of))
+        whole = self.global_shapes.get(name, shape)
+        return TensorSpec(name, dtype, shape, section, *_box(name, shape, offsets, whole))
 
 
 def _opaque(
-    name: str, dtype: object, stored: str, shape: tuple[int, ...], offsets: tuple[int, ...]
+    name: str, dtype: str, stored: str, shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The true shape and offsets of a tensor that is stored as bytes."""
-    if not isinstance(dtype, str) or dtype not in OPAQUE_BYTES:
+    if dtype not in OPAQUE_BYTES:
         raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
     if stored != "U8" or shape[-1:] != (OPAQUE_BYTES[dtype],) or offsets[-1] != 0:
         raise FormatError(f"{quoted(name)}: {dtype} is not stored as bytes")
@@ -238,21 +333,23 @@ def _box(
     name: str, shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Offsets and global shape as `TensorSpec` has them: empty when the box is all there is."""
+    if whole == shape and not any(offsets):
+        return (), None
     if len(whole) != len(shape) or any(
         at + size > limit for at, size, limit in zip(offsets, shape, whole, strict=True)
     ):
         raise FormatError(f"{quoted(name)}: its box lies outside of its global shape")
-    return ((), None) if shape == whole else (offsets, whole)
+    return offsets, whole
 
 
-def _check_place(spec: TensorSpec, offsets: object, at: int) -> int:
+def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
     """The end of the tensor that must begin at `at`."""
     if at % spec.element_bytes:
         raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
-    if fields.sizes(offsets, spec.name) != (at, end) or end > MAX_BYTES:
+    if offsets != (at, end) or end > MAX_BYTES:
         raise FormatError(
-            f"{quoted(spec.name)}: has the bytes {quoted(offsets)}, must have [{at}, {end}]"
+            f"{quoted(spec.name)}: has the bytes {quoted(list(offsets))}, must have [{at}, {end}]"
         )
     return end
 
@@ -282,19 +379,12 @@ def _sections(value: object, count: int) -> list[Section]:
     """Inverse of `_runs`."""
     sections: list[Section] = []
     for run in fields.array(value, "sections"):
-        if not isinstance(run, list) or len(run) != 2 or run[0] not in Section._value2member_map_:
+        if not isinstance(run, list) or len(run) != 2 or run[0] not in list(Section):
             raise FormatError(f"sections: {quoted(run)} is not a section and a count")
         sections += [Section(run[0])] * fields.integer(run[1], "sections", 1, count - len(sections))
     if len(sections) != count:
         raise FormatError(f"sections: {len(sections)} tensors, but the header has {count}")
     return sections
-
-
-def _inner(metadata: dict[str, Any], key: str) -> Any:
-    text = metadata.get(key)
-    if not isinstance(text, str):
-        raise FormatError(f"no {key} in __metadata__: this file was not written by keepstep")
-    return strictjson.loads(text.encode("utf-8", "surrogatepass"), what=key)
 
 
 def _dumps(value: object) -> str:

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
@@ -28,10 +28,12 @@ of the C code that parses it, and end the process."""
 
 _SMALL = 4096
 _LARGE = 1 << 20
+_MOST_WIDE = 4 << 20
 _MOST_LARGE = 32
 _FREE_NAMES = 50_000
 _CHARS_PER_NAME = 40
 
+_KEY = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _COMMA = re.compile(r"[ \t\n\r]*([,\]}])[ \t\n\r]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -94,24 +96,42 @@ class Reader:
             self._refuse(f"not JSON: {error}")
         if not is_text(self._text):
             self._refuse("not JSON: half a character")
+        if len(self._text) > _MOST_WIDE and sys.getsizeof(self._text) > 3 * len(self._text):
+            self._refuse("too long to hold characters beyond U+FFFF: each takes four bytes for all")
         self._at = _end(_SPACE.match(self._text))
         self._left = _FREE_NAMES + len(self._text) // _CHARS_PER_NAME
         self._large = _MOST_LARGE
 
-    def members(self) -> Iterator[str]:
-        """Keys of the object that comes next. The caller reads the value of each in between."""
-        known: set[str] = set()
-        for _ in self._parts("{", "}"):
-            key = self.string()
-            if key in known:
+    def members(self, known: Mapping[str, object] | None = None) -> Iterator[str]:
+        """Keys of the object that comes next. The caller reads the value of each in between.
+
+        `known`: where the caller puts them, so that they need not be remembered here as well.
+        """
+        text, seen = self._text, set[str]()
+        goes_on = self._opens("{", "}")
+        while goes_on:
+            if match := _KEY.match(text, self._at):
+                key = match[1]
+            else:  # it has escapes, or is none
+                key = self.string()
+                match = _COLON.match(text, self._at)
+            if match is None:
+                self._refuse(f"not JSON: no ':' at character {self._at}")
+            if key in (seen if known is None else known):
                 self._refuse(f"the key {key[:80]!r} comes twice")
-            known.add(key)
-            self._at = _end(_COLON.match(self._text, self._at)) or self._refuse("no ':'")
+            if known is None:
+                seen.add(key)
+            self._at = match.end()
             yield key
+            goes_on = self._goes_on("}")
 
     def items(self) -> Iterator[int]:
         """Numbers of the items of the array that comes next; as `members`."""
-        return self._parts("[", "]")
+        number, goes_on = 0, self._opens("[", "]")
+        while goes_on:
+            yield number
+            number += 1
+            goes_on = self._goes_on("]")
 
     def comes(self, mark: str) -> bool:
         """Whether this character comes next."""
@@ -119,26 +139,42 @@ class Reader:
 
     def value(self) -> Any:
         """Whatever comes next, of at most a megabyte; and few that are not small."""
-        for size in (_SMALL, _LARGE):
-            piece = self._text[self._at : self._at + size]
-            try:
-                _check_depth(piece)
-                value, used = _DECODER.raw_decode(piece)
-            except FormatError as error:
-                self._refuse(error.reason)
-            except RecursionError:
-                self._refuse("nested too deeply")
-            except ValueError as error:
-                why = f"not JSON: {error}"
-            else:
-                if used < size:
-                    self._at += used
-                    return value
-                why = f"a value of more than {size} characters"
-            if len(piece) < size or not self._large:
-                break
-            self._large -= 1
-        self._refuse(why)
+        try:
+            value, used = _SCAN(self._text[self._at : self._at + _SMALL], 0)
+        except FormatError as error:
+            self._refuse(error.reason)
+        except (ValueError, StopIteration, RecursionError):
+            used = _SMALL
+        if used == _SMALL:  # cut off, or no JSON
+            return self._large_value()
+        self._at += used
+        return value
+
+    def _large_value(self) -> Any:
+        self._large -= 1
+        if self._large < 0:
+            self._refuse(f"too many values of more than {_SMALL} characters, or not JSON")
+        piece = self._text[self._at : self._at + _LARGE]
+        try:
+            _check_depth(piece)
+            value, used = _DECODER.raw_decode(piece)
+        except FormatError as error:
+            self._refuse(error.reason)
+        except RecursionError:
+            self._refuse("nested too deeply")
+        except ValueError as error:
+            self._refuse(f"not JSON: {error}")
+        if used == _LARGE:
+            self._refuse(f"a value of more than {_LARGE} characters")
+        self._at += used
+        return value
+
+    def skip(self) -> None:
+        """Pass over whatever comes next."""
+        if self.comes('"'):
+            self.string()
+        else:
+            self.value()
 
     def string(self) -> str:
         """The string that comes next, of any length."""
@@ -155,24 +191,26 @@ class Reader:
         if _end(_SPACE.match(self._text, self._at)) != len(self._text):
             self._refuse("not JSON: something follows its end")
 
-    def _parts(self, first: str, last: str) -> Iterator[int]:
+    def _opens(self, first: str, last: str) -> bool:
+        """Pass over the opening bracket. Whether anything is in it."""
         if not self.comes(first):
             self._refuse("not a JSON object" if first == "{" else "not a JSON array")
         self._at = _end(_SPACE.match(self._text, self._at + 1))
         if self.comes(last):
             self._at += 1
-            return
-        number, mark = 0, ","
-        while mark == ",":
-            self._left -= 1
-            if self._left < 0:
-                self._refuse(f"too many names for {len(self._text)} characters")
-            yield number
-            number += 1
-            match = _COMMA.match(self._text, self._at)
-            if match is None or match[1] not in (",", last):
-                self._refuse(f"not JSON: no ',' or '{last}' at character {self._at}")
-            mark, self._at = match[1], match.end()
+            return False
+        return True
+
+    def _goes_on(self, last: str) -> bool:
+        """Pass over the comma, or the closing bracket `last`. Whether it was a comma."""
+        match = _COMMA.match(self._text, self._at)
+        if match is None or match[1] not in (",", last):
+            self._refuse(f"not JSON: no ',' or '{last}' at character {self._at}")
+        self._at = match.end()
+        self._left -= 1
+        if self._left < 0:
+            self._refuse(f"too many names for {len(self._text)} characters")
+        return match[1] == ","
 
     def _refuse(self, why: str) -> NoReturn:
         raise FormatError(f"{self._what}: {why}") from None
@@ -201,3 +239,4 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_constant=_refuse_constant)
+_SCAN = _DECODER.scan_once  # type: ignore[attr-defined]

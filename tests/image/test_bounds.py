@@ -1,0 +1,110 @@
+"""What a hostile header or extras may cost: memory by their size, and time that grows no faster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from keepstep.errors import FormatError, KeepstepError
+from keepstep.image import Layout, Section, TensorSpec, extras
+from tests.image.test_attacks import make
+
+MEBIBYTE = 1 << 20
+COUNT = 1 << 20
+
+
+def dense() -> bytes:
+    text = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"U8","shape":[' + b"[]," * COUNT
+    return make.with_header_text(text + b'1],"data_offsets":[0,1]}}')
+
+
+def edited(key: str, value: Any) -> Callable[[], bytes]:
+    return lambda: make.with_ours(lambda ours: ours.update(world=1 << 30, **{key: value}))
+
+
+def wide() -> bytes:
+    return make.with_ours(lambda ours: ours.update(skeleton="a" * (12 * COUNT) + "\U0001f600"))
+
+
+HOSTILE = {
+    "arrays where sizes are expected": dense,
+    "arrays where nothing is expected": edited("later", [[]] * COUNT),
+    "a million twins": edited("twins", list(range(1, COUNT))),
+    "a million sections": edited("sections", [["rest", 1]] * (COUNT // 4)),
+    "a million aliases": edited("aliases", {str(i): "mask" for i in range(COUNT // 8)}),
+    "one character that takes four bytes for each": wide,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_takes_no_more_memory_than_eight_times_its_size(name: str) -> None:
+    data = HOSTILE[name]()
+    assert len(data) > 2 * MEBIBYTE
+    assert peak_of(lambda: parsed(data)) < max(8 * len(data), 64 * MEBIBYTE)
+
+
+def test_a_header_of_very_many_tensors_is_read_in_memory_that_its_size_bounds() -> None:
+    specs = [TensorSpec(f"t{i}", "F32", (), Section.PARAMS) for i in range(10_000)]
+    header = Layout.build(specs, rank=0, world=1).header
+    assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
+    assert len(Layout.parse(header).entries) == len(specs)
+
+
+@pytest.mark.parametrize("tag", ["!set", "!frozenset", "!dict", "!counter"])
+def test_integers_that_collide_are_refused_before_they_take_quadratic_time(tag: str) -> None:
+    keys: list[Any] = [{"!int": hex(i * ((1 << 61) - 1) + 7)} for i in range(20_000)]
+    value = keys if "set" in tag else [[key, 0] for key in keys]
+    text, began = json.dumps({tag: value}).encode(), time.process_time()
+    with pytest.raises(FormatError, match="keys have one hash"):
+        extras.decode(text)
+    assert time.process_time() - began < 2
+
+
+def test_a_set_of_large_integers_comes_back() -> None:
+    value = {1 << i for i in range(1000)} | {-1, -2, 1 << 61, 0.5}
+    assert extras.decode(extras.encode(value)) == value
+
+
+def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
+    tmp_path: pathlib.Path,
+) -> None:
+    """In a process of its own: what overflows the stack of C ends it."""
+    script = tmp_path / "deep.py"
+    script.write_text(
+        "import sys\n"
+        "from keepstep.errors import FormatError\n"
+        "from keepstep.image import extras, headers\n"
+        "sys.setrecursionlimit(10**6)\n"
+        "deep = b'[' * 900_000\n"
+        "header = bytes(8) + b'{\"a\":' + deep\n"
+        "for parse, text in [(extras.decode, deep), (headers.parse, header)]:\n"
+        "    try:\n"
+        "        parse(text)\n"
+        "    except FormatError as error:\n"
+        "        print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.count("nested too deeply")) == (0, 2), ended
+
+
+def parsed(data: bytes) -> None:
+    with contextlib.suppress(KeepstepError):
+        Layout.parse(data)
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
