@@ -235,6 +235,8 @@ class Service:
             self.keeper.drop_damaged(slots, cut_off_only=True)
         if any(slots.sealed() for slots in damaged):
             await self.progress.flush(timeout_s=_RESCUE_S)
+        if self.ending:
+            return
         for slots in damaged:
             self.keeper.make_directory(slots.rank)
             self.keeper.drop_damaged(slots)
