@@ -38,6 +38,7 @@ _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _COMMA = re.compile(r"[ \t\n\r]*([,\]}])[ \t\n\r]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_HIGH = re.compile(r"\\u[dD][89abAB]")
 _BRACKET = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
@@ -96,7 +97,7 @@ class Reader:
             self._refuse(f"not JSON: {error}")
         if not is_text(self._text):
             self._refuse("not JSON: half a character")
-        if len(self._text) > _MOST_WIDE and sys.getsizeof(self._text) > 3 * len(self._text):
+        if len(self._text) > _MOST_WIDE and _is_wide(self._text):
             self._refuse("too long to hold characters beyond U+FFFF: each takes four bytes for all")
         self._at = _end(_SPACE.match(self._text))
         self._left = _FREE_NAMES + len(self._text) // _CHARS_PER_NAME
@@ -214,6 +215,11 @@ class Reader:
 
     def _refuse(self, why: str) -> NoReturn:
         raise FormatError(f"{self._what}: {why}") from None
+
+
+def _is_wide(text: str) -> bool:
+    """Whether a character, escaped or not, makes Python take four bytes for each."""
+    return sys.getsizeof(text) > 3 * len(text) or _HIGH.search(text) is not None
 
 
 def _end(match: re.Match[str] | None) -> int:
