@@ -139,7 +139,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def _to_enum(parts: Any) -> Any:
     module, name, member = parts
     kind = _find(module, name)
-    if not isinstance(kind, enum.EnumType):
+    if not isinstance(kind, enum.EnumMeta):
         raise ValueError(f"{module}.{name} is no enum")
     members = vars(kind)["_member_map_"]
     if member not in members:
