@@ -63,7 +63,7 @@ class ArrayForm:
         torch = importlib.import_module("torch")
         numpy = importlib.import_module("numpy")
         try:
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            flat = tensor.detach().view(-1).view(torch.uint8).numpy()  # its memory, filled later
             array = flat.view(numpy.dtype(self.dtype))
             return array.reshape(self.shape[::-1]).T if self.fortran else array.reshape(self.shape)
         except Exception as error:  # a hostile form meets numpy
