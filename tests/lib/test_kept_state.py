@@ -255,6 +255,25 @@ def test_random_generators_go_on_where_they_were(sidecar):
     assert (random.random(), np.random.rand()) == expected[1:]
 
 
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64", "MT19937"])
+def test_a_random_generator_of_numpy_of_any_kind_goes_on_where_it_was(sidecar, kind):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(7))
+        with keepstep.Checkpointer({"x": {}}, strict=True) as checkpointer:
+            checkpointer.restore()
+            np.random.normal()
+            assert checkpointer.save(0)
+            expected = np.random.normal(size=5), np.random.randint(1000, size=5)
+        np.random.set_bit_generator(getattr(np.random, kind)(8))
+        with keepstep.Checkpointer({"x": {}}) as checkpointer:
+            checkpointer.restore()
+            again = np.random.normal(size=5), np.random.randint(1000, size=5)
+        assert all((one == other).all() for one, other in zip(expected, again, strict=True))
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_random_generators_are_left_alone_on_request(sidecar):
     keep({"m": nn.Linear(1, 1)})
     other = nn.Linear(1, 1)

@@ -234,6 +234,36 @@ def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
     checkpointer.close()
 
 
+def test_wait_for_a_step_that_was_overwritten_before_it_was_written_is_an_error_at_once(
+    sidecars, monkeypatch, model
+):
+    sidecar = sidecars().start("--persist-every", "1000")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    checkpointer = begun({"m": model})
+    step = 1
+    for _ in range(9):
+        step = kept(checkpointer, step) + 1
+    last = step - 1
+    checkpointer.wait(last)
+    for state in ("durable", "committed"):
+        with pytest.raises(keepstep.NotDurableError, match="overwritten by later ones"):
+            checkpointer.wait(1, state, timeout=60)
+        checkpointer.wait(last, state)
+    assert sidecar.published() == [last]
+    checkpointer.close()
+
+
+def test_a_step_that_was_committed_and_has_expired_since_was_committed(sidecar, model):
+    checkpointer = begun({"m": model})
+    step, committed = 0, []
+    while not committed or committed[0] in sidecar.published():
+        committed.append(kept(checkpointer, step))
+        checkpointer.wait(committed[-1])
+        step = committed[-1] + 1
+    checkpointer.wait(committed[0], timeout=5)
+    checkpointer.close()
+
+
 def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_second_discarded_step(
     sidecar, caplog, monkeypatch
 ):

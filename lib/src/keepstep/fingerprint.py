@@ -3,8 +3,8 @@
 Copying lazily is safe only while nobody writes. In-place operations move the version counter that
 autograd keeps; writes through `.data` do not. So a few elements of every tensor are compared as
 well: the first, the last-but-few, at least 16 of each and one in every 256 KiB. Any dense update
-changes them. A sparse write through `.data` between save and fence may hide; docs say to wrap such
-in `checkpointer.mutating()`.
+changes them. A sparse write past the counter (through `.data`, numpy, another process) between save
+and fence may hide; docs say to wrap such in `checkpointer.mutating()`.
 """
 
 from __future__ import annotations

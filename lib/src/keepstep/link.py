@@ -109,6 +109,8 @@ class Link:
             if waited.reached:
                 return
             reason = waited.reason
+            if waited.final:
+                raise NotDurableError(f"step {id.step} is not {state}: {reason}")
         raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
 
     def _ask(self, id: StepId, state: State, timeout_s: float) -> Waited:

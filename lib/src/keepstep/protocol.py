@@ -373,9 +373,9 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WaitRequest:
-    """POST /v1/wait: until `id` (or a later step of its epoch, for durable and committed) is in
-    `state`. `archived`: until the newest step that the archive's schedule wants is there. `flush`:
-    persist this step now even when the schedule would not.
+    """POST /v1/wait: until `id` itself is, or was, in `state`. `archived`: until the newest step
+    that the archive's schedule wants is there. `flush`: persist this step now even when the
+    schedule would not.
     """
 
     lease: str
@@ -387,10 +387,12 @@ class WaitRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Waited:
-    """`reached` False: the time ran out, `reason` says what is missing."""
+    """`reached` False: the time ran out, `reason` says what is missing. `final`: it will be missing
+    for ever."""
 
     reached: bool
     reason: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,12 +6,15 @@ augmentation go on as if nothing had happened. numpy counts only if the program 
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from array import array
 from typing import Any
 
 import torch
+
+log = logging.getLogger("keepstep")
 
 
 def capture() -> dict[str, Any]:
@@ -25,11 +28,18 @@ def capture() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [name, keys.tobytes(), int(position), int(has_gauss), float(cached)]
+        state["numpy"] = _numpy_state(numpy.random.get_state(legacy=False))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+        # of all GPUs: a model may lie on several, each with a generator of its own
+        state["cuda"] = [bytes(one.tolist()) for one in torch.cuda.get_rng_state_all()]
     return state
+
+
+def _numpy_state(state: dict[str, Any]) -> Any:
+    if state["bit_generator"] != "MT19937":  # after `numpy.random.set_bit_generator`
+        return state
+    name, inner, gauss = state["bit_generator"], state["state"], state["gauss"]
+    return [name, inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(gauss)]
 
 
 def apply(state: dict[str, Any]) -> None:
@@ -40,13 +50,39 @@ def apply(state: dict[str, Any]) -> None:
         version, words, gauss = state["random"]
         random.setstate((version, tuple(array("I", words)), gauss))
     if "numpy" in state:
-        import numpy
-
-        name, keys, position, has_gauss, cached = state["numpy"]
-        words = numpy.frombuffer(keys, dtype=numpy.uint32)
-        numpy.random.set_state((name, words, position, has_gauss, cached))
+        _apply_numpy(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+        _apply_cuda(state["cuda"])
+
+
+def _apply_numpy(state: Any) -> None:
+    import numpy
+
+    if not isinstance(state, dict):
+        name, keys, position, has_gauss, cached = state
+        state = name, numpy.frombuffer(keys, dtype=numpy.uint32), position, has_gauss, cached
+    try:
+        numpy.random.set_state(state)
+    except (ValueError, TypeError) as error:
+        log.warning(
+            "keepstep: numpy's random generator stays as it is, as another kind of generator was"
+            " kept (%s); call numpy.random.set_bit_generator() before restore()",
+            error,
+        )
+
+
+def _apply_cuda(states: Any) -> None:
+    if isinstance(states, bytes):  # kept before there was one for each GPU
+        torch.cuda.set_rng_state(_byte_tensor(states))
+        return
+    if len(states) != torch.cuda.device_count():
+        log.warning(
+            "keepstep: random states of %d GPUs were kept, and there are %d here",
+            len(states),
+            torch.cuda.device_count(),
+        )
+    for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
+        torch.cuda.set_rng_state(_byte_tensor(one), device)
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

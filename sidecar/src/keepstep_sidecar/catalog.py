@@ -377,8 +377,8 @@ class Catalog:
         standing = self.ledger.lineage.standing
         return [id for id in self.shards if standing(id) is Standing.LIVE]
 
-    def committed_from(self, id: StepId) -> bool:
-        """This or a later step of its epoch is committed and, where it is held, visible."""
-        heard = self.overview.commit
-        known = {*self.published, *({heard} if heard and heard not in self.shards else ())}
-        return any(one.epoch == id.epoch and one >= id for one in known)
+    def was_committed(self, id: StepId) -> bool:
+        """This very step is committed and, where it is held, visible; or was until it expired."""
+        if self.stock.was_published(id):
+            return True
+        return id not in self.shards and id in (self.overview.commit, *self.overview.commits)

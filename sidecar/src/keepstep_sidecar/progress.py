@@ -54,7 +54,8 @@ class Progress:
 
         def settled() -> bool:
             # a step that could not be written is not tried again: only a later one can help
-            return reached() or self._persister.failed == request.id == counters.staged
+            failed = self._persister.failed == request.id == counters.staged
+            return reached() or failed or self._overtaken(lease.rank, request.id)
 
         deadline = time.monotonic() + request.timeout_s
         with self._counted(request):
@@ -64,6 +65,9 @@ class Progress:
             return await self._archived(deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
+        if self._overtaken(lease.rank, request.id):
+            reason = f"step {request.id} was overwritten by later ones before it was written"
+            return Waited(reached=False, reason=reason, final=True)
         return Waited(reached=False, reason=self._missing(request.id))
 
     async def _archived(self, left_s: float) -> Waited:
@@ -95,10 +99,17 @@ class Progress:
         if state is State.STAGED:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
-            return lambda: self._catalog.stock.durable_from(rank, id)
+            return lambda: self._catalog.stock.was_durable(rank, id)
         if state is State.ARCHIVED and not self._beyond.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
-        return lambda: self._catalog.committed_from(id)
+        return lambda: self._catalog.was_committed(id)
+
+    def _overtaken(self, rank: int, id: StepId) -> bool:
+        """It is neither in memory nor on a volume, and never will be."""
+        newest = self._trainers.of(rank).staged
+        later = newest is not None and newest.epoch == id.epoch and newest > id
+        gone = later and not self._staged(rank, id) and not self._persister.busy(id)
+        return gone and not self._catalog.stock.was_durable(rank, id)
 
     def _staged(self, rank: int, id: StepId) -> bool:
         return (

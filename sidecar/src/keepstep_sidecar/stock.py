@@ -12,6 +12,8 @@ from keepstep.steps import StepId
 from keepstep_sidecar.scan import Found
 from keepstep_sidecar.volume import Written
 
+_PAST_STEPS = 10_000
+
 Known = Mapping[tuple[StepId, int], Found]
 
 
@@ -21,6 +23,7 @@ class Stock:
     def __init__(self) -> None:
         self.shards: dict[StepId, dict[int, Found]] = {}
         self.published: dict[StepId, str] = {}
+        self._past: dict[StepId, tuple[frozenset[int], bool]] = {}
 
     # --- changing ----------------------------------------------------------------------------
 
@@ -52,9 +55,11 @@ class Stock:
         }
 
     def drop(self, id: StepId) -> None:
-        """The step is about to be deleted."""
-        self.shards.pop(id, None)
+        """The step is about to be deleted. What it was is remembered for those who ask late."""
+        self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
         self.published.pop(id, None)
+        while len(self._past) > _PAST_STEPS:
+            del self._past[next(iter(self._past))]
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -74,12 +79,13 @@ class Stock:
         newest = max((id for id, held in self.shards.items() if rank in held), default=None)
         return self.shards[newest][rank].world if newest is not None else 0
 
-    def durable_from(self, rank: int, id: StepId) -> bool:
-        """This or a later step of its epoch is durable for the rank."""
-        return any(
-            one.epoch == id.epoch and one >= id and rank in held
-            for one, held in self.shards.items()
-        )
+    def was_durable(self, rank: int, id: StepId) -> bool:
+        """Whether this step is durable for the rank, or was until it was deleted."""
+        return rank in self.shards.get(id, ()) or rank in self._past.get(id, ((), False))[0]
+
+    def was_published(self, id: StepId) -> bool:
+        """Whether readers see this step, or saw it until it was deleted."""
+        return id in self.published or self._past.get(id, ((), False))[1]
 
     def ever_published(self) -> set[StepId]:
         """Steps that were committed, whether or not all of their shards are still there."""
