@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 # without bytecode every start of Python would compile us anew
 unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
+KILLS ?= 500
+MINUTES ?= 60
 
-.PHONY: demo test check e2e bench bench-gpu soak attacks clean help
+.PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,8 +42,11 @@ bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floo
 bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
 	$(BIN)/python bench/gpu.py
 
-soak: $(READY) ## 200 kills on this machine, then 200 random faults over all tiers on a kind cluster
-	$(BIN)/python -m pytest -m soak tests/faults -s $(PYTEST_ARGS)
+soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results add up, Ctrl-C keeps them
+	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
+	$(BIN)/python -m tests.faults.kills --readme
+
+soak-tiers: $(READY) ## 200 random faults over all tiers on a kind cluster
 	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)
 
 attacks: $(READY) ## make the hostile files in attacks/ again

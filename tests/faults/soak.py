@@ -1,257 +1,252 @@
-"""Kill trainers and sidecars at random moments, and check every promise after each kill.
+"""What must hold of two trainers and a sidecar, whatever was killed when.
 
-Two real trainer processes (gloo) train a deterministic model and save every step. Because training
-is deterministic, the state after step s is the same in every life: each rank logs the digest of
-each state it saved, and whatever is restored or committed must have the digest of its step.
+Training is deterministic, so the state after step s is the same in every life: each rank logs the
+digest of each state it saved, and whatever is restored, staged or committed must have the digest of
+its step.
 
-Invariants: a committed step restores bit-equal; a step that is not on all ranks is never restored;
-no step mixes epochs; steps never go back within an epoch; a restart loses at most the steps in
-flight; the watermark never falls.
+Invariants: a restore is bit-equal, from whatever tier, and so is every sealed image in memory and
+every committed one on the drive; a step that is not on all ranks is never restored; no step mixes
+epochs; steps never go back within an epoch; the watermark never falls; a restart from memory loses
+the one step in flight at most; what `wait` and `close` said was true; every save was staged, or its
+loss was counted, or it is on its way.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import random
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WORLD = 2
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "keepstep.checkpointer"])
+from keepstep.errors import ImageError
+from keepstep.image import local_name, read_control, read_layout, verify_image
+from keepstep.steps import StepId
+from tests.faults.processes import COMPARED, WORLD, Life, Order, digest
+from tests.harness import SidecarProcess, eventually
 
-
-def digest(tensors: Any) -> str:
-    """Digest of all tensors of a state, in order."""
-    import xxhash
-
-    state = xxhash.xxh3_128()
-    for tensor in tensors:
-        state.update(tensor.detach().contiguous().view(-1).numpy().tobytes())
-    return state.hexdigest()
-
-
-def train(rank: int, socket: str, meeting: str, log: str, steps: int) -> None:
-    """One trainer process: restores, then trains and saves until it is killed or done."""
-    import torch
-
-    import keepstep
-
-    os.environ["KEEPSTEP_SOCKET"] = socket
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD
-    )
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
-    with open(log, "a", buffering=1) as out:
-
-        def say(**what: Any) -> None:
-            out.write(json.dumps({"time": time.time(), **what}) + "\n")
-
-        at = checkpointer.restore()
-        state = [*model.parameters(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
-        epoch = checkpointer.epoch.id if checkpointer.epoch else None
-        say(
-            event="restored",
-            step=at.step if at else -1,
-            epoch=str(epoch),
-            parent=str(checkpointer.epoch.parent) if checkpointer.epoch else "None",
-            digest=digest(state) if at else "",
-            tier=str(at.tier) if at else "",
-        )
-        for step in range(at.step + 1 if at else 0, steps):
-            inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            model(inputs * (rank + 1)).square().mean().backward()
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-            optimizer.step()
-            state = [*model.parameters(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
-            say(event="step", step=step, digest=digest(state))
-            checkpointer.save(step)
-            say(event="saved", step=step)
-    checkpointer.close()
-
-
-@dataclass
-class Life:
-    """One life of the trainers: processes and their logs."""
-
-    processes: list[Any]
-    logs: list[Path]
-
-    def events(self, rank: int) -> list[dict[str, Any]]:
-        if not self.logs[rank].exists():
-            return []
-        lines = self.logs[rank].read_text().splitlines()
-        # a kill may tear the last line
-        return [one for one in map(_parse, lines) if one is not None]
-
-    def steps(self, rank: int) -> list[int]:
-        return [one["step"] for one in self.events(rank) if one["event"] == "saved"]
-
-    def kill(self, ranks: Iterator[int] | range | list[int]) -> None:
-        for rank in ranks:
-            self.processes[rank].kill()
-        for process in self.processes:
-            process.join(0.01)
-
-    def end(self) -> None:
-        self.kill(range(WORLD))
-        for process in self.processes:
-            process.join(20)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(line))
-    except ValueError:
-        return None
+_NAMES = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
+_STATE = [*_NAMES, *(f"optimizer.state.{name}.{part}" for part in COMPARED for name in _NAMES)]
 
 
 @dataclass
 class Soak:
-    """Runs lives against one sidecar and remembers what it learnt."""
+    """Runs lives against one sidecar and remembers what it learnt.
 
-    sidecar: Any
+    `watermark`: the newest step that was committed for certain. `staged`: per rank, the newest step
+    that memory must hold; emptied with it. `lost`: finished steps lost -> how often, of restarts
+    that found sidecar and memory as they were. `kept`: steps since the last restart that all ranks
+    were told are kept; such a restart may lose one of them.
+    """
+
+    sidecar: SidecarProcess
     directory: Path
-    eventually: Callable[..., Any]
     random: random.Random
     expected: dict[int, str] = field(default_factory=dict)
     epochs: list[str] = field(default_factory=list)
     watermark: int = -1
     lives: int = 0
-    lost_steps: list[int] = field(default_factory=list)
-    restarts_s: list[float] = field(default_factory=list)
-    tiers: dict[str, int] = field(default_factory=dict)
+    trained: int = 0
+    staged: dict[int, int] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    undisturbed: bool = True
+    lost: Counter[int] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
 
-    def live(self, steps: int = 1_000_000) -> Life:
+    @contextmanager
+    def living(self, *, steps: int = 1_000_000, waiting: float = 0.0) -> Iterator[Life]:
+        """A life of both trainers; whoever still lives at its end is killed."""
         self.lives += 1
-        meeting = self.directory / f"meeting-{uuid.uuid4().hex}"
         logs = [self.directory / f"life-{self.lives}-{rank}.jsonl" for rank in range(WORLD)]
-        processes = [
-            _CONTEXT.Process(
-                target=train,
-                args=(rank, str(self.sidecar.socket), str(meeting), str(logs[rank]), steps),
-            )
-            for rank in range(WORLD)
-        ]
-        for process in processes:
-            process.start()
-        return Life(processes, logs)
+        meeting = self.directory / f"meeting-{uuid.uuid4().hex}"
+        seed = self.random.randrange(1 << 30)
+        life = Life(Order(str(self.sidecar.socket), str(meeting), seed, steps, waiting), logs)
+        try:
+            yield life.start()
+        finally:
+            life.end()
 
     def until_steps(self, life: Life, count: int) -> None:
-        """Wait until every rank saved `count` steps in this life."""
+        """Wait until every rank saved `count` steps in this life, or ended as it should."""
 
         def ready() -> bool:
             for rank, process in enumerate(life.processes):
-                if not process.is_alive() and process.exitcode != 0:
-                    raise AssertionError(f"rank {rank} ended with {process.exitcode}")
+                assert process.is_alive() or process.exitcode == 0, (
+                    f"rank {rank} ended with {process.exitcode}\n{life.dump()}"
+                )
             return all(len(life.steps(rank)) >= count for rank in range(WORLD))
 
-        self.eventually(ready, within_s=60, what="trainers to make steps")
+        self._eventually(life, ready, what=f"{count} steps of every rank")
 
-    def check_life(self, life: Life, *, all_kept: bool, before: Life | None) -> None:
-        """Everything that must hold of a life that began after a kill."""
-        starts = [life.events(rank)[0] for rank in range(WORLD)]
-        assert all(one["event"] == "restored" for one in starts)
-        assert len({(one["step"], one["epoch"], one["parent"]) for one in starts}) == 1, starts
+    def until_committed_anew(self, life: Life) -> None:
+        """Something was struck and the trainers live on: a step that begins now is committed, and
+        from there on everything is as if nothing had been."""
+        self.until_steps(life, 1)
+        # where memory was emptied, it must be there again: until then steps still go to the old one
+        self._eventually(life, self._memory_is_there, what="memory to be made again")
+        last = max(life.steps(rank)[-1] for rank in range(WORLD))
+        self._eventually(
+            life,
+            lambda: self.check_volume() > last,
+            what=f"a step beyond {last} to be committed after a fault",
+        )
+        self.learn(life)
+        self.staged.clear()
+        self.undisturbed = True
+
+    def _memory_is_there(self) -> bool:
+        slots = [any(self.sidecar.memory.glob(f"rank-{rank:05d}/*.slot")) for rank in range(WORLD)]
+        return self.sidecar.socket.exists() and all(slots)
+
+    def _eventually(self, life: Life, condition: Any, *, what: str) -> None:
+        try:
+            eventually(condition, within_s=60, what=what)
+        except BaseException as error:
+            if type(error).__name__ != "Failed":  # as pytest.fail raises
+                raise
+            tail = self.sidecar.text()[-3000:]
+            raise AssertionError(f"{error}\n{life.dump()}\n--- sidecar:\n{tail}") from None
+
+    def check_start(self, life: Life) -> None:
+        """Everything that must hold of the ranks that came as far as a restore."""
+        starts = life.restored()
+        if not starts:
+            return
         start = starts[0]
+        assert len({(one["step"], one["epoch"], one["parent"]) for one in starts}) == 1, starts
         assert start["epoch"] not in self.epochs, "an epoch was used twice"
         if self.epochs:
             assert start["epoch"] > self.epochs[-1], "epochs only grow"
         self.epochs.append(start["epoch"])
-        self.tiers[start["tier"]] = self.tiers.get(start["tier"], 0) + 1
-        for rank in range(WORLD):
-            if start["step"] >= 0:
-                assert starts[rank]["digest"] == self.expected[start["step"]], (
-                    "restored, but not bit-equal"
-                )
-            self._learn(life, rank)
-            steps = life.steps(rank)
-            assert steps == sorted(set(steps)), "steps never go back within an epoch"
-        assert start["step"] >= self.watermark, "a committed step was lost"
-        if before is not None and all_kept:
-            finished = min(max(before.steps(rank), default=-1) for rank in range(WORLD))
-            self.lost_steps.append(finished - start["step"])
+        self.tiers[start["tier"] or "nothing"] += 1
+        for one in starts:
+            assert one["step"] < 0 or one["digest"] == self.expected[one["step"]], (
+                f"step {one['step']} was restored from {one['tier']}, but not bit-equal"
+            )
+        assert start["step"] >= self.watermark, (
+            f"step {self.watermark} was committed, and step {start['step']} restored"
+        )
+        self._check_loss(start["step"])
+        self.finished, self.kept = {start["step"]} - {-1}, {start["step"]} - {-1}
+        self.undisturbed = True
 
-    def _learn(self, life: Life, rank: int) -> None:
-        for event in life.events(rank):
-            if event["event"] == "step":
-                known = self.expected.setdefault(event["step"], event["digest"])
-                assert known == event["digest"], "training itself is not deterministic"
+    def _check_loss(self, step: int) -> None:
+        if not (self.finished and self.undisturbed):
+            return
+        self.lost[sum(1 for one in self.finished if one > step)] += 1
+        lost = sorted(one for one in self.kept if one > step)
+        assert len(lost) <= 1, f"step {step} was restored; lost, although kept: {lost}"
 
     def learn(self, life: Life) -> None:
+        """What a life did, and whether what it was told can be."""
         for rank in range(WORLD):
             self._learn(life, rank)
+        self.finished |= life.common()
+        self.kept |= life.common(kept=True)
+
+    def _learn(self, life: Life, rank: int) -> None:
+        for event in life.news(rank):
+            match event["event"]:
+                case "step":
+                    self._learn_step(event["step"], event["digest"])
+                case "saved":
+                    self._check_counted(rank, event)
+                case "reached" if event["state"] == "staged":
+                    self.staged[rank] = max(self.staged.get(rank, -1), event["step"])
+                case "reached":
+                    self.watermark = max(self.watermark, event["step"])
+                case "closed":
+                    self.watermark = max(self.watermark, *life.steps(rank)[-1:], -1)
+        steps = life.steps(rank)
+        assert steps == sorted(set(steps)), "steps never go back within an epoch"
+
+    def _learn_step(self, step: int, found: str) -> None:
+        self.trained += step not in self.expected
+        known = self.expected.setdefault(step, found)
+        assert known == found, "training itself is not deterministic"
+
+    def _check_counted(self, rank: int, saved: dict[str, Any]) -> None:
+        saves, ended = saved["stats"]
+        assert saves - 1 <= ended <= saves, (
+            f"rank {rank}, step {saved['step']}: {saves} saves, but of {ended} the end is counted"
+        )
+
+    def forget_memory(self, life: Life) -> None:
+        """From now on nothing in memory may be relied upon."""
+        self.learn(life)
+        self.staged.clear()
+        self.undisturbed = False
 
     def check_volume(self) -> int:
-        """Verify every committed step on disk, byte by byte. Returns how many there are."""
-        from keepstep.steps import StepId
-
-        committed = []
+        """Verify every committed step on the drive, byte by byte. Returns the newest that was not
+        retired meanwhile, or -1."""
+        committed = [-1]
         for directory in sorted(self.sidecar.root.glob("[0-9]*-[0-9]*")):
-            id = StepId.parse(directory.name)
+            step_id = StepId.parse(directory.name)
             try:
-                self._check_step(directory, id)
+                self._check_step(directory, step_id)
             except (AssertionError, FileNotFoundError):
                 if directory.exists():
                     raise
                 continue  # retired while we read it, as a whole
-            committed.append(id)
-        newest = max((one.step for one in committed), default=-1)
-        return self._raise_watermark(newest, len(committed))
+            committed.append(step_id.step)
+        newest = max(committed)
+        self.watermark = max(self.watermark, newest)
+        return newest
 
-    def _check_step(self, directory: Path, id: Any) -> None:
-        from keepstep.image import read_layout, verify_image
+    def check_promised(self) -> None:
+        """No trainer lives: what was said to be committed is on the drive, and not older."""
+        newest = self.check_volume()
+        assert newest >= self.watermark, (
+            f"step {self.watermark} was said to be committed; the newest on the drive is {newest}"
+        )
 
+    def _check_step(self, directory: Path, step_id: StepId) -> None:
         shards = sorted(directory.glob("*.safetensors"))
         assert len(shards) == WORLD, f"{directory}: a committed step lacks a shard"
         for rank, shard in enumerate(shards):
             data = memoryview(shard.read_bytes())
             layout = read_layout(shard)
             control = verify_image(data, layout, path=shard)
-            assert control.id == id, "a step mixes epochs or steps"
+            assert control.id == step_id, "a step mixes epochs or steps"
             assert control.rank == rank
-            self._check_content(data, layout, id.step)
+            self._check_content(data, layout, step_id.step, shard)
 
-    def _raise_watermark(self, newest: int, count: int) -> int:
-        if count:
-            self.watermark = max(self.watermark, newest)
-        return count
+    def check_memory(self) -> None:
+        """No trainer lives: every sealed image in memory is that of its step, and none is missing
+        that `wait` said is staged."""
+        for rank in range(WORLD):
+            found = [-1]
+            for path in self.sidecar.memory.glob(f"rank-{rank:05d}/*.slot"):
+                try:
+                    layout = read_layout(path)
+                    before = read_control(path, layout)
+                    data = memoryview(path.read_bytes())
+                    if read_control(path, layout) != before:
+                        continue  # the sidecar fetched something into it meanwhile
+                except (ImageError, FileNotFoundError):
+                    continue
+                self._check_content(data, layout, before.step, path)
+                found.append(before.step)
+            assert max(found) >= self.staged.get(rank, -1), (
+                f"rank {rank}: step {self.staged[rank]} was said to be staged, the newest image in"
+                f" memory is that of step {max(found)}"
+            )
 
-    def _check_content(self, data: memoryview, layout: Any, step: int) -> None:
+    def _check_content(self, data: memoryview, layout: Any, step: int, path: Path) -> None:
         import torch
-
-        from keepstep.image import local_name
 
         if step not in self.expected:
             return
-        names = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
-        names += [f"optimizer.state.{name}.exp_avg_sq" for name in names]
         tensors = []
-        for name in names:
+        for name in _STATE:
             # plain tensors of the same name in every rank: the lowest keeps it bare
             entry = layout.entries[local_name(name, layout.rank) if layout.rank else name]
             tensors.append(
                 torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=torch.float32)
             )
-        assert digest(tensors) == self.expected[step], f"step {step} on disk is not step {step}"
-
-    @contextmanager
-    def living(self, steps: int = 1_000_000) -> Iterator[Life]:
-        life = self.live(steps)
-        try:
-            yield life
-        finally:
-            life.end()
+        assert digest(tensors) == self.expected[step], f"{path} is not step {step}"

@@ -1,114 +1,102 @@
-"""Real processes, real SIGKILL, real disk: what a kill costs, and what it must never cost."""
+"""Real processes, real SIGKILL, real disk: what a kill costs, and what it must never cost.
+
+Thousands of them are `make soak` (`tests.faults.kills`); these few are in `make test`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import shutil
 import statistics
-import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.soak import WORLD, Soak
+from tests.faults import kills
+from tests.faults.processes import ForkedSidecar
+from tests.faults.soak import Soak
 from tests.harness import eventually
-
-RESULT = Path(__file__).resolve().parents[2] / "docs" / "soak.json"
 
 
 @pytest.fixture
-def soak(sidecars, tmp_path):
+def soak(memory_dir: Path, tmp_path: Path) -> Iterator[Soak]:
     seed = int(os.environ.get("KEEPSTEP_SEED", random.randrange(1 << 30)))
     print(f"KEEPSTEP_SEED={seed}")
-    return Soak(sidecars().start(), tmp_path, eventually, random.Random(seed))
-
-
-def kill_one_way(soak, life, way):
-    """Kill what `way` names at a random moment. Returns whether sidecar and memory lived through
-    it, so that only the step in flight may be lost."""
-    dice = soak.random
-    soak.until_steps(life, 1)
-    time.sleep(dice.uniform(0.0, 0.3))  # the moment is what is random here
-    if way == "rank":
-        life.kill([dice.randrange(WORLD)])
-    elif way == "ranks":
-        life.kill(range(WORLD))
-    elif way == "sidecar":
-        soak.sidecar.kill()
-        time.sleep(dice.uniform(0.0, 0.05))
-        life.kill(range(WORLD))
-        soak.sidecar.start()
-    elif way == "all with memory":
-        soak.sidecar.kill()
-        life.kill(range(WORLD))
-        shutil.rmtree(soak.sidecar.memory)
-        soak.sidecar.memory.mkdir()
-        soak.sidecar.start()
-    life.end()
-    soak.learn(life)
-    return way in ("rank", "ranks")
-
-
-WAYS = ["rank", "rank", "ranks", "sidecar", "all with memory"]
-
-
-def run_soak(soak, kills):
-    before, survived, done = None, False, dict.fromkeys(WAYS, 0)
-    for _ in range(kills):
-        started = time.monotonic()
-        with soak.living() as life:
-            soak.until_steps(life, 1)
-            soak.restarts_s.append(time.monotonic() - started)
-            soak.check_life(life, all_kept=survived, before=before)
-            way = soak.random.choice(WAYS)
-            survived = kill_one_way(soak, life, way)
-            done[way] += 1
-        soak.check_volume()
-        before = life
-    assert soak.watermark >= 0, "nothing was ever committed"
-    return done
+    sidecar = ForkedSidecar("soak", memory_dir, tmp_path / "volume", tmp_path / "log")
+    sidecar.start()
+    yield Soak(sidecar, tmp_path, random.Random(seed))
+    sidecar.end()
 
 
 @pytest.mark.timeout(300)
-def test_twenty_kills_at_random_moments_break_no_promise(soak):
-    run_soak(soak, 20)
-    assert statistics.median(soak.lost_steps) <= 1
-    assert max(soak.lost_steps) <= 2, "a restart in memory loses the step in flight, no more"
+def test_twenty_kills_at_random_moments_break_no_promise(soak: Soak) -> None:
+    struck: Counter[str] = Counter()
+    kills.run(soak, struck, kills=20, seconds=240, report=lambda seconds: None)
+    assert soak.watermark >= 0, "something was committed"
+    assert soak.trained > 20
+    lost = [*soak.lost.elements()] or [0]
+    assert statistics.median(lost) <= 1
+    assert max(lost) <= 2, "a restart in memory loses the step in flight, no more"
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_two_hundred_kills(soak):
-    done = run_soak(soak, 200)
-    result = {
-        "kills": done,
-        "lives": soak.lives,
-        "steps_trained": len(soak.expected),
-        "restored_from": soak.tiers,
-        "steps_lost_when_trainers_were_killed": {
-            "median": statistics.median(soak.lost_steps),
-            "max": max(soak.lost_steps),
-        },
-        "broken_invariants": 0,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def test_training_goes_on_while_the_sidecar_is_killed_again_and_again(soak):
+@pytest.mark.parametrize("what", kills.WHILE_TRAINING)
+def test_training_goes_on_and_steps_are_committed_again_after(soak: Soak, what: str) -> None:
     with soak.living() as life:
         soak.until_steps(life, 3)
-        for _ in range(4):
-            soak.sidecar.kill()
-            soak.sidecar.start()
-            count = len(life.steps(0))
-            soak.until_steps(life, count + 5)
+        for _ in range(2):
+            kills.WHILE_TRAINING[what](soak, life)
         assert all(process.is_alive() for process in life.processes)
         newest = eventually(
             lambda: soak.sidecar.get("/v1/status")["watermarks"].get("local"), within_s=20
         )
-        behind = life.steps(0)[-1] - newest["step"]
-        assert behind < 200
-    soak.learn(life)
-    assert soak.check_volume() > 0
+        assert life.steps(0)[-1] - newest["step"] < 200
+        life.end()
+        soak.learn(life)
+    soak.check_memory()
+    soak.check_promised()
+
+
+def slice_(seed: int, **changes: object) -> dict[str, object]:
+    return {
+        "command": "make soak KILLS=2",
+        "commit": "abc",
+        "seed": seed,
+        "seconds": 3,
+        "kills": 2,
+        "struck": {"a trainer": 2},
+        "lives": 3,
+        "steps_trained": 10,
+        "restored_from": {"memory": 2, "nothing": 1},
+        "finished_steps_lost": {"0": 1, "1": 1},
+        "broken_invariants": [],
+        **changes,
+    }
+
+
+def test_slices_add_up_and_one_that_goes_on_takes_its_own_place(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    kills.add(path, slice_(1, kills=1, struck={"a trainer": 1}))
+    kills.add(path, slice_(1))
+    kills.add(path, slice_(2, struck={"both trainers": 2}, finished_steps_lost={"0": 2, "10": 1}))
+    results = json.loads(path.read_text())
+    assert [one["seed"] for one in results["slices"]] == [1, 2]
+    assert results["all"] == {
+        "kills": 4,
+        "lives": 6,
+        "steps_trained": 20,
+        "struck": {"a trainer": 2, "both trainers": 2},
+        "restored_from": {"memory": 4, "nothing": 2},
+        "finished_steps_lost": {"0": 3, "1": 1, "10": 1},
+        "finished_steps_lost_median": 0,
+        "finished_steps_lost_max": 10,
+        "broken_invariants": 0,
+    }
+
+
+def test_the_readme_shows_the_kills_that_were_counted() -> None:
+    readme, results = kills.README.read_text(), json.loads(kills.RESULTS.read_text())
+    assert results["all"] == kills.totals(results["slices"])
+    assert kills.place(readme, kills.render(results)) == readme

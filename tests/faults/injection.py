@@ -1,0 +1,220 @@
+"""Errors where none was foreseen: at a line, at a call, at an await, by a signal. None is in the
+code that ships: each is put there from outside, once, and is gone after it struck.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import keepstep
+from keepstep import client, copying, link, mapping, pending, stager
+
+_LIBRARY = keepstep.__file__.removesuffix("__init__.py")
+AGENT = "keepstep-agent"
+Place = tuple[str, int]
+
+
+class Injected(Exception):
+    """No error of ours, nor one that anybody foresaw."""
+
+
+# --- at a line -------------------------------------------------------------------------------
+
+
+def _traced(work: Callable[[], Any], at_line: Callable[[Place], None]) -> Any:
+    """`work()`, with `at_line` called before each line of the library that this thread runs."""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_LIBRARY):
+            return None
+        if event == "line":
+            at_line((frame.f_code.co_filename.removeprefix(_LIBRARY), frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return work()
+    finally:
+        sys.settrace(before)
+
+
+def lines_of(work: Callable[[], Any]) -> list[Place]:
+    """Every line of the library that `work` runs in this thread, in the order of its first time."""
+    seen: dict[Place, None] = {}
+    _traced(work, lambda place: seen.setdefault(place))
+    return list(seen)
+
+
+def raising_at(place: Place, error: BaseException, work: Callable[[], Any]) -> Any:
+    """`work()`, which meets `error` when it first comes to that line."""
+    left = [error]
+
+    def strike(at: Place) -> None:
+        if left and at == place:
+            raise left.pop()
+
+    return _traced(work, strike)
+
+
+def raising_after(count: int, error: BaseException, work: Callable[[], Any]) -> Any:
+    """`work()`, which meets `error` at the `count`-th line that it has not run before."""
+    seen: set[Place] = set()
+
+    def strike(at: Place) -> None:
+        if at not in seen:
+            seen.add(at)
+            if len(seen) == count:
+                raise error
+
+    return _traced(work, strike)
+
+
+# --- by a signal -----------------------------------------------------------------------------
+
+
+class Hit(BaseException):
+    """What the handler of a signal raises, as those of timeouts and preemptions do."""
+
+
+@contextmanager
+def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
+    """Gives `work_under(delay_s, work)`: a signal strikes after `delay_s` of this process' CPU, if
+    `work` still runs then. (The timer of wall clock time is pytest-timeout's.)"""
+    armed = False
+
+    def handle(*_: object) -> None:
+        if armed:
+            raise Hit
+
+    def work_under(delay_s: float, work: Callable[[], Any]) -> Any:
+        nonlocal armed
+        try:
+            gc.disable()  # an error in a callback of the collector goes nowhere
+            armed = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, delay_s)
+            result = work()
+            armed = False
+            return result
+        finally:
+            armed = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            gc.enable()
+
+    before = signal.signal(signal.SIGVTALRM, handle)
+    try:
+        yield work_under
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+
+
+# --- at a call, in the agent thread ----------------------------------------------------------
+
+
+def _calls() -> Iterator[tuple[Any, str]]:
+    owners = (stager.Stager, pending.Pending, link.Link, client.Client, mapping.SlotMapping)
+    for owner in owners:
+        for name, one in vars(owner).items():
+            if inspect.isfunction(one):
+                yield owner, name
+    yield copying, "run"
+
+
+# the thread's own loop cannot be replaced while it runs
+CALLS = [one for one in _calls() if one != (stager.Stager, "_work")]
+
+
+class AgentFault:
+    """One call of the agent thread fails, before or after it did its work."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def arm(self, owner: Any, name: str, *, after: bool) -> None:
+        """The next time that the agent calls it."""
+        original = getattr(owner, name)
+        armed = [True]
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            strikes = armed and threading.current_thread().name == AGENT
+            if strikes:
+                armed.clear()
+                if not after:
+                    raise Injected(f"before {name}")
+            result = original(*arguments, **options)
+            if strikes:
+                raise Injected(f"after {name}")
+            return result
+
+        setattr(owner, name, failing)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def disarm(self) -> None:
+        """From now on nothing fails."""
+        while self._undo:
+            self._undo.pop()()
+
+
+# --- at an await, in the sidecar -------------------------------------------------------------
+
+
+class _Interrupted:
+    """A coroutine that meets an error where it waits, if it is the one that is counted down to."""
+
+    left = 0
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume: Callable[[], Any] = lambda: self._work.send(None)  # noqa: E731
+        while True:
+            try:
+                waits_for = resume()
+            except StopIteration as ended:
+                return ended.value
+            _Interrupted.left -= 1
+            if _Interrupted.left == 0:
+                if hasattr(waits_for, "_asyncio_future_blocking"):
+                    waits_for._asyncio_future_blocking = False  # nobody waits for it any more
+                resume = lambda: self._work.throw(Injected("at an await"))  # noqa: E731
+                continue
+            try:
+                yield waits_for
+            except BaseException as error:
+                thrown = error
+                resume = lambda: self._work.throw(thrown)  # noqa: B023, E731
+            else:
+                resume = lambda: self._work.send(None)  # noqa: E731
+
+
+def interrupt_sidecar(count: int) -> None:
+    """In a sidecar's process, before it serves: the `count`-th time that a request or a background
+    task waits, it meets an error there."""
+    from aiohttp import web
+
+    from keepstep_sidecar import server, tasks
+
+    _Interrupted.left = count
+    guarded, problems = tasks._guarded, server._problems
+
+    async def interrupted(work: Coroutine[Any, Any, None]) -> None:
+        await _Interrupted(work)
+
+    @web.middleware
+    async def strike(request: web.Request, handler: Any) -> web.StreamResponse:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await _Interrupted(handler(request))  # type: ignore[no-any-return]
+
+        return await problems(request, handle)
+
+    tasks._guarded = lambda work, name: guarded(interrupted(work), name)
+    server._problems = strike
