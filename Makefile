@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 KILLS ?= 500
 MINUTES ?= 60
 
-.PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks clean help
+.PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,10 @@ soak-tiers: $(READY) ## 200 random faults over all tiers on a kind cluster
 
 attacks: $(READY) ## make the hostile files in attacks/ again
 	$(BIN)/python attacks/make.py
+
+fuzz: MINUTES = 5
+fuzz: $(READY) ## fuzz every parser for MINUTES=5; adds its counts to docs/fuzz.json
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 clean: ## remove the virtual environment and whatever tests left
 	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

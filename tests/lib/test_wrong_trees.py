@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from keepstep import loading
+from keepstep import leaves, loading
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.arrays import ArrayForm
@@ -63,3 +63,37 @@ def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path,
         loading.plan({"progress": live}, SlotMapping(str(path)), [form])
 
     assert torch.equal(live["b"], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        "",
+        "[",
+        "[]",
+        "5",
+        '["l",[]]',
+        '["d"]',
+        '["d",5]',
+        '["d",[5]]',
+        '["d",[["a"]]]',
+        '["d",[[["a"],["v",0]]]]',
+        '["d",[["a",["t",5]]]]',
+        '["d",[["a",["z",[]]]]]',
+        '["d",[["a",["x",0]]]]',
+        '["d",[["a",["l",[[]]]]]]',
+        '["d",[["a",["v",0]],["a",["v",0]]]]',
+        '["d",[["a",' + '["l",[' * 300 + '["v",0]' + "]]" * 300 + "]]]",
+        "[" * 100_000,
+    ],
+)
+def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
+    assert leaves.parse('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
+    with pytest.raises(FormatError, match="the tree of this image"):
+        leaves.parse(skeleton)
+
+
+@pytest.mark.parametrize("kept", [None, [], {}, {"values": {}}, 5])
+def test_extras_without_values_are_refused(kept: object) -> None:
+    with pytest.raises(FormatError, match="hold no values"):
+        leaves.values_of(kept)

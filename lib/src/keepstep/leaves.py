@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from keepstep import sharding
 from keepstep.dtypes import code_of
 from keepstep.errors import FormatError
+from keepstep.image import fields, strictjson
 from keepstep.image.arrays import ArrayForm
 from keepstep.image.layout import Section, TensorSpec
 from keepstep.sharding import Sharing
 from keepstep.topology import Claim
+
+MAX_DEPTH = 200
+"""Of a tree; deeper than any that a walk at save can have come back from."""
 
 Node = tuple[Any, ...]
 
@@ -107,6 +111,61 @@ def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         return
     for part in tensor.__tensor_flatten__()[0]:
         yield from plain_tensors(getattr(tensor, part), f"{name}.{part}")
+
+
+def parse(skeleton: str) -> dict[str, Node]:
+    """The trees of an image's components by their names, and nothing in them that is no node: who
+    walks them need not look again. Raises FormatError."""
+    root = strictjson.loads(skeleton, what="the tree of this image")
+    if not isinstance(root, list) or root[:1] != ["d"]:
+        raise _senseless(root)
+    nodes: list[tuple[Any, int]] = [(root, MAX_DEPTH)]
+    while nodes:
+        node, depth = nodes.pop()
+        nodes += [(child, depth - 1) for child in _children(node)]
+        if depth == 0:
+            raise FormatError(f"the tree of this image is nested deeper than {MAX_DEPTH}")
+    return {str(name): node for name, node in root[1]}
+
+
+def _children(node: Any) -> list[Any]:
+    match node:
+        case ["t", str()] | ["v", _]:  # a value's number is judged where it is known how many are
+            return []
+        case ["x", int(), child]:
+            return [child]
+        case ["l" | "u", list(children)]:
+            return children
+        case ["d", list(items)] if all(map(_is_item, items)):
+            if len({key for key, _ in items}) == len(items):
+                return [child for _, child in items]
+    raise _senseless(node)
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)
+
+
+def _senseless(node: Any) -> FormatError:
+    return FormatError(f"the tree of this image makes no sense: {fields.quoted(node)}")
+
+
+def check_values(node: Node, *, count: int) -> None:
+    """Every value that the tree names is there: known before anything is copied."""
+    for path, leaf in leaves_of(node):
+        if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
+            where = "/".join(map(str, path))
+            raise FormatError(
+                f"the tree of this image names value {leaf[1]!r} at {where}, but it holds {count}"
+            )
+
+
+def values_of(kept: Any) -> list[Any]:
+    """The values of an image, of what its extras hold. Raises FormatError."""
+    values = kept.get("values") if isinstance(kept, dict) else None
+    if not isinstance(values, list):
+        raise FormatError("the extras of this image hold no values")
+    return values
 
 
 def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:

@@ -7,7 +7,6 @@ been seen; `Loading.finish` hands each component its tree.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep import copying, pages, sharding
+from keepstep import copying, leaves, pages, sharding
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import Entry
@@ -73,9 +72,9 @@ class Loading:
 
 def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> Loading:
     """Compare the image in `slot` with the live components. Raises MismatchError, FormatError."""
-    branches = _branches(slot.layout.skeleton)
+    branches = leaves.parse(slot.layout.skeleton)
     for node in branches.values():
-        _check_values(node, count=len(values))
+        leaves.check_values(node, count=len(values))
     planner = _Planner(slot, values)
     for name in branches.keys() - components.keys():
         planner.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
@@ -86,26 +85,6 @@ def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) ->
             planner.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
     planner.raise_differences()
     return planner.loading
-
-
-def _branches(skeleton: str) -> dict[str, Node]:
-    try:
-        kind, items = json.loads(skeleton)
-        if kind != "d":
-            raise ValueError(kind)
-        return {str(name): node for name, node in items}
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"the tree of this image makes no sense ({error})") from error
-
-
-def _check_values(node: Node, *, count: int) -> None:
-    """Every value that the tree names is there: known before anything is copied."""
-    for path, leaf in leaves_of(node):
-        if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
-            where = "/".join(map(str, path))
-            raise FormatError(
-                f"the tree of this image names value {leaf[1]!r} at {where}, but it holds {count}"
-            )
 
 
 class _Planner:

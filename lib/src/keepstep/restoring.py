@@ -22,6 +22,7 @@ from keepstep.agreement import Decision
 from keepstep.errors import ForeignError, ImageError, SidecarError
 from keepstep.image import Layout, TensorSpec, check_control, extras
 from keepstep.kinds import refuse_dcp
+from keepstep.leaves import values_of
 from keepstep.link import Link
 from keepstep.mapping import SlotMapping
 from keepstep.protocol import Opened, OpenRequest
@@ -147,7 +148,7 @@ class Restoring:
         return loader
 
     def _plan_direct(self, slot: SlotMapping) -> loading.Loading:
-        plan = loading.plan(self._components, slot, self._kept["values"])
+        plan = loading.plan(self._components, slot, values_of(self._kept))
         self._rng_state = self._kept.get("rng", {})
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             slot.register()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import FormatError, UsageError
+from keepstep.image import fields, strictjson
 
 _MARK = "dcp"
 
@@ -50,7 +51,7 @@ class Tree:
         Raises FormatError.
         """
         try:
-            tree = json.loads(skeleton) if skeleton else None
+            tree = strictjson.loads(skeleton, what="the tree of this image") if skeleton else None
             if not isinstance(tree, dict) or _MARK not in tree:
                 return cls(foreign=True)
             paths = tree["paths"]
@@ -86,11 +87,11 @@ def _check_paths(paths: Mapping[str, Path]) -> None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
+        raise TypeError(f"{fields.quoted(value)} is not a string")
     return value
 
 
 def _path(value: object) -> Path:
     if not isinstance(value, list) or any(type(one) not in (str, int) for one in value):
-        raise TypeError(f"{value!r} is not a path")
+        raise TypeError(f"{fields.quoted(value)} is not a path")
     return tuple(value)

@@ -7,7 +7,6 @@ Everything is compared before anything is changed: a MismatchError lists all dif
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 
 from keepstep import pages
 from keepstep.dtypes import DTYPE_OF
-from keepstep.errors import FormatError
 from keepstep.image import extras
-from keepstep.leaves import Taken, build, leaves_of
+from keepstep.leaves import Taken, build, check_values, leaves_of, parse, values_of
 from keepstep.resharding import transfer
 from keepstep.resharding.optimizers import OptimizerLoader
 from keepstep.resharding.plan import Want, make
@@ -158,15 +156,13 @@ class Loader:
     def _saved_values(self, trusted: bool) -> dict[str, SavedTree]:
         rank = self._images.stand_in(self._rank)
         kept = extras.decode(self._images.extras(rank), trusted=trusted)
+        values = values_of(kept)
         if rank == self._rank:
             self.rng = kept.get("rng")
-        try:
-            kind, items = json.loads(self._images.skeleton(rank))
-            if kind != "d":
-                raise ValueError(kind)
-            return {str(name): SavedTree(node, kept["values"]) for name, node in items}
-        except (ValueError, TypeError) as error:
-            raise FormatError(f"the tree of rank {rank}'s image makes no sense ({error})") from None
+        branches = parse(self._images.skeleton(rank))
+        for node in branches.values():
+            check_values(node, count=len(values))
+        return {name: SavedTree(node, values) for name, node in branches.items()}
 
     def _live(self) -> dict[str, Live]:
         """What each component has now, by name; tied tensors have one target."""

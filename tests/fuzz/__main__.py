@@ -1,0 +1,95 @@
+"""`make fuzz MINUTES=5`: fuzz every parser, and add the counts to docs/fuzz.json.
+
+    python -m tests.fuzz --minutes 5 [--seed N] [--only NAME]
+
+The seed of a run is printed and stands in the results; the same seed gives the same mutations, as
+many of them as there is time for. What goes wrong becomes a file in attacks/, and the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import secrets
+import subprocess
+import time
+from dataclasses import asdict
+from typing import Any
+
+from tests.fuzz.campaign import Campaign, Tally, save
+from tests.fuzz.targets import targets
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "fuzz.json"
+COMMAND = "make fuzz MINUTES=5"
+_SAY_EVERY_S = 10.0
+_MOST_FILES = 20
+
+
+def main() -> int:
+    """The exit status: 1 when anything went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--only", default="", help="part of a target's name")
+    wanted = parser.parse_args()
+    chosen = [one for one in targets() if wanted.only in one.name]
+    campaign = Campaign(seed=wanted.seed, targets=chosen)
+    print(f"seed {wanted.seed}: {len(chosen)} parsers for {wanted.minutes:g} minutes", flush=True)
+    began, said = time.monotonic(), time.monotonic()
+
+    def goes_on() -> bool:
+        nonlocal said
+        if time.monotonic() - said >= _SAY_EVERY_S:
+            said = time.monotonic()
+            print(f"{said - began:6.0f} s  {campaign.mutations:8d} mutations, {campaign.bad} bad")
+            for target, what, _ in campaign.found[-3:]:
+                print(f"          {target.name}: {what[:150]}", flush=True)
+        return time.monotonic() - began < wanted.minutes * 60
+
+    campaign.run(goes_on)
+    for target, what, data in campaign.found[:_MOST_FILES]:
+        print(f"{target.name}: {what}\n    {save(target, what, data, ROOT / 'attacks')}")
+    for name, one in sorted(campaign.tallies.items()):
+        print(f"{name:24} {one.mutations:8d}, {one.accepted} accepted, {one.bad} bad,"
+              f" {one.slowest_ms} ms, {one.most_mib} MiB")  # fmt: skip
+    if not wanted.only:
+        _add(campaign, minutes=wanted.minutes)
+    print(f"seed {wanted.seed}: {campaign.mutations} mutations, {campaign.bad} bad")
+    return 1 if campaign.bad else 0
+
+
+def _add(campaign: Campaign, *, minutes: float) -> None:
+    """Put this run's counts to those of the runs before."""
+    told: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    tallies = {name: Tally(**one) for name, one in told.get("parsers", {}).items()}
+    for name, one in campaign.tallies.items():
+        tallies.setdefault(name, Tally()).add(one)
+    run = {
+        "seed": campaign.seed,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "-suno") else ""),
+        "minutes": minutes,
+        "mutations": campaign.mutations,
+        "bad": campaign.bad,
+    }
+    total = Tally()
+    for one in tallies.values():
+        total.add(one)
+    body = {
+        "command": COMMAND,
+        "total": asdict(total),
+        "parsers": {name: asdict(one) for name, one in sorted(tallies.items())},
+        "runs": [*told.get("runs", []), run],
+    }
+    RESULTS.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

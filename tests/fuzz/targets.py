@@ -1,0 +1,454 @@
+"""What is fuzzed: each parser with honest inputs, ways to change them, and what it may raise.
+
+A structural change is *resealed*: whoever made it also made the digests and the seal that vouch for
+it, so that the parser behind them is reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import pathlib
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import safetensors
+
+from keepstep import protocol
+from keepstep.dcp.tree import Tree
+from keepstep.digests import DIGEST_BYTES, xxh3_128
+from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
+from keepstep.image.verify import seal_for_disk
+from keepstep.leaves import build, check_values, leaves_of
+from keepstep.leaves import parse as parse_tree
+from keepstep.reports import ReportReply
+from keepstep.steps import Epoch, EpochId, StepId, shard_name
+from keepstep_operator.reconcile import reports
+from keepstep_operator.reconcile.tokens import Refused
+from keepstep_sidecar import server
+from keepstep_sidecar.archive import record as records
+from keepstep_sidecar.archive.record import StepRecord
+from keepstep_sidecar.cli.places import Options, Service, load_service, places_of, save_service
+from keepstep_sidecar.peer import handling, wire
+from keepstep_sidecar.peer.directory import Directory, Known
+from keepstep_sidecar.peer.identity import Identity
+from keepstep_sidecar.peer.receiving import Manifest
+from keepstep_sidecar.runrecord import RunRecord
+from keepstep_sidecar.tree import ShardName, is_temporary, quarantine_name
+from tests.fuzz import mutate
+
+Mutate = Callable[[random.Random], bytes]
+
+DECODING = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises; `except` clauses beside each decoder name the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """`parse` gives a value, or raises one of `refusals`. `reseal`: a structural change, sealed;
+    None where there is nothing structural. `bytewise`: what byte changes are made of. `sealed`:
+    without a seal of its own nothing but `bytewise` is accepted. `times`: what memory may be, as a
+    multiple of the input."""
+
+    name: str
+    parse: Callable[[bytes], object]
+    refusals: tuple[type[BaseException], ...]
+    bytewise: tuple[bytes, ...]
+    reseal: Mutate | None = None
+    sealed: bool = False
+    times: int = 8
+
+
+# --- images --------------------------------------------------------------------------------------
+
+
+def _attacks() -> ModuleType:
+    path = pathlib.Path(__file__).parents[2] / "attacks" / "make.py"
+    spec = importlib.util.spec_from_file_location("attacks_make", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+make = _attacks()
+ID: StepId = make.ID
+SKELETON = json.dumps(
+    [
+        "d",
+        [
+            ["model", ["d", [["weight", ["t", "weight"]], ["n", ["v", 0]]]]],
+            ["list", ["l", [["t", "mask"], ["u", [["v", 1]]]]]],
+        ],
+    ]
+)
+DCP = {"dcp": 1, "values": ["step"], "boxes": {"w@0": "w"}, "paths": {"w": ["model", "w", 0]}}
+KEPT: dict[str, Any] = {
+    "values": [7, [1, (2, {3}), frozenset({b"x"})], {1: 2.5, "!": None}, float("inf"), 1 << 70],
+    "rng": {"path": pathlib.PurePosixPath("a"), "c": 1j, "b": bytearray(b"yz")},
+}
+
+
+def rich_layout(rank: int = 0) -> Layout:
+    """Every kind of thing that a header can say."""
+    return Layout.build(
+        [
+            TensorSpec("exp_avg", "F64", (5,), Section.OPTIMIZER),
+            TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4)),
+            TensorSpec("mask", "BOOL", (7,), Section.REST),
+            TensorSpec("spectrum", "C128", (1, 2), Section.REST),
+            TensorSpec("tiny", "F8_E8M0", (3,), Section.PARAMS),
+            TensorSpec("scalar", "BF16", (), Section.PARAMS),
+            TensorSpec("empty", "I64", (0, 3), Section.REST, (4, 0), (4, 3)),
+            TensorSpec("näme", "U8", (1,), Section.REST),
+        ],
+        rank=rank,
+        world=4,
+        aliases={"head": "weight"},
+        skeleton=SKELETON,
+        twins=(2,),
+    )
+
+
+def seal(layout: Layout, kept: bytes, page: Mapping[str, Any]) -> bytes:
+    """An image of this layout with these extras, and with `page` instead of the control page's."""
+    data = bytearray(layout.size_bytes)
+    data[: len(layout.header)] = layout.header
+    data[layout.extras_begin : layout.extras_begin + len(kept)] = kept
+    control = ControlPage(
+        run="demo", layout=layout.id, epoch=Epoch(ID.epoch), rank=layout.rank, world=layout.world,
+        step=ID.step, extras_bytes=len(kept), staged_at=1.0, written_at=2.0,
+    )  # fmt: skip
+    table, sealed = seal_for_disk(layout, memoryview(data), control)
+    data[layout.digests_begin :] = table + sealed
+    return bytes(data)
+
+
+def honest_images() -> tuple[bytes, ...]:
+    return make.image(), seal(rich_layout(), extras.encode(KEPT), {})
+
+
+def read_image(data: bytes) -> object:
+    """Everything that a reader of a shard does, and stock safetensors must see the same."""
+    layout = Layout.parse(data, size_bytes=len(data))
+    control = verify_image(memoryview(data), layout, run="demo")
+    stock = {name: (one["dtype"], one["shape"]) for name, one in safetensors.deserialize(data)}
+    for name, entry in layout.entries.items():
+        seen = entry.spec.stored_dtype, list(entry.spec.stored_shape)
+        if stock[name] != seen:
+            raise AssertionError(f"{name}: {seen}, but stock safetensors sees {stock[name]}")
+    return extras.decode(memoryview(data)[layout.extras_begin :][: control.extras_bytes])
+
+
+def reseal_header(rng: random.Random) -> bytes:
+    """A change of the header, or of the JSON in it; then all digests anew where it can be."""
+    layout = rng.choice((make.layout(), rich_layout()))
+    tree = json.loads(layout.header[8:])
+    grow = rng.random() < 0.001
+    which = rng.randrange(5)
+    if which < 2:
+        tree = mutate.of_tree(tree, rng, grow=grow)
+    else:
+        key = "keepstep" if which < 4 else "DCP_SHARDING_INFO"
+        inner = mutate.of_tree(json.loads(tree["__metadata__"][key]), rng, grow=grow)
+        tree["__metadata__"][key] = mutate.text(inner, rng).decode("utf-8", "surrogatepass")
+    text = mutate.text(tree, rng)
+    padded = -(-(len(text) + 8) // 4096) * 4096 - 8
+    header = padded.to_bytes(8, "little") + text.ljust(padded)
+    rest = honest_bytes(layout)[len(layout.header) :]
+    try:
+        changed = Layout.parse(header)
+        if changed.size_bytes < 1 << 22:
+            return seal(changed, b"{}", {})
+    except KeepstepError:
+        pass
+    return header + rest
+
+
+@functools.cache
+def _sealed(key: str) -> bytes:
+    layout = make.layout() if key == make.layout().id else rich_layout()
+    return seal(layout, extras.encode({"epoch": 7}), {})
+
+
+def honest_bytes(layout: Layout) -> bytes:
+    return _sealed(layout.id)
+
+
+def reseal_table(rng: random.Random) -> bytes:
+    """Other digests, or bytes behind them, with a root that vouches for them."""
+    layout, data = make.layout(), bytearray(make.image())
+    at = layout.digests_begin + rng.choice((rng.randrange(DIGEST_BYTES), rng.randrange(4096)))
+    data[at] ^= 1 << rng.randrange(8)
+    table = data[layout.digests_begin : layout.control_begin]
+    page = ControlPage.from_bytes(memoryview(data)[layout.control_begin :])
+    data[layout.control_begin :] = replace(page, root=xxh3_128(table).hex()).to_bytes()
+    return bytes(data)
+
+
+def reseal_page(rng: random.Random) -> bytes:
+    tree = json.loads(make.image()[-4096:-32])
+    text = mutate.text(mutate.of_tree(tree, rng), rng)[:4064].ljust(4064)
+    return text + xxh3_128(text).hex().encode()
+
+
+def reseal_extras(rng: random.Random) -> bytes:
+    tree = json.loads(extras.encode(KEPT))
+    return mutate.text(mutate.of_tree(tree, rng, grow=rng.random() < 0.0005), rng)
+
+
+# --- records, messages, names --------------------------------------------------------------------
+
+RUN_RECORD = RunRecord(
+    run="demo", epochs=(Epoch(EpochId(1, "0badcafe")), Epoch(ID.epoch, ID, "other")),
+    committed=ID, pinned=frozenset({ID}),
+).to_json()  # fmt: skip
+SHARDS = [
+    {"rank": rank, "name": shard_name(rank, 2), "bytes": 5, "root": "0" * 32, "params": None}
+    for rank in range(2)
+]
+STEP_RECORD = {
+    "format_version": 1, "keepstep": "0", "run": "demo", "step": str(ID), "world": 2,
+    "written_at": 1.0, "epochs": [{"id": str(ID.epoch), "parent": None}], "shards": SHARDS,
+}  # fmt: skip
+
+
+def reseal_step_record(rng: random.Random) -> bytes:
+    text = mutate.text(mutate.of_tree(STEP_RECORD, rng, grow=rng.random() < 0.0005), rng)
+    try:
+        body = json.loads(text)
+        seal = records._seal(body)
+    except (ValueError, RecursionError, TypeError):
+        return text
+    return text[:-1] + b', "seal": "' + seal.encode() + b'"}' if isinstance(body, dict) else text
+
+
+def _of_json(tree: Any, rng: random.Random) -> bytes:
+    return mutate.text(mutate.of_tree(tree, rng, grow=rng.random() < 0.0005), rng)
+
+
+def reseal_json(tree: Any) -> Mutate:
+    return functools.partial(_of_json, tree)
+
+
+_EPOCH = {"number": 3, "nonce": "1f9c2d7a"}
+_ID = {"epoch": _EPOCH, "step": 1200}
+_LEASE = {"lease": "x" * 22}
+REQUESTS: dict[type[Any], dict[str, Any]] = {
+    protocol.LeaseRequest: {"rank": 0, "world": 2, "attempt": "a", "pid": 1, "library": "0.1"},
+    protocol.LayoutRequest: {**_LEASE, "header": "AAAA"},
+    protocol.SlotRequest: {**_LEASE, "layout": "0" * 32, "timeout_s": 1.0},
+    protocol.StagedRequest: {
+        **_LEASE, "slot": "s", "generation": 1, "step": 1200,
+        "epoch": {"id": _EPOCH, "parent": _ID, "origin": ""},
+    },
+    protocol.OpenRequest: {**_LEASE, "id": _ID},
+    protocol.ChunksRequest: {
+        **_LEASE, "id": _ID, "chunks": [{"rank": 0, "chunk": 1, "frame": 2}],
+        "announced": [{"rank": 0, "first": 0, "end": 2}],
+    },
+    protocol.WaitRequest: {**_LEASE, "id": _ID, "state": "durable"},
+}  # fmt: skip
+_CANDIDATE = {"id": _ID, "tier": "local", "world": 2, "bytes": 5}
+ANSWERS: dict[type[Any], dict[str, Any]] = {
+    protocol.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
+    protocol.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
+    protocol.Sources: {
+        "id": _ID, "world": 2,
+        "sources": [{"rank": 0, "tier": "peer", "bytes": 5, "extras_bytes": 1, "twins": [1]}],
+    },
+    protocol.Problem: {"code": "internal", "message": "x"},
+}  # fmt: skip
+LISTING = {
+    "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
+    "shards": [{"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32, "twins": [1]}],
+}  # fmt: skip
+WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
+_HELD = {"id": _ID, "world": 2}
+REPORT = {
+    "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
+    "epochs": [{"id": _EPOCH, "parent": None}],
+    "ranks": [{
+        "rank": 0, "world": 2, "alive": True, "memory": [_HELD], "local": [_HELD],
+        "memory_answer": "steps", "staged": _ID, "staged_at": 1.0,
+    }],
+    "restores": [{
+        "rank": 0, "epoch": {"id": _EPOCH, "parent": _ID}, "tier": "local",
+        "seconds": 1.0, "at": 2.0,
+    }],
+    "volumes": [{"name": "/v", "engine": "direct", "used_bytes": 1, "free_bytes": 2}],
+    "warnings": ["x"], "depots": [{"tier": "peer", "where": "x"}],
+}  # fmt: skip
+REPLY = {
+    "committed": {"local": _ID}, "plan": _ID, "retire": [_ID], "pinned": [_ID],
+    "peers": [{"node_rank": 1, "address": "a:1", "buddy": True}],
+}  # fmt: skip
+
+
+def read_skeleton(data: bytes) -> object:
+    """As a restore walks it, with two values."""
+    trees = parse_tree(data.decode("utf-8", "replace"))
+    for node in trees.values():
+        check_values(node, count=2)
+        list(leaves_of(node))
+        build(node, lambda name: name, lambda index: index)
+    return trees
+
+
+def read_skeleton_of_dcp(data: bytes) -> object:
+    return Tree.parse(data.decode("utf-8", "replace"))
+
+
+def read_run_record(data: bytes) -> object:
+    return RunRecord.from_json(data, path=pathlib.Path("x"))
+
+
+class _Request:
+    """As much of a request as the reading of its body needs."""
+
+    path = "/v1/fuzz"
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self) -> bytes:
+        return self._data
+
+
+def read_request(kind: type[Any], data: bytes) -> object:
+    reading: Any = server._read(_Request(data), msgspec.json.Decoder(kind))  # type: ignore[arg-type]
+    try:
+        reading.send(None)
+    except StopIteration as read:
+        return read.value
+    raise AssertionError("it waits")
+
+
+def read_listing(data: bytes) -> object:
+    """As a sidecar takes it: decoded, then put together with what else is known."""
+    directory = Directory(told=True)
+    directory.known["a:1"] = Known(address="a:1")
+    directory.heard("a:1", msgspec.json.decode(data, type=wire.Listing))
+    return directory.inventory([])
+
+
+def read_name(data: bytes) -> object:
+    """Whatever is a name is the only one of what it names."""
+    text = data.decode("utf-8", "surrogateescape")
+    kinds: tuple[tuple[Callable[[str], object], Callable[[Any], str]], ...] = (
+        (StepId.parse, str),
+        (EpochId.parse, str),
+        (
+            lambda one: ShardName.parse(pathlib.Path(str(ID)) / one),
+            lambda one: shard_name(one.rank, one.world),
+        ),
+        (Identity.parse, lambda one: one.uri),
+    )
+    for parse, name in kinds:
+        try:
+            parsed = parse(text)
+        except ValueError:
+            continue
+        if name(parsed) != text:
+            raise AssertionError(f"{text!r} is read as {name(parsed)!r}")
+        return parsed
+    is_temporary(text)
+    quarantine_name(pathlib.Path("x") / (text.replace("/", "") or "y"), text, 1)
+    raise FormatError("no name")
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="keepstep-fuzz-")
+_HOME = pathlib.Path(_FOLDER.name)
+
+
+def _service() -> dict[str, Any]:
+    places = places_of(_HOME, "demo", (_HOME / "demo",))
+    places.home.mkdir(parents=True)
+    save_service(Service(places=places, options=Options()))
+    body: dict[str, Any] = json.loads(places.record.read_text())
+    return body
+
+
+SERVICE = _service()
+
+
+def read_service(data: bytes) -> object:
+    """`service.json`, from a file."""
+    (_HOME / "demo" / "service.json").write_bytes(data)
+    return load_service(_HOME, "demo")
+
+
+def read_manifest(data: bytes) -> object:
+    name = ShardName(id=ID, rank=0, world=2)
+    return Manifest.parse(memoryview(data), run="demo", name=name, path=pathlib.Path("x"))
+
+
+def manifest() -> bytes:
+    layout, data = make.layout(), make.image()
+    return data[: len(layout.header)] + data[layout.digests_begin :]
+
+
+def targets() -> tuple[Target, ...]:
+    """All of them."""
+    image, page = honest_images(), make.image()[-4096:]
+    kept, name = extras.encode(KEPT), str(ID).encode()
+    json_of = lambda tree: json.dumps(tree).encode()  # noqa: E731
+    made = [
+        Target(name="header", parse=read_image, refusals=(ImageError,), bytewise=image,
+               reseal=reseal_header, sealed=True),
+        Target(name="digest-table", parse=read_image, refusals=(ImageError,), bytewise=image,
+               reseal=reseal_table, sealed=True),
+        Target(name="control-page", parse=ControlPage.from_bytes, refusals=(ImageError,),
+               bytewise=(page,), reseal=reseal_page, sealed=True),
+        Target(name="extras", parse=extras.decode, refusals=(FormatError,), bytewise=(kept,),
+               reseal=reseal_extras, times=40),
+        Target(name="manifest", parse=read_manifest, refusals=(ImageError,),
+               bytewise=(manifest(),)),
+        Target(name="run.json", parse=read_run_record,
+               refusals=(ImageError,), bytewise=(RUN_RECORD,),
+               reseal=reseal_json(json.loads(RUN_RECORD))),
+        Target(name="step.json", parse=lambda data: StepRecord.from_json(data, path="x"),
+               refusals=(ImageError,), bytewise=(json_of(STEP_RECORD),), reseal=reseal_step_record),
+        Target(name="service.json", parse=read_service, refusals=(UsageError,),
+               bytewise=(json_of(SERVICE),), reseal=reseal_json(SERVICE)),
+        Target(name="skeleton", parse=read_skeleton,
+               refusals=(FormatError,), bytewise=(SKELETON.encode(),),
+               reseal=reseal_json(json.loads(SKELETON)), times=40),
+        Target(name="skeleton of DCP", parse=read_skeleton_of_dcp,
+               refusals=(FormatError,),
+               bytewise=(json_of(DCP),), reseal=reseal_json(DCP), times=40),
+        Target(name="peer's listing", parse=read_listing, refusals=DECODING,
+               bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
+        Target(name="peer's wishes", parse=lambda data: handling._decode(data, wire.Wanted),
+               refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
+        Target(name="report", parse=lambda data: reports._checked(reports._decode(data)),
+               refusals=(*DECODING, Refused), bytewise=(json_of(REPORT),),
+               reseal=reseal_json(REPORT)),
+        Target(name="reply to a report", parse=msgspec.json.Decoder(ReportReply).decode,
+               refusals=DECODING, bytewise=(json_of(REPLY),), reseal=reseal_json(REPLY)),
+        Target(name="names", parse=read_name, refusals=(FormatError,),
+               bytewise=(name, shard_name(0, 2).encode(), b"keepstep://ns/run/0")),
+    ]  # fmt: skip
+    for kind, tree in REQUESTS.items():
+        made.append(
+            Target(name=f"socket: {kind.__name__}", parse=functools.partial(read_request, kind),
+                   refusals=(KeepstepError,), bytewise=(json_of(tree),), reseal=reseal_json(tree))
+        )  # fmt: skip
+    for kind, tree in ANSWERS.items():
+        made.append(
+            Target(name=f"answer: {kind.__name__}",
+                   parse=functools.partial(protocol.from_json, kind),
+                   refusals=(ProtocolError,), bytewise=(json_of(tree),), reseal=reseal_json(tree),
+                   times=40)
+        )  # fmt: skip
+    return tuple(made)
