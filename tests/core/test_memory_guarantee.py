@@ -115,7 +115,11 @@ def _put(values: tuple[int | None, ...], index: int, value: int | None) -> tuple
 
 
 def _id(step: int) -> StepId:
-    return StepId(_EPOCH, step)
+    return StepId(_EPOCH, step - _LONG_AGO)  # the model's steps may lie before 0, no id's do
+
+
+def _number(id: StepId) -> int:
+    return id.step + _LONG_AGO
 
 
 def _relative(state: State) -> State:
@@ -128,7 +132,7 @@ def _shifted(rank: Rank, base: int) -> Rank:
     def moved(step: int) -> int:
         return max(step - base, _LONG_AGO)
 
-    slots = tuple(replace(s, id=s.id and _id(moved(s.id.step))) for s in rank.slots)
+    slots = tuple(replace(s, id=s.id and _id(moved(_number(s.id)))) for s in rank.slots)
     bytes_ = tuple(None if step is None else moved(step) for step in rank.bytes)
     order = sorted(range(len(slots)), key=lambda i: (str(slots[i]), str(bytes_[i]), i))
     return Rank(
