@@ -325,6 +325,7 @@ class Checkpointer:
             skeleton=json.dumps(taken.skeleton, separators=(",", ":")),
             extras_capacity_bytes=extras.capacity_for(extras_bytes),
             twins=taken.twins,
+            parameters=taken.parameters,
         )
 
     def _encode(self, taken: state.Taken) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ from keepstep.dtypes import code_of
 from keepstep.errors import FormatError
 from keepstep.image import fields, strictjson
 from keepstep.image.arrays import ArrayForm
-from keepstep.image.layout import Section, TensorSpec
+from keepstep.image.layout import Parameters, Section, TensorSpec
 from keepstep.sharding import Sharing
 from keepstep.topology import Claim
+
+log = logging.getLogger("keepstep")
 
 MAX_DEPTH = 200
 """Of a tree; deeper than any that a walk at save can have come back from."""
 
 Node = tuple[Any, ...]
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class TensorLeaf:
 @dataclass(frozen=True, slots=True)
 class Taken:
     """All of a state at one moment; `tensors` alias the live ones. `claims`: what to agree on with
-    other ranks. `twins`: ranks whose images of this state hold the very same boxes."""
+    other ranks. `twins`: ranks whose images of this state hold the very same boxes. `parameters`:
+    of each optimizer, by its component's name."""
 
     tensors: tuple[TensorLeaf, ...]
     aliases: dict[str, str]
@@ -61,6 +67,15 @@ class Taken:
     skeleton: Node
     claims: frozenset[Claim] = frozenset()
     twins: tuple[int, ...] = ()
+    parameters: dict[str, Parameters] = field(default_factory=dict)
+
+    def within(self, components: Collection[str]) -> Iterator[TensorLeaf]:
+        """The tensors of some of the components."""
+        leaves = {leaf.name: leaf for leaf in self.tensors}
+        for path, leaf in leaves_of(self.skeleton):
+            if leaf[0] == "t" and path[0] in components:
+                name = str(leaf[1])
+                yield leaves[self.aliases.get(name, name)]
 
     def specs(self) -> list[TensorSpec]:
         """What the layout needs to know of each tensor. Raises UsageError for odd dtypes."""
@@ -72,6 +87,8 @@ class Taken:
                 section=leaf.section,
                 offsets=leaf.offsets,
                 global_shape=leaf.global_shape,
+                dim_order=dim_order(leaf.whole),
+                device=device_name(leaf.tensor.device),
             )
             for leaf in self.tensors
         ]
@@ -85,6 +102,8 @@ class Taken:
                     leaf.name,
                     leaf.tensor.dtype,
                     leaf.tensor.shape,
+                    leaf.tensor.device,
+                    leaf.whole.stride(),
                     leaf.section,
                     leaf.offsets,
                     leaf.global_shape,
@@ -92,6 +111,7 @@ class Taken:
                 for leaf in self.tensors
             ],
             self.aliases,
+            self.parameters,
         )
 
 
@@ -168,6 +188,47 @@ def values_of(kept: Any) -> list[Any]:
     return values
 
 
+def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions as they lie in memory, the outermost first; None for row-major.
+
+    Of equal strides the dimension with more elements is the outer one: so `empty` gives back the
+    very strides, also of dimensions of one element, by which torch tells its memory formats apart.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+    return None if order == list(range(len(shape))) else tuple(order)
+
+
+def empty(
+    shape: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A new dense tensor whose dimensions lie in memory as `dim_order` said."""
+    if order is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+
+
+def device_name(device: torch.device) -> str:
+    """The process's own GPU has no number: that may be another one in the next life."""
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return "cuda"
+    return str(device)
+
+
+def device_of(name: str | None) -> torch.device:
+    """Inverse of `device_name`, as near as this machine comes; the CPU where nothing is known."""
+    if name is None or not name.startswith("cuda") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device(name)
+    if device.index is None or device.index >= torch.cuda.device_count():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Every tensor and value node with the keys that lead to it."""
     kind = node[0]
@@ -182,6 +243,22 @@ def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
     else:
         for index, child in enumerate(node[1]):
             yield from leaves_of(child, (*path, index))
+
+
+def arrays_of(node: Any) -> Iterator[str]:
+    """Names of the tensors that are bytes of arrays: no live tensor is one of those."""
+    if node[0] == "x" and node[2][0] == "t":
+        yield node[2][1]
+    elif node[0] == "x":
+        yield from arrays_of(node[2])
+    elif node[0] not in ("t", "v"):
+        for child in node[1]:
+            yield from arrays_of(child[1] if node[0] == "d" else child)
+
+
+def is_extra(path: tuple[Any, ...]) -> bool:
+    """Whether a module made it in `get_extra_state`: of any kind, and of another each time."""
+    return str(path[0]).rpartition(".")[2] == "_extra_state"
 
 
 def build(node: Any, tensor: Any, value: Any) -> Any:
@@ -214,3 +291,54 @@ def _formed(form: Any, plain: Any) -> Any:
     raise FormatError(
         f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"
     )
+
+
+def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Make the component `live` what was saved: the same keys in the same order, nothing else.
+
+    Dicts, lists and deques that are there on both sides are refilled, so that whoever holds one
+    sees what was restored; anything else is replaced.
+    """
+    dropped = [repr(key) for key in live if key not in saved]
+    if dropped:
+        log.warning(
+            "keepstep: %s: %s%s: not in the restored step, so removed here; set it after restore()"
+            " if this script needs it",
+            name,
+            ", ".join(dropped[:_SHOWN]),
+            f" and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else "",
+        )
+    _refill(live, saved, {})
+
+
+def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
+    """What to put where `live` is: `live` itself with what `saved` holds, or `saved`.
+
+    `used`: what was refilled before; a second place of it may need other content.
+    """
+    if id(live) in used or not _same_kind(live, saved):
+        return saved
+    used[id(live)] = live
+    if isinstance(live, dict):
+        pairs = [(key, _refill(live.get(key), one, used)) for key, one in saved.items()]
+        live.clear()
+        for key, one in pairs:  # not `update`: a Counter's counts the pairs
+            live[key] = one
+    else:
+        here = [*live, *[None] * (len(saved) - len(live))]
+        items = [_refill(old, new, used) for old, new in zip(here, saved, strict=False)]
+        live.clear()
+        live.extend(items)
+    return live
+
+
+def _same_kind(live: Any, saved: Any) -> bool:
+    if isinstance(live, dict):
+        # a plain one says nothing against the kind that the script has chosen
+        return type(saved) is dict or (
+            type(saved) is type(live)
+            and getattr(saved, "default_factory", None) is getattr(live, "default_factory", None)
+        )
+    if type(live) is deque:
+        return type(saved) is deque and saved.maxlen == live.maxlen
+    return type(live) is list and type(saved) is list

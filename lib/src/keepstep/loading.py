@@ -17,10 +17,26 @@ from torch import Tensor, nn
 from keepstep import copying, leaves, pages, sharding
 from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import FormatError, MismatchError
-from keepstep.image import Entry
-from keepstep.leaves import is_wrapper, plain_tensors
+from keepstep.image import Entry, TensorSpec
+from keepstep.leaves import (
+    arrays_of,
+    device_of,
+    empty,
+    is_extra,
+    is_wrapper,
+    plain_tensors,
+    put_back,
+)
 from keepstep.mapping import SlotMapping
+from keepstep.pairing import (
+    Pairing,
+    group_numbers,
+    parameter_names,
+    saved_parameters,
+    state_device,
+)
 from keepstep.state import Node, TensorLeaf, build, leaves_of, take, tree_of, unwrap
+from keepstep.wrappers import is_zero
 
 _SHOWN = 20
 
@@ -75,12 +91,15 @@ def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) ->
     branches = leaves.parse(slot.layout.skeleton)
     for node in branches.values():
         leaves.check_values(node, count=len(values))
-    planner = _Planner(slot, values)
+    planner = _Planner(components, slot, values)
     for name in branches.keys() - components.keys():
         planner.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
-    for name, component in components.items():
+    # modules first: what a dict has of them, too, must not keep their tensors from them
+    for name in sorted(
+        components, key=lambda one: not isinstance(unwrap(components[one]), nn.Module)
+    ):
         if name in branches:
-            planner.component(name, unwrap(component), branches[name])
+            planner.component(name, branches[name])
         else:
             planner.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
     planner.raise_differences()
@@ -88,11 +107,14 @@ def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) ->
 
 
 class _Planner:
-    def __init__(self, slot: SlotMapping, values: list[Any]) -> None:
+    def __init__(self, components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> None:
         self.loading = Loading()
+        self._components = components
         self._slot = slot
         self._values = values
         self._differences: list[str] = []
+        self._made: dict[str, Tensor] = {}
+        self._filled: dict[Any, Entry] = {}
 
     def differ(self, text: str) -> None:
         self._differences.append(text)
@@ -109,16 +131,22 @@ class _Planner:
             + "\nTrain with the code that saved it, or start a new run (keepstep run --run NAME)."
         )
 
-    def component(self, name: str, component: Any, node: Node) -> None:
+    def component(self, name: str, node: Node) -> None:
+        component = unwrap(self._components[name])
         live = self._live(name, component)
         if isinstance(component, nn.Module):
             self._module(name, component, node, live)
         elif isinstance(component, torch.optim.Optimizer):
             self._optimizer(name, component, node, live)
         elif isinstance(component, dict):
-            self._dict(component, node, live)
+            arrays = set(arrays_of(node))
+            tree = self._tree(
+                node,
+                lambda path, one: self._kept(one, None if one in arrays else live.get(path)),
+            )
+            self.loading.finishers.append(lambda: put_back(name, component, tree()))
         else:
-            tree = self._tree(node, lambda _, one: self._fresh(one, torch.device("cpu")))
+            tree = self._tree(node, lambda _, one: self._fresh(one))
             self.loading.finishers.append(lambda: component.load_state_dict(tree()))
 
     def _live(self, name: str, component: Any) -> _Live:
@@ -133,6 +161,8 @@ class _Planner:
             if leaf[0] == "t" and (in_module or not leaves[leaf[1]].fresh)
         }
 
+    # --- tensors -------------------------------------------------------------------------------
+
     def _entry(self, name: str) -> Entry:
         name = self._slot.layout.aliases.get(name, name)
         try:
@@ -146,16 +176,36 @@ class _Planner:
         tree = build(node, made.__getitem__, self._values.__getitem__)  # or it makes no sense
         return lambda: tree
 
-    def _fresh(self, name: str, device: torch.device) -> Tensor:
+    def _fresh(self, name: str, device: torch.device | None = None) -> Tensor:
+        """A new tensor as the saved one was; one for all names of a tied one."""
         entry = self._entry(name)
-        target = torch.empty(entry.spec.shape, dtype=DTYPE_OF[entry.spec.dtype], device=device)
-        pages.prefer_huge_pages(target)
-        self.loading.pairs.append((target, self._slot.view(entry)))
+        spec = entry.spec
+        target = self._made.get(spec.name)
+        if target is None:
+            device = device_of(spec.device) if device is None else device
+            dtype = DTYPE_OF[spec.dtype]
+            target = empty(spec.shape, spec.dim_order, dtype=dtype, device=device)
+            pages.prefer_huge_pages(target)
+            self.loading.pairs.append((target, self._slot.view(entry)))
+            self._made[spec.name] = target
         return target
+
+    def _kept(
+        self, name: str, leaf: TensorLeaf | None, device: torch.device | None = None
+    ) -> Tensor:
+        """In place where the live tensor is like the saved one, else a new one instead of it."""
+        if leaf is None:
+            return self._fresh(name, device)
+        entry = self._entry(name)
+        boxes = entry.spec.global_shape is not None or sharding.is_dtensor(leaf.live)
+        kind = tuple(leaf.live.shape), leaf.live.dtype
+        if not boxes and (kind != _kind(entry.spec) or self._is_taken(leaf, entry)):
+            return self._fresh(name, leaf.whole.device)
+        return self._in_place(name, leaf)
 
     def _in_place(self, name: str, leaf: TensorLeaf) -> Tensor:
         entry = self._entry(name)
-        dtype, shape = DTYPE_OF[entry.spec.dtype], entry.spec.global_shape or entry.spec.shape
+        shape, dtype = _kind(entry.spec)
         if tuple(leaf.live.shape) != shape or leaf.live.dtype != dtype:
             self.differ(
                 f"{name}: {_describe(shape, dtype)} in the checkpoint,"
@@ -163,8 +213,21 @@ class _Planner:
             )
         elif tuple(leaf.whole.shape) != entry.spec.shape:
             raise FormatError(f"{name}: the image of this rank holds another box than lies here")
-        self.loading.pairs.append((leaf.whole.detach(), self._slot.view(entry)))
+        elif self._is_taken(leaf, entry):
+            other = self._filled[_place(leaf.whole)].spec.name
+            self.differ(f"{name}: one tensor with {other} here, but not in the checkpoint")
+        elif self._filled.get(_place(leaf.whole)) is not entry:  # else it is tied, and filled once
+            self._filled[_place(leaf.whole)] = entry
+            self.loading.pairs.append((leaf.whole.detach(), self._slot.view(entry)))
         return leaf.live
+
+    def _is_taken(self, leaf: TensorLeaf, entry: Entry) -> bool:
+        """Whether the live tensor gets other bytes already, those of another saved tensor."""
+        other = self._filled.get(_place(leaf.whole))
+        if other is None or other is entry or not leaf.whole.numel():
+            return False
+        one, two = (self._slot.view(it).flatten().view(torch.uint8) for it in (entry, other))
+        return not torch.equal(one, two)
 
     def _like(self, name: str, parameter: Tensor, device: torch.device) -> Tensor:
         """New state of a parameter, placed as that is."""
@@ -175,24 +238,33 @@ class _Planner:
             return made
         return sharding.like(parameter, made)
 
+    # --- modules -------------------------------------------------------------------------------
+
     def _module(self, name: str, module: nn.Module, node: Node, live: _Live) -> None:
         stored = {path: leaf[1] for path, leaf in _tensors_of(node)}
-        for path in sorted(stored.keys() - live.keys(), key=str):
-            spec = self._entry(stored[path]).spec
-            shape = _describe(spec.global_shape or spec.shape, DTYPE_OF[spec.dtype])
+        needed = {path for path in stored if not is_extra(path)}
+        here = {path for path in live if not is_extra(path)}
+        for path in sorted(needed - here, key=str):
+            shape = _describe(*_kind(self._entry(stored[path]).spec))
             self.differ(f"{stored[path]}: {shape} in the checkpoint, missing here")
-        for path in sorted(live.keys() - stored.keys(), key=str):
+        for path in sorted(here - needed, key=str):
             shape = _describe(live[path].live.shape, live[path].live.dtype)
             named = ".".join(map(str, path))
             self.differ(f"{name}.{named}: {shape} here, missing in the checkpoint")
-        if stored.keys() != live.keys():
+        if needed != here:
             return
         tensors = (*module.parameters(), *module.buffers())
         wrappers = _wrappers(module) if any(map(is_wrapper, tensors)) else {}
         own = {_pointer(plain) for one in tensors for _, plain in plain_tensors(one, "")}
-        if all(one.whole.data_ptr() in own or not one.whole.numel() for one in live.values()):
-            tree = self._tree(node, lambda path, one: self._in_place(one, live[path]))
-            if all(leaf[0] == "t" for _, leaf in leaves_of(node)):
+        wholes = [live[path].whole for path in here]
+        if all(one.data_ptr() in own or not one.numel() for one in wholes):
+            tree = self._tree(
+                node,
+                lambda path, one: (
+                    self._fresh(one) if is_extra(path) else self._in_place(one, live[path])
+                ),
+            )
+            if all(leaf[0] == "t" and not is_extra(path) for path, leaf in leaves_of(node)):
                 return
         else:  # a state_dict of its own making: only its load_state_dict knows the way back
             tree = self._tree(
@@ -200,64 +272,59 @@ class _Planner:
                 lambda path, one: (
                     self._in_place(one, live[path])
                     if path[0] in wrappers
-                    else self._like(one, *_like_live(live[path]))
+                    else self._like(one, live[path].live, live[path].whole.device)
+                    if path in live
+                    else self._fresh(one)
                 ),
             )
         # what a wrapper keeps its values in is filled; load_state_dict wants the wrapper
         self.loading.finishers.append(lambda: module.load_state_dict({**tree(), **wrappers}))
 
+    # --- optimizers ----------------------------------------------------------------------------
+
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, node: Node, live: _Live
     ) -> None:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        keys = [path for path, _ in _tensors_of(node) if len(path) >= 3 and path[0] == "state"]
-        for path in keys:
-            if type(path[1]) is not int or path[1] >= len(parameters):
-                named = ".".join(map(str, path))
-                self.differ(f"{name}.{named}: the optimizer here has {len(parameters)} parameters")
-        self._groups(name, optimizer, node)
-        if self._differences:
+        groups = group_numbers(build(node, lambda one: None, self._values.__getitem__))
+        if groups is None:  # a state_dict of its own making: only its load_state_dict knows
+            whole = self._tree(node, lambda path, one: self._kept(one, live.get(path)))
+            self.loading.finishers.append(lambda: optimizer.load_state_dict(whole()))
+            return
+        told = saved_parameters(name, node, self._slot.layout.parameters.get(name))
+        pairing = Pairing.of(
+            optimizer,
+            groups=groups,
+            saved=told,
+            names=parameter_names(self._components),
+            movable=not is_zero(self._components[name]),
+        )
+        for text in pairing.differences:
+            self.differ(f"{name}: {text}")
+        if pairing.differences:
             return
 
         def tensor(path: _Path, one: str) -> Tensor:
-            if path in live:
-                return self._in_place(one, live[path])
-            # by convention of torch.optim: `step` stays on the CPU unless capturable or fused
-            if len(path) < 3 or path[0] != "state" or path[2] == "step":
-                return self._fresh(one, torch.device("cpu"))
-            return self._like(one, parameters[path[1]], parameters[path[1]].device)
-
-        tree = self._tree(node, tensor)
-
-        def finish() -> None:
-            state = tree()
-            optimizer.load_state_dict(state)
-            # load_state_dict casts to the parameter's dtype; ours are exact already
-            for path in keys:
-                kept = state["state"][path[1]][path[2]]
-                if len(path) == 3 and kept.device == _state_of(optimizer, parameters, path).device:
-                    optimizer.state[parameters[path[1]]][path[2]] = kept
-
-        self.loading.finishers.append(finish)
-
-    def _groups(self, name: str, optimizer: torch.optim.Optimizer, node: Node) -> None:
-        saved = build(node, lambda one: None, self._values.__getitem__).get("param_groups", [])
-        here = optimizer.param_groups
-        sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in here]
-        if sizes[0] != sizes[1]:
-            self.differ(
-                f"{name}: parameter groups of {sizes[0]} parameters in the checkpoint,"
-                f" of {sizes[1]} here"
+            here = live.get(pairing.path(path))
+            parameter = pairing.parameter(path)
+            if parameter is None or here is not None:
+                return self._kept(one, here)
+            home = told[path[1]].name if path[1] in told else None
+            device = state_device(
+                self._entry(one).spec.device,
+                parameter.device,
+                home=self._device(home),
+                counter=path[2] == "step" and not pairing.capturable(path),
             )
-
-    def _dict(self, component: dict[Any, Any], node: Node, live: _Live) -> None:
-        def tensor(path: _Path, one: str) -> Tensor:
-            if path in live:
-                return self._in_place(one, live[path])
-            return self._fresh(one, torch.device("cpu"))
+            return self._like(one, parameter, device)
 
         tree = self._tree(node, tensor)
-        self.loading.finishers.append(lambda: _merge(component, tree()))
+        self.loading.finishers.append(lambda: pairing.load(tree()))
+
+    def _device(self, name: str | None) -> str | None:
+        """Where the saved tensor of that name was."""
+        aliases, entries = self._slot.layout.aliases, self._slot.layout.entries
+        entry = None if name is None else entries.get(aliases.get(name, name))
+        return None if entry is None else entry.spec.device
 
 
 def _tensors_of(node: Node) -> list[tuple[_Path, Node]]:
@@ -275,24 +342,12 @@ def _wrappers(module: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in tree.items() if isinstance(one, Tensor) and is_wrapper(one)}
 
 
-def _like_live(leaf: TensorLeaf) -> tuple[Tensor, torch.device]:
-    return leaf.live, leaf.whole.device
+def _kind(spec: TensorSpec) -> tuple[tuple[int, ...], torch.dtype]:
+    return spec.global_shape or spec.shape, DTYPE_OF[spec.dtype]
 
 
-def _merge(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Update nested dicts in place, so that whoever holds one sees the restored values."""
-    for key, value in saved.items():
-        if isinstance(value, dict) and isinstance(live.get(key), dict):
-            _merge(live[key], value)
-        else:
-            live[key] = value
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer, parameters: list[Any], path: tuple[Any, ...]
-) -> Tensor:
-    tensor: Tensor = optimizer.state[parameters[path[1]]][path[2]]
-    return tensor
+def _place(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _describe(shape: Any, dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from keepstep import loading, rng
 from keepstep.agreement import Decision
@@ -32,7 +33,7 @@ from keepstep.state import Taken, TensorLeaf
 from keepstep.steps import StepId, Tier
 from keepstep.timeouts import RESTORE_S
 from keepstep.torn import Torn
-from keepstep.wrappers import after_loading
+from keepstep.wrappers import after_loading, unwrap
 
 log = logging.getLogger("keepstep")
 
@@ -134,9 +135,12 @@ class Restoring:
         else:
             self._loader = loader = self._plan_assembly(taken)
             unused = loader.unused()
-        self._torn.check(
-            self._id, (one.whole.detach() for one in taken.tensors), self._loader.targets
-        )
+        # all else lives on only where it is filled: it gives way to what the step holds
+        modules = {
+            name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
+        }
+        live = [one.whole.detach() for one in taken.within(modules)]
+        self._torn.check(self._id, live, self._loader.targets)
         return unused
 
     def _plan_assembly(self, taken: Taken) -> Loader:

@@ -77,6 +77,7 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         ("d", tuple(branches)),
         frozenset(walker.claims),
         _twins(leaves, topology),
+        walker.parameters,
     )
 
 

@@ -20,7 +20,7 @@ from keepstep import copying, sharding
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.image.layout import Section, local_name
+from keepstep.image.layout import Parameters, Section, local_name
 from keepstep.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
 from keepstep.sharding import Sharing
 from keepstep.topology import Claim, Members, Topology
@@ -53,6 +53,7 @@ class Walker:
         self.aliases: dict[str, str] = {}
         self.values: list[Any] = []
         self.claims: set[Claim] = set()
+        self.parameters: dict[str, Parameters] = {}
         self._topology = topology
         self._names: set[str] = set()
         self._seen: dict[Any, str] = {}
@@ -111,6 +112,7 @@ class Walker:
     def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
         """By the path that the state of each parameter has in the optimizer's tree."""
         owners = {}
+        named: list[tuple[str, tuple[int, ...]]] = []
         parameters = (one for group in optimizer.param_groups for one in group["params"])
         for index, parameter in enumerate(parameters):
             full, members = self._known.get(id(parameter), (str(index), None))
@@ -120,6 +122,8 @@ class Walker:
             owner = _Owner(f"{name}.state.{full}", members, sharded)
             owners[f"{name}.state.{index}"] = owner
             self.claims.add((owner.path, members))
+            named.append((full, parameter.shape))
+        self.parameters[name] = tuple(named)
         return owners
 
     # --- the tree ------------------------------------------------------------------------------

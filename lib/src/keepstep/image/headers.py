@@ -7,15 +7,16 @@ in the order of their bytes. See docs/format.md for each key.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import fields
 from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.image.strictjson import Reader, is_text
-from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Section, TensorSpec
+from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Parameters, Section, TensorSpec
 
 FORMAT_VERSION = 1
 
@@ -27,6 +28,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _MAX_WORLD = 1 << 31
 _RESERVED_PREFIX = "keepstep."
+_DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Entry:
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """What a header says. `extras_bytes`, `digests_bytes`: regions after the tensors. `twins`:
-    ranks of the same world whose images have the very same boxes, ascending."""
+    ranks of the same world whose images have the very same boxes, ascending. `parameters`: by the
+    name of the optimizer's component."""
 
     rank: int
     world: int
@@ -51,6 +54,7 @@ class Header:
     extras_bytes: int
     digests_bytes: int
     twins: tuple[int, ...] = ()
+    parameters: Mapping[str, Parameters] = field(default_factory=dict)
 
     def render(self) -> bytes:
         """Length, JSON, and spaces up to a whole number of pages."""
@@ -81,7 +85,7 @@ class Header:
             "format_version": FORMAT_VERSION,
             "rank": self.rank,
             "world": self.world,
-            "sections": _runs(self.specs),
+            "sections": _runs(spec.section.value for spec in self.specs),
             "dtypes": {one.name: one.dtype for one in self.specs if one.dtype in OPAQUE_BYTES},
             "global_shapes": {
                 one.name: one.global_shape
@@ -90,7 +94,7 @@ class Header:
             },
             "aliases": dict(self.aliases),
             "skeleton": self.skeleton,
-            **({"twins": self.twins} if self.twins else {}),
+            **self._hints(),
         }
         return {
             "format": "pt",
@@ -99,6 +103,18 @@ class Header:
             # ASCII, because stock readers refuse what Python strings may hold: lone surrogates.
             "keepstep": json.dumps(ours, separators=(",", ":")),
         }
+
+    def _hints(self) -> dict[str, Any]:
+        """What a reader can do without, and an older image does not say."""
+        orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
+        hints = {
+            "twins": self.twins,
+            "dim_orders": orders,
+            "parameters": dict(self.parameters),
+        }
+        if self.specs and all(one.device is not None for one in self.specs):
+            hints["devices"] = _runs(one.device for one in self.specs)
+        return {key: value for key, value in hints.items() if value}
 
 
 def reserved_names(rank: int) -> tuple[str, str, str]:
@@ -147,6 +163,7 @@ def parse(header: bytes) -> Header:
         extras_bytes=extras.size_bytes,
         digests_bytes=digests.size_bytes,
         twins=_twins(ours.get("twins", []), rank=rank, world=world),
+        parameters=ours.get("parameters", {}),
     )
 
 
@@ -235,6 +252,10 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
                 if key != "aliases" and name not in tree:
                     raise FormatError(f"{key}: {quoted(name)} is no tensor of this image")
                 ours[key][name] = _BY_NAME[key](reader.value(), name)
+        elif key == "devices":
+            ours[key] = _device_runs(reader, len(tree))
+        elif key == "parameters":
+            ours[key] = {name: _parameters(reader) for name in reader.members()}
         elif key in _SINGLE:
             ours[key] = reader.value()
         else:
@@ -243,8 +264,35 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
     return ours
 
 
+def _device_runs(reader: Reader, most: int) -> list[tuple[str, int]]:
+    runs: list[tuple[str, int]] = []
+    known: dict[str, str] = {}
+    for _ in reader.items():
+        run = fields.array(reader.value(), "devices")
+        if len(run) != 2 or not isinstance(run[0], str) or not _DEVICE.fullmatch(run[0]):
+            raise FormatError(f"devices: {quoted(run)} is not a device and a count")
+        device = known.setdefault(run[0], run[0])
+        runs.append((device, fields.integer(run[1], "devices", 1, most)))
+    return runs
+
+
+def _parameters(reader: Reader) -> Parameters:
+    rows = []
+    for _ in reader.items():
+        row = fields.array(reader.value(), "parameters")
+        if len(row) != 2:
+            raise FormatError(f"parameters: {quoted(row)} is not a name and a shape")
+        rows.append((fields.text(row[0], "parameters"), fields.sizes(row[1], "parameters")))
+    return tuple(rows)
+
+
 _SINGLE = ("format_version", "rank", "world", "sections", "twins")
-_BY_NAME = {"dtypes": fields.text, "global_shapes": fields.sizes, "aliases": fields.text}
+_BY_NAME = {
+    "dtypes": fields.text,
+    "global_shapes": fields.sizes,
+    "dim_orders": fields.sizes,
+    "aliases": fields.text,
+}
 
 
 # --- what it means -------------------------------------------------------------------------------
@@ -286,12 +334,14 @@ def _specs(
     reader = _SpecReader(
         dtypes=fields.mapping(ours.get("dtypes"), "dtypes"),
         global_shapes=fields.mapping(ours.get("global_shapes"), "global_shapes"),
+        dim_orders=fields.mapping(ours.get("dim_orders", {}), "dim_orders"),
     )
     sections = (*_sections(ours.get("sections"), len(tree) - 3), *[Section.REST] * 3)
+    devices = (*_devices(ours.get("devices"), len(tree) - 3), *[None] * 3)
     at, specs = 0, []
-    for name, section in zip(list(tree), sections, strict=True):
+    for name, section, device in zip(list(tree), sections, devices, strict=True):
         stored, shape, place = tree.pop(name)
-        spec = reader.read(name, section, stored, shape, boxes.pop(name))
+        spec = reader.read(name, section, device, stored, shape, boxes.pop(name))
         at = _check_place(spec, place, at)
         specs.append(spec)
     if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
@@ -305,9 +355,16 @@ def _specs(
 class _SpecReader:
     dtypes: dict[str, str]
     global_shapes: dict[str, _Sizes]
+    dim_orders: dict[str, _Sizes]
 
     def read(
-        self, name: str, section: Section, stored: str, shape: _Sizes, offsets: _Sizes
+        self,
+        name: str,
+        section: Section,
+        device: str | None,
+        stored: str,
+        shape: _Sizes,
+        offsets: _Sizes,
     ) -> TensorSpec:
         if len(offsets) != len(shape):
             raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
@@ -315,7 +372,11 @@ class _SpecReader:
         if dtype != stored:
             shape, offsets = _opaque(name, dtype, stored, shape, offsets)
         whole = self.global_shapes.get(name, shape)
-        return TensorSpec(name, dtype, shape, section, *_box(name, shape, offsets, whole))
+        order = self.dim_orders.get(name)
+        if order is not None and sorted(order) != list(range(len(shape))):
+            raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
+        box = _box(name, shape, offsets, whole)
+        return TensorSpec(name, dtype, shape, section, *box, order, device)
 
 
 def _opaque(
@@ -364,14 +425,14 @@ def _aliases(value: object, names: set[str]) -> dict[str, str]:
     return aliases
 
 
-def _runs(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    """Sections in the order of the tensors, run-length encoded."""
+def _runs(values: Iterable[str | None]) -> list[list[Any]]:
+    """One value a tensor, in the order of the tensors, run-length encoded."""
     runs: list[list[Any]] = []
-    for spec in specs:
-        if runs and runs[-1][0] == spec.section.value:
+    for value in values:
+        if runs and runs[-1][0] == value:
             runs[-1][1] += 1
         else:
-            runs.append([spec.section.value, 1])
+            runs.append([value, 1])
     return runs
 
 
@@ -385,6 +446,15 @@ def _sections(value: object, count: int) -> list[Section]:
     if len(sections) != count:
         raise FormatError(f"sections: {len(sections)} tensors, but the header has {count}")
     return sections
+
+
+def _devices(runs: list[tuple[str, int]] | None, count: int) -> list[str | None]:
+    """Inverse of `_runs`; None for all when the image does not say."""
+    if runs is None:
+        return [None] * count
+    if sum(times for _, times in runs) != count:
+        raise FormatError(f"devices: they are not those of {count} tensors")
+    return [device for device, times in runs for _ in range(times)]
 
 
 def _dumps(value: object) -> str:

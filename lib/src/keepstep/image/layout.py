@@ -21,7 +21,7 @@ from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.errors import FormatError, TornError
 from keepstep.image import headers
 from keepstep.image.headers import FORMAT_VERSION, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
-from keepstep.image.tensors import ELEMENT_BYTES, Section, TensorSpec, local_name
+from keepstep.image.tensors import ELEMENT_BYTES, Parameters, Section, TensorSpec, local_name
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -30,6 +30,7 @@ __all__ = [
     "PAGE_BYTES",
     "Entry",
     "Layout",
+    "Parameters",
     "Section",
     "TensorSpec",
     "local_name",
@@ -43,7 +44,8 @@ class Layout:
     `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the
     state's tree, opaque here. `entries`: the tensors in the order of their bytes, without the
     reserved ones. `twins`: ranks whose images have the very same boxes (the same part of a
-    replica on another node), so that any of them can stand for this one.
+    replica on another node), so that any of them can stand for this one. `parameters`: of each
+    optimizer, by its component's name; none in an image that does not say.
     """
 
     header: bytes = field(repr=False)
@@ -56,6 +58,7 @@ class Layout:
     extras_begin: int = field(compare=False)
     extras_capacity_bytes: int = field(compare=False)
     twins: tuple[int, ...] = field(compare=False, default=())
+    parameters: Mapping[str, Parameters] = field(compare=False, repr=False, default_factory=dict)
 
     @property
     def digests_begin(self) -> int:
@@ -101,6 +104,7 @@ class Layout:
         skeleton: str = "",
         extras_capacity_bytes: int = PAGE_BYTES,
         twins: Iterable[int] = (),
+        parameters: Mapping[str, Parameters] = MappingProxyType({}),
     ) -> Layout:
         """Place `tensors`. The extras get at least the capacity asked for, up to whole pages.
 
@@ -119,6 +123,7 @@ class Layout:
             extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
             digests_bytes=PAGE_BYTES,
             twins=tuple(sorted(twins)),
+            parameters=parameters,
         )
         # The table covers the header, in which its own size stands: grow it until both agree.
         while True:
@@ -161,6 +166,7 @@ class Layout:
             extras_begin=begins[-1],
             extras_capacity_bytes=header.extras_bytes,
             twins=header.twins,
+            parameters=MappingProxyType(dict(header.parameters)),
         )
         if layout.digests_begin % PAGE_BYTES:
             raise FormatError("the digest table does not begin on a page")

@@ -35,11 +35,18 @@ OPAQUE_BYTES = {"C128": 16, "C32": 4, "F8_E8M0": 1, "F4_E2M1_X2": 1}
 ELEMENT_BYTES = NATIVE_BYTES | OPAQUE_BYTES
 
 
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+"""Name and (global) shape of each parameter of an optimizer, in the order of their numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor of one rank: the box at `offsets` of the tensor `global_shape`, or all of it.
 
-    `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`.
+    `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`. `dim_order`: the
+    dimensions as they lay in the trainer's memory, the outermost first; None for row-major, which
+    the image itself always is. `device`: where it lay, `cpu`, `cuda` (the process's own) or
+    `cuda:1`; None when the image does not say.
     """
 
     name: str
@@ -48,6 +55,8 @@ class TensorSpec:
     section: Section
     offsets: tuple[int, ...] = ()
     global_shape: tuple[int, ...] | None = None
+    dim_order: tuple[int, ...] | None = None
+    device: str | None = None
 
     @property
     def element_bytes(self) -> int:

@@ -25,12 +25,15 @@ MAX_CELLS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """One saved tensor. `rows`: see the module. `dtype` in safetensors' spelling."""
+    """One saved tensor. `rows`: see the module. `dtype` in safetensors' spelling. `dim_order`,
+    `device`: as the first rank that has it says, see `TensorSpec`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     rows: Tensor
+    dim_order: tuple[int, ...] | None = None
+    device: str | None = None
 
     @property
     def ranks(self) -> Tensor:
@@ -79,6 +82,7 @@ class IndexBuilder:
         self._world = world
         self._kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._rows: dict[str, array[int]] = {}
+        self._hints: dict[str, tuple[tuple[int, ...] | None, str | None]] = {}
         self._aliases: dict[str, str] = {}
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
@@ -97,6 +101,7 @@ class IndexBuilder:
             row = self._rows.get(name)
             if row is None:
                 row = self._rows[name] = array("q")
+                self._hints[name] = spec.dim_order, spec.device
             row.extend((layout.rank, entry.begin))
             row.extend(spec.offsets or (0,) * len(shape))
             row.extend(spec.shape)
@@ -106,7 +111,8 @@ class IndexBuilder:
         tensors = {}
         for name, (dtype, shape, _) in self._kinds.items():
             rows = torch.frombuffer(self._rows.pop(name), dtype=torch.int64)
-            tensors[name] = Saved(name, dtype, shape, rows.view(-1, 2 + 2 * len(shape)))
+            rows = rows.view(-1, 2 + 2 * len(shape))
+            tensors[name] = Saved(name, dtype, shape, rows, *self._hints[name])
         return Index(
             world=self._world,
             tensors=tensors,

@@ -16,7 +16,7 @@ import os
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Protocol, TypeVar
@@ -32,7 +32,7 @@ from keepstep.errors import (
     KeepstepError,
     SidecarError,
 )
-from keepstep.image import ControlPage, Layout, check_control
+from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.link import Link
 from keepstep.protocol import (
     Chunk,
@@ -102,12 +102,17 @@ class Images:
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
         self._extras_begin: dict[int, int] = {}
+        self._parameters: dict[int, Mapping[str, Parameters]] = {}
+        last: Mapping[str, Parameters] = {}
         self._window: WindowReader | None = None
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
             builder.add(layout)
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
+            # most ranks have the same: one object for all of them
+            last = last if last == layout.parameters else layout.parameters
+            self._parameters[layout.rank] = last
         self.index: Index = builder.build()
 
     @classmethod
@@ -153,6 +158,15 @@ class Images:
     def skeleton(self, rank: int) -> str:
         """The tree of a saved rank's state."""
         return self._skeletons[rank]
+
+    def parameters(self, rank: int, optimizer: str) -> Parameters | None:
+        """Of an optimizer in a saved rank's image; None if that does not say."""
+        return self._parameters[rank].get(optimizer)
+
+    def all_parameters(self, optimizer: str) -> Parameters:
+        """Of an optimizer in all images, each distinct list once."""
+        rows = {id(one): one for one in self._parameters.values()}
+        return tuple(row for one in rows.values() for row in one.get(optimizer, ()))
 
     def extras(self, rank: int) -> bytes:
         """The bytes of all that is no tensor in a saved rank's image."""

@@ -8,17 +8,18 @@ then.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from keepstep.dtypes import DTYPE_OF
-from keepstep.errors import FormatError, MismatchError
+from keepstep.errors import MismatchError
 from keepstep.image import Section, local_name
-from keepstep.leaves import Node, TensorLeaf, leaves_of
+from keepstep.leaves import Node, TensorLeaf, build, check_values
 from keepstep.resharding.boxes import Box, Index, Saved
 
 _LOCAL = re.compile(r"^(.*)@rank-(\d{5,})$", re.DOTALL)
@@ -111,22 +112,40 @@ def describe_saved(saved: Saved) -> str:
     return describe(saved.shape, DTYPE_OF[saved.dtype])
 
 
-Live = dict[str, tuple[Target, Tensor]]
-"""A component's tensors by name, each with the object that the user has: a DTensor perhaps."""
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Here:
+    """A live tensor of a component: what is to be filled, the object that the user has (a DTensor
+    perhaps), and the name that it would be saved under, which of a tied one is not the target's."""
+
+    target: Target
+    live: Tensor
+    name: str
+
+
+Live = dict[Path, Here]
+"""A component's tensors by the keys that lead to them."""
 
 
 class SavedTree:
-    """A component's tree in the image of one saved rank. Raises FormatError for a broken one."""
+    """A component's tree in the image of one saved rank. `load`: all values of that image, asked
+    for when the first one is needed."""
 
-    def __init__(self, node: Node, values: list[Any]) -> None:
-        self.node, self.values = node, values
-        for path, leaf in leaves_of(node):
-            if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < len(values)):
-                where = "/".join(map(str, path))
-                raise FormatError(
-                    f"the tree of this image names value {leaf[1]!r} at {where}, but it holds"
-                    f" {len(values)}"
-                )
+    def __init__(self, node: Node, load: Callable[[], list[Any]]) -> None:
+        self.node, self._load = node, load
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """What the tree's value nodes number. Raises FormatError for a number that is none."""
+        values = self._load()
+        check_values(self.node, count=len(values))
+        return values
+
+    def without_tensors(self) -> Any:
+        """The tree with None for tensors."""
+        return build(self.node, lambda _: None, self.values.__getitem__)
 
 
 def raise_differences(differences: Sequence[str]) -> None:

@@ -1,0 +1,70 @@
+"""Two lives of a trainer in one process: a real image in a real slot, no sidecar between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keepstep
+from keepstep import state
+from keepstep.agreement import Decision
+from keepstep.imaging import Imaging
+from keepstep.mapping import SlotMapping
+from keepstep.protocol import Opened, SlotGranted, Source, Sources
+from keepstep.restoring import Restoring
+from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.torn import Torn
+
+_EPOCH = Epoch(EpochId(1, "00c0ffee"), None)
+_ID = StepId(_EPOCH.id, 0)
+
+
+class _Link:
+    lease = ""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def call(self, route: str, *_: Any, **__: Any) -> Opened | Sources:
+        path = str(self._path)
+        if route == "/v1/restore":
+            return Opened(slot="0", path=path, tier=Tier.MEMORY, bytes=0, seconds=0.0)
+        size, extras = self._path.stat().st_size, SlotMapping(path).control().extras_bytes
+        source = Source(rank=0, tier=Tier.MEMORY, bytes=size, extras_bytes=extras, path=path)
+        return Sources(id=_ID, world=1, sources=(source,))
+
+
+def keep(components: dict[str, Any], path: Path) -> None:
+    """Save one step of `components` into a slot at `path`."""
+    checkpointer = keepstep.Checkpointer(components, rng=False)
+    taken = checkpointer._take()
+    extras = checkpointer._encode(taken)
+    layout = checkpointer._layout_of(taken, len(extras))
+    path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
+    slot = SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout)
+    imaging = Imaging(layout, taken, run="run")
+    pending = imaging.begin(slot, taken, extras, id=_ID, epoch=_EPOCH, lazy=True)
+    pending.copy()
+    pending.judge()
+    pending.slot.seal(pending.control)
+
+
+def bring_back(
+    components: dict[str, Any], path: Path, *, direct: bool = True, torn: Torn | None = None
+) -> None:
+    """Restore the step in the slot at `path`, as `Checkpointer.restore` does once it is chosen:
+    from the rank's own image, or put together as for another world."""
+    decision = Decision(id=_ID, tiers=(Tier.MEMORY,), epoch_number=2, direct=(direct,), world=1)
+    with torn or Torn() as torn:
+        restoring = Restoring(
+            components,
+            _Link(path),
+            decision,
+            rank=0,
+            take=lambda: state.take(components),
+            rng=False,
+            trusted=False,
+            torn=torn,
+        )
+        for stage in restoring.stages:
+            stage([])

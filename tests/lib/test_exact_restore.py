@@ -1,0 +1,471 @@
+"""A restore is the state that was saved: the same keys, kinds, bytes and strides, and no others."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+from keepstep.image import Layout
+from keepstep.torn import Torn
+from tests.lib.lives import bring_back, keep
+
+
+@pytest.fixture(params=["own image", "another world"])
+def again(request, tmp_path):
+    """Saves the components of one life and restores them into those of the next."""
+
+    def move(saved, live):
+        keep(saved, tmp_path / "slot")
+        bring_back(live, tmp_path / "slot", direct=request.param == "own image")
+        return live
+
+    return move
+
+
+def bits(tensor):
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.flatten().view(torch.uint8)
+
+
+def assert_same(one, other):
+    """Bit-equal tensors, in the same places in memory."""
+    assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    assert torch.equal(bits(one), bits(other))
+
+
+# --- dicts ---------------------------------------------------------------------------------------
+
+
+def test_a_key_that_was_removed_before_the_save_stays_removed(again, caplog):
+    todo = {number: f"shard{number}" for number in range(5)}
+    live = again(
+        {"p": {"todo": {3: todo[3], 4: todo[4]}, "phase": "training"}},
+        {"p": {"warm": 1, "todo": dict(todo), "phase": "warmup"}},
+    )["p"]
+    assert live == {"todo": {3: "shard3", 4: "shard4"}, "phase": "training"}
+    (told,) = (one.getMessage() for one in caplog.records if "removed here" in one.getMessage())
+    assert told.startswith("keepstep: p: 'warm': not in the restored step")
+
+
+def test_the_order_of_keys_comes_back(again):
+    live = again(
+        {"p": {"b": 1, "t": torch.ones(2), "d": {"y": 1, "x": 2}, "a": 3}},
+        {"p": {"a": 0, "d": {"x": 0, "y": 0}, "t": torch.zeros(2), "b": 0}},
+    )["p"]
+    assert list(live) == ["b", "t", "d", "a"]
+    assert list(live["d"]) == ["y", "x"]
+
+
+def test_a_tensor_of_a_dict_that_grew_or_changed_its_dtype_comes_back(again):
+    saved = {"losses": torch.arange(3.0), "n": torch.tensor([2.5]), "q": torch.ones(2, 2)}
+    live = {"losses": torch.zeros(0), "n": torch.tensor([0]), "q": torch.zeros(2, 2)}
+    same = live["q"]
+    again({"p": dict(saved)}, {"p": live})
+    for name, tensor in saved.items():
+        assert_same(live[name], tensor)
+    assert live["q"] is same
+
+
+def test_dicts_and_lists_that_a_script_holds_see_what_was_restored(again):
+    losses, inner, tensors, rows = [], {"deep": []}, [torch.zeros(2)], [[1, 2], {"x": 0}]
+    deep, row, cell = inner["deep"], rows[0], rows[1]
+    again(
+        {"p": {
+            "losses": [1.5, 2.5], "inner": {"deep": [7], "more": 1},
+            "tensors": [torch.ones(2), torch.ones(3)], "rows": [[3], {"x": 1}, 5],
+        }},
+        {"p": {"inner": inner, "losses": losses, "tensors": tensors, "rows": rows}},
+    )  # fmt: skip
+    assert losses == [1.5, 2.5]
+    assert inner == {"deep": [7], "more": 1}
+    assert deep == [7]
+    assert [one.tolist() for one in tensors] == [[1, 1], [1, 1, 1]]
+    assert rows == [[3], {"x": 1}, 5]
+    assert rows[0] is row
+    assert rows[1] is cell
+
+
+def test_a_counter_that_a_script_holds_counts_what_was_restored(again):
+    live = {"c": Counter(x=5, z=1), "d": deque([1, 2], maxlen=3)}
+    counter, last = live["c"], live["d"]
+    again({"p": {"c": Counter(x=1, y=-2), "d": deque([3], maxlen=3)}}, {"p": live})
+    assert counter == Counter(x=1, y=-2)
+    assert live["c"] is counter
+    assert live["d"] is last
+    assert last == deque([3])
+
+
+def test_one_list_in_two_places_gets_the_content_of_each(again):
+    both = []
+    live = again({"p": {"a": [1], "b": [2]}}, {"p": {"a": both, "b": both}})["p"]
+    assert live == {"a": [1], "b": [2]}
+
+
+def test_one_live_tensor_for_two_saved_ones_holds_none_of_them_back(again):
+    both = torch.zeros(2)
+    live = again(
+        {"p": {"a": torch.ones(2), "b": torch.full((2,), 2.0)}}, {"p": {"a": both, "b": both}}
+    )["p"]
+    assert live["a"].tolist() == [1, 1]
+    assert live["b"].tolist() == [2, 2]
+
+
+def test_tensors_that_were_one_are_one_again(again):
+    both = torch.ones(2)
+    live = again({"p": {"a": both, "b": both}}, {"p": {}})["p"]
+    assert live["a"] is live["b"]
+
+
+def test_names_with_dots_are_told_apart_whatever_their_order(again):
+    live = {"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}
+    again({"p": {"a.b": torch.ones(1), "a": {"b": torch.full((1,), 2.0)}}}, {"p": live})
+    assert live["a.b"].item() == 1
+    assert live["a"]["b"].item() == 2
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_path, direct):
+    keep({"p": {"grown": torch.ones(3)}}, tmp_path / "slot")
+    live = {"grown": torch.zeros(2), "gone": torch.zeros(2)}
+    with Torn() as torn:
+        torn.begin(live.values())
+        bring_back({"p": live}, tmp_path / "slot", direct=direct, torn=torn)
+    assert list(live) == ["grown"]
+    assert live["grown"].tolist() == [1, 1, 1]
+
+
+# --- memory formats ------------------------------------------------------------------------------
+
+STRIDES = {
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "channels_last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "one channel": torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last),
+    "one pixel": torch.ones(2, 3, 1, 1).to(memory_format=torch.channels_last),
+    "one of all": torch.ones(1, 3, 1, 1).to(memory_format=torch.channels_last),
+    "plain pixel": torch.ones(2, 3, 1, 1),
+    "3d": torch.ones(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "permuted": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    "empty": torch.ones(0, 3).t(),
+    "bytes": torch.ones(3, 4, dtype=torch.complex128).t(),
+}
+
+
+def test_a_new_tensor_has_the_strides_that_were_saved(again):
+    live = again({"p": dict(STRIDES)}, {"p": {}})["p"]
+    for name, tensor in STRIDES.items():
+        assert_same(live[name], tensor)
+
+
+def test_a_slice_comes_back_dense_in_the_order_of_its_dimensions(again):
+    sliced = torch.arange(40.0).view(4, 10).t()[::2]
+    live = again({"p": {"s": sliced}}, {"p": {}})["p"]["s"]
+    assert torch.equal(live, sliced)
+    assert live.stride() == (1, 5)
+
+
+def test_parameters_keep_their_memory_and_their_strides(again):
+    def net():
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    live = net()
+    address, strides = live.weight.data_ptr(), live.weight.stride()
+    saved = net()
+    again({"m": saved}, {"m": live})
+    assert (live.weight.data_ptr(), live.weight.stride()) == (address, strides)
+    assert_same(live.weight, saved.weight)
+
+
+def test_an_older_image_that_tells_no_strides_and_no_names_is_restored(tmp_path):
+    saved, live = trained(), trained(steps=0, seed=1)
+    keep(saved, tmp_path / "slot")
+    data = bytearray((tmp_path / "slot").read_bytes())
+    layout = Layout.parse(memoryview(data))
+    older = _without(layout)
+    moved = bytearray(older.size_bytes)
+    moved[: len(older.header)] = older.header
+    moved[len(older.header) :] = data[len(layout.header) :]
+    page = moved[older.control_begin :]
+    assert len(moved) - older.control_begin == len(data) - layout.control_begin
+    moved[older.control_begin :] = _resealed(page, older)
+    (tmp_path / "slot").write_bytes(moved)
+    bring_back(live, tmp_path / "slot")
+    for one, two in zip(saved["m"].parameters(), live["m"].parameters(), strict=True):
+        for key, value in saved["o"].state[one].items():
+            assert torch.equal(value, live["o"].state[two][key])
+
+
+def _without(layout):
+    from dataclasses import replace
+
+    specs = [replace(entry.spec, dim_order=None, device=None) for entry in layout.entries.values()]
+    return Layout.build(
+        specs,
+        rank=0,
+        world=1,
+        aliases=layout.aliases,
+        skeleton=layout.skeleton,
+        extras_capacity_bytes=layout.extras_capacity_bytes,
+    )
+
+
+def _resealed(page, layout):
+    from dataclasses import replace
+
+    from keepstep.image import ControlPage
+
+    return replace(ControlPage.from_bytes(memoryview(page)), layout=layout.id).to_bytes()
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+class WithExtraState(nn.Module):
+    """What it keeps beside its parameters exists only once it was used."""
+
+    def __init__(self, history=None):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.history = history
+
+    def get_extra_state(self):
+        return {"history": self.history, "n": 1}
+
+    def set_extra_state(self, state):
+        self.history = state["history"]
+
+
+@pytest.mark.parametrize("before", [None, torch.zeros(3), torch.zeros(1)])
+def test_a_modules_extra_state_may_hold_new_and_grown_tensors(again, before):
+    saved, live = WithExtraState(torch.arange(3.0)), WithExtraState(before)
+    again({"m": nn.Sequential(saved)}, {"m": nn.Sequential(live)})
+    assert_same(live.history, saved.history)
+    assert_same(live.inner.weight, saved.inner.weight)
+
+
+def test_weights_that_are_tied_here_but_were_not_are_refused_by_name(again):
+    saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
+    live["b"].weight = live["a"].weight
+    before = live["a"].weight.clone()
+    with pytest.raises(keepstep.MismatchError, match=r"m\.b\.weight: one tensor with m\.a\.weight"):
+        again({"m": saved}, {"m": live})
+    assert torch.equal(live["a"].weight, before)
+
+
+def test_a_dict_that_shares_a_weight_here_takes_nothing_from_the_module(again):
+    saved, live = nn.Linear(2, 2), nn.Linear(2, 2)
+    best = {"best": live.weight}
+    again({"p": {"best": torch.ones(2, 2)}, "m": saved}, {"p": best, "m": live})
+    assert_same(live.weight, saved.weight)
+    assert torch.equal(best["best"], torch.ones(2, 2))
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+class Keeping(torch.optim.Optimizer):
+    """Its state is what a test puts there."""
+
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        """Nothing."""
+
+
+def trained(steps=2, seed=0, optimizer=torch.optim.AdamW):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    model.to(memory_format=torch.channels_last)
+    optimizer = optimizer(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+    return {"m": model, "o": optimizer}
+
+
+def test_optimizer_state_has_the_keys_in_order_and_the_strides_that_were_saved(again):
+    saved = trained()
+    live = again(saved, trained(steps=0, seed=1))
+    weight = saved["m"][0].weight
+    assert not weight.is_contiguous()
+    for one, two in zip(saved["m"].parameters(), live["m"].parameters(), strict=True):
+        state = saved["o"].state[one]
+        assert list(live["o"].state[two]) == list(state)
+        for key, value in state.items():
+            assert_same(live["o"].state[two][key], value)
+
+
+def nested(parameter):
+    return {
+        "z": {"master": parameter.float() + 1e-4, "count": torch.zeros((), dtype=torch.int64)},
+        "pair": [torch.full((2,), 1e-9), (torch.arange(3, dtype=torch.uint8), 1 + 1e-12)],
+        "mode": "abc",
+        "none": None,
+        "a": torch.full((2,), 1.0 + 1e-12, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_optimizer_state_of_any_depth_keeps_its_kinds(again, fresh):
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    other = copy.deepcopy(model)
+    saved, live = Keeping(model.parameters()), Keeping(other.parameters())
+    for parameter in model.parameters():
+        saved.state[parameter] = nested(parameter)
+    if not fresh:
+        for parameter in other.parameters():
+            live.state[parameter] = {"a": torch.zeros(1), "old": torch.zeros(1)}
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_tree(live.state[two], saved.state[one])
+
+
+def assert_tree(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert_same(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            assert_tree(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_tree(left, right)
+    else:
+        assert one == other
+
+
+def test_optimizer_state_under_string_keys_comes_back(again):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved, live = Keeping(model.parameters()), Keeping(other.parameters())
+    saved.state["global"] = {"norm": torch.tensor(1.5), "step": 3, "by": {"x": torch.ones(2)}}
+    saved.state[model.weight] = {"m": torch.ones(2, 2)}
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    assert_tree(live.state["global"], saved.state["global"])
+    assert_tree(live.state[other.weight], saved.state[model.weight])
+
+
+def two_weights(shape=(4, 4)):
+    torch.manual_seed(0)
+    return nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(*shape, bias=False)})
+
+
+def stepped(model, order, optimizer=torch.optim.AdamW, **options):
+    made = optimizer([model[name].weight for name in order], lr=1e-2, **options)
+    for number, one in enumerate("ab"):
+        model[one].weight.grad = torch.full_like(model[one].weight, 10.0**number)
+    made.step(*([lambda: torch.tensor(1.0)] if optimizer is torch.optim.LBFGS else []))
+    return made
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 8)])
+def test_optimizer_state_finds_its_parameter_whatever_the_order(again, shape):
+    model, other = two_weights(shape), two_weights(shape)
+    saved = stepped(model, "ab")
+    live = torch.optim.AdamW([other["b"].weight, other["a"].weight], lr=1.0)
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    for name in "ab":
+        assert_tree(live.state[other[name].weight], saved.state[model[name].weight])
+    assert live.param_groups[0]["lr"] == 1e-2
+    assert live.state_dict()["param_groups"] == saved.state_dict()["param_groups"]
+
+
+def test_flat_state_that_goes_by_the_order_of_the_parameters_is_not_turned_round(again):
+    model, other = two_weights(), two_weights()
+    saved = stepped(model, "ab", torch.optim.LBFGS)
+    live = torch.optim.LBFGS([other["b"].weight, other["a"].weight])
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    assert live._params[0] is other["a"].weight
+    assert_tree(live.state[other["a"].weight], saved.state[model["a"].weight])
+
+
+def test_groups_keep_their_options_and_their_order(again, caplog):
+    def grouped(model, order):
+        made = torch.optim.SGD([model[order[0]].weight], lr=rates[order[0]], momentum=0.9)
+        made.add_param_group({"params": [model[order[1]].weight], "lr": rates[order[1]]})
+        return made
+
+    rates = {"a": 0.1, "b": 0.2}
+    model, other = two_weights(), two_weights()
+    saved = grouped(model, "ab")
+    rates = {"a": 0.5, "b": 0.6}
+    live = grouped(other, "ba")
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    by_weight = {id(one["params"][0]): one["lr"] for one in live.param_groups}
+    assert by_weight == {id(other["a"].weight): 0.1, id(other["b"].weight): 0.2}
+    assert live.state_dict() == saved.state_dict()
+    assert "in the order of the save" in caplog.text
+
+
+def test_parameters_of_another_shape_are_refused_by_name_and_nothing_is_changed(again):
+    def bare(*shapes):
+        made = torch.optim.Adam([nn.Parameter(torch.ones(shape)) for shape in shapes])
+        for one in made.param_groups[0]["params"]:
+            one.grad = torch.ones_like(one)
+        made.step()
+        return made
+
+    live = bare((4, 8), (8, 8))
+    before = copy.deepcopy(live.state_dict())
+    with pytest.raises(keepstep.MismatchError) as error:
+        again({"o": bare((8, 8), (4, 8))}, {"o": live})
+    assert "o: its parameter 0: [8, 8] in the checkpoint, [4, 8] here" in str(error.value)
+    assert "o: its parameter 1: [4, 8] in the checkpoint, [8, 8] here" in str(error.value)
+    assert_tree(live.state_dict(), before)
+
+
+def optimized(groups):
+    model = nn.ModuleDict({one: nn.Linear(2, 2, bias=False) for one in "abc"})
+    rows = [{"params": [model[one].weight for one in group]} for group in groups]
+    return {"m": model, "o": torch.optim.SGD(rows, lr=0.1)}
+
+
+@pytest.mark.parametrize("groups", [["a"], ["ab", "c"], ["ab"]])
+def test_groups_of_other_parameters_are_refused(again, groups):
+    with pytest.raises(keepstep.MismatchError, match=r"o: (has the parameter|parameter groups of)"):
+        again(optimized(["ac", "b"]), optimized(groups))
+
+
+def test_a_parameter_that_this_optimizer_lacks_is_named(tmp_path):
+    keep(optimized(["ac", "b"]), tmp_path / "slot")
+    with pytest.raises(keepstep.MismatchError, match=r"has the parameter m\.c\.weight in the"):
+        bring_back(optimized(["b", "a"]), tmp_path / "slot")
+
+
+def test_a_rate_that_is_a_tensor_stays_one_for_all_groups(again):
+    def two(rate):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [{"params": one.parameters()} for one in model]
+        return {"m": model, "o": torch.optim.Adam(groups, lr=torch.tensor(rate))}
+
+    live = again(two(0.25), two(0.5))["o"]
+    assert [group["lr"].item() for group in live.param_groups] == [0.25, 0.25]
+    assert live.param_groups[0]["lr"] is live.param_groups[1]["lr"]
+
+
+class OfItsOwn(torch.optim.SGD):
+    """An optimizer whose state_dict is not made as torch makes them."""
+
+    def state_dict(self):
+        return {"base": super().state_dict(), "slow": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["base"])
+        self.slow = state["slow"]
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_gets_it_back(again):
+    def made(rate):
+        model = nn.Linear(2, 2)
+        return {"m": model, "o": OfItsOwn(model.parameters(), lr=rate)}
+
+    live = again(made(0.25), made(0.5))["o"]
+    assert live.param_groups[0]["lr"] == 0.25
+    assert live.slow.tolist() == [1, 1]
