@@ -6,6 +6,7 @@ it, so that the parser behind them is reached.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.util
 import json
@@ -13,13 +14,18 @@ import pathlib
 import random
 import sys
 import tempfile
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy
 import safetensors
+import torch
 
 from keepstep import protocol
 from keepstep.dcp.tree import Tree
@@ -30,7 +36,7 @@ from keepstep.image.verify import seal_for_disk
 from keepstep.leaves import build, check_values, leaves_of
 from keepstep.leaves import parse as parse_tree
 from keepstep.reports import ReportReply
-from keepstep.steps import Epoch, EpochId, StepId, shard_name
+from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
 from keepstep_operator.reconcile import reports
 from keepstep_operator.reconcile.tokens import Refused
 from keepstep_sidecar import server
@@ -96,27 +102,35 @@ DCP = {"dcp": 1, "values": ["step"], "boxes": {"w@0": "w"}, "paths": {"w": ["mod
 KEPT: dict[str, Any] = {
     "values": [7, [1, (2, {3}), frozenset({b"x"})], {1: 2.5, "!": None}, float("inf"), 1 << 70],
     "rng": {"path": pathlib.PurePosixPath("a"), "c": 1j, "b": bytearray(b"yz")},
+    "kinds": [
+        *(OrderedDict(a=1), defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], 3)),
+        *(range(1, 9, 2), Decimal("1.50"), Fraction(1, 3), Tier.PEER),
+        *(datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(1)),
+        *(numpy.arange(3.0), numpy.float32(2), torch.arange(3), torch.Size([2]), torch.float32),
+    ],
 }
 
 
 def rich_layout(rank: int = 0) -> Layout:
     """Every kind of thing that a header can say."""
+    specs = [
+        TensorSpec("exp_avg", "F64", (5,), Section.OPTIMIZER),
+        TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4), (1, 0)),
+        TensorSpec("mask", "BOOL", (7,), Section.REST),
+        TensorSpec("spectrum", "C128", (1, 2), Section.REST),
+        TensorSpec("tiny", "F8_E8M0", (3,), Section.PARAMS),
+        TensorSpec("scalar", "BF16", (), Section.PARAMS),
+        TensorSpec("empty", "I64", (0, 3), Section.REST, (4, 0), (4, 3)),
+        TensorSpec("näme", "U8", (1,), Section.REST),
+    ]
     return Layout.build(
-        [
-            TensorSpec("exp_avg", "F64", (5,), Section.OPTIMIZER),
-            TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4)),
-            TensorSpec("mask", "BOOL", (7,), Section.REST),
-            TensorSpec("spectrum", "C128", (1, 2), Section.REST),
-            TensorSpec("tiny", "F8_E8M0", (3,), Section.PARAMS),
-            TensorSpec("scalar", "BF16", (), Section.PARAMS),
-            TensorSpec("empty", "I64", (0, 3), Section.REST, (4, 0), (4, 3)),
-            TensorSpec("näme", "U8", (1,), Section.REST),
-        ],
+        [replace(one, device="cuda:1" if one.dtype == "F32" else "cpu") for one in specs],
         rank=rank,
         world=4,
         aliases={"head": "weight"},
         skeleton=SKELETON,
         twins=(2,),
+        parameters={"optimizer": (("weight", (4, 4)), ("scalar", ()))},
     )
 
 

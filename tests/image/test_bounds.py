@@ -16,6 +16,7 @@ import pytest
 
 from keepstep.errors import FormatError, KeepstepError
 from keepstep.image import Layout, Section, TensorSpec, extras
+from keepstep.image.strictjson import Reader
 from tests.image.test_attacks import make
 
 MEBIBYTE = 1 << 20
@@ -57,6 +58,18 @@ def test_a_header_of_very_many_tensors_is_read_in_memory_that_its_size_bounds() 
     header = Layout.build(specs, rank=0, world=1).header
     assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
     assert len(Layout.parse(header).entries) == len(specs)
+
+
+def test_a_text_has_room_for_as_many_names_as_its_length_makes_plausible() -> None:
+    def read(count: int) -> int:
+        text = json.dumps({str(i): 0 for i in range(count)})
+        return sum(
+            reader.value() == 0 for reader in [Reader(text, what="x")] for _ in reader.members()
+        )
+
+    assert read(50_000) == 50_000
+    with pytest.raises(FormatError, match="too many names for"):
+        read(150_000)
 
 
 @pytest.mark.parametrize("tag", ["!set", "!frozenset", "!dict", "!counter"])

@@ -31,7 +31,7 @@ _LARGE = 1 << 20
 _MOST_WIDE = 4 << 20
 _MOST_LARGE = 32
 _FREE_NAMES = 50_000
-_CHARS_PER_NAME = 40
+_CHARS_PER_NAME = 30
 
 _KEY = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
