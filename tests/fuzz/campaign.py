@@ -29,7 +29,7 @@ _LARGE = 100_000
 @dataclass
 class Tally:
     """Of one target. Times in milliseconds of CPU, memory in MiB and as a multiple of the input
-    (of those inputs that take more than a MiB)."""
+    (of inputs of more than 100 kB)."""
 
     mutations: int = 0
     resealed: int = 0
@@ -127,7 +127,7 @@ class Campaign:
             tracemalloc.stop()
         tally.measured += 1
         tally.most_mib = max(tally.most_mib, round(peak / (1 << 20), 1))
-        if peak > 1 << 20:
+        if len(data) > _LARGE:
             tally.most_times = max(tally.most_times, round(peak / max(len(data), 1), 1))
         if peak > max(FLOOR_BYTES, target.times * len(data)):
             self._note(
