@@ -306,6 +306,12 @@ def test_nothing_is_lost_in_silence_after(name):
     meet([("train", 0), ("wait", 1), (name, 7), ("train", 0), ("train", 0)], lazy=True)
 
 
+@pytest.mark.parametrize("number", range(40) if EXAMPLES else (1, 3, 5))
+def test_memory_is_made_again_by_a_sidecar_that_met_an_error_at_its_await(number):
+    """What watches over memory, slots and volumes begins again after an error."""
+    meet([("interrupt_sidecar", number), ("train", 0), ("empty_memory", 0)], lazy=True)
+
+
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
 @pytest.mark.parametrize("kind", [injection.Injected, KeyboardInterrupt])
 def test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other(kind, lazy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -23,6 +23,7 @@ from keepstep_sidecar.depots import (
     Retaining,
 )
 from keepstep_sidecar.journal import warn
+from keepstep_sidecar.tasks import Tasks
 
 _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
@@ -47,7 +48,6 @@ to introduce the pods that may hold something newer."""
 
 _SOON_S = 0.3
 
-_LONGEST_PAUSE_S = 30.0
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
@@ -71,7 +71,7 @@ class Beyond:
 
     # --- running -----------------------------------------------------------------------------
 
-    def start(self, spawn: Spawn, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: what to do once everything was seen for the first time."""
         for depot in self.depots:
             if isinstance(depot, Retaining):
@@ -79,19 +79,10 @@ class Beyond:
             if isinstance(depot, Keeper):
                 depot.commit = lambda: self._catalog.overview.commit
             if isinstance(depot, Noticing):
-                depot.changed = lambda: spawn(self.look(), "look at what is new")
-            spawn(self._run(depot), f"depot {depot.tier}")
+                depot.changed = lambda: tasks.spawn(self.look(), "look at what is new")
+            tasks.keep(depot.run, f"depot {depot.tier}")
         if self.depots:
-            spawn(self._watch(looked), "look at depots")
-
-    async def _run(self, depot: Depot) -> None:
-        """A depot that fails in a way nobody thought of begins again: its tier is not given up."""
-        for failures in itertools.count():
-            try:
-                return await depot.run()
-            except Exception as error:
-                warn("depot failed", tier=str(depot.tier), reason=_reason(error))
-            await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE_S))
+            tasks.keep(functools.partial(self._watch, looked), "look at depots")
 
     async def _watch(self, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.look()
@@ -259,9 +250,3 @@ class Beyond:
         """Where other pods find this one, '' when nothing is served."""
         found = (one.address for one in self.depots if isinstance(one, Acquainted))
         return next(found, "")
-
-
-def _reason(error: BaseException) -> str:
-    while group := getattr(error, "exceptions", None):  # of a task group: its first says why
-        error = group[0]
-    return str(error) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -228,7 +229,8 @@ class _Door:
         make_way(self._path)
         self._site = web.UnixSite(self._runner, str(self._path))
         await self._site.start()
-        self._made = self._path.lstat()
+        with contextlib.suppress(FileNotFoundError):  # removed at once: it will be made again
+            self._made = self._path.lstat()
 
     @property
     def there(self) -> bool:
@@ -268,7 +270,7 @@ async def _listen(service: Service, tasks: Tasks, claim: Claim) -> None:
     await _listen_publicly(public, service.config.metrics_port, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
-    tasks.spawn(_watch(service, claim, door), "watch memory")
+    tasks.keep(functools.partial(_watch, service, claim, door), "watch memory")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))

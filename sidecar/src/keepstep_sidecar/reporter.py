@@ -122,6 +122,7 @@ class Reporter:
 
     async def run(self) -> None:
         """Report until `finish`."""
+        self._ended = False
         connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:

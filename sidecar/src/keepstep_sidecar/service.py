@@ -8,6 +8,7 @@ executors and touches no state. The parts decide nothing either: states and choi
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,16 +176,16 @@ class Service:
         for file in self.keeper.files():
             self.maker.settle(file)
         for number in range(self.maker.threads):
-            self._tasks.spawn(self.maker.run(), f"make slots {number}")
-        self._tasks.spawn(self._look(), "scan")
-        self._tasks.spawn(self._watch_volumes(), "watch volumes")
-        self.beyond.start(self._tasks.spawn, self.restorer.prefetch)
+            self._tasks.keep(self.maker.run, f"make slots {number}")
+        self._tasks.keep(self._look, "scan")
+        self._tasks.keep(self._watch_volumes, "watch volumes")
+        self.beyond.start(self._tasks, self.restorer.prefetch)
         if self.reporter is not None:
-            self._tasks.spawn(self.reporter.run(), "report")
+            self._tasks.keep(self.reporter.run, "report")
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
         if self.config.linger_s is not None:
-            self._tasks.spawn(self._linger(self.config.linger_s), "linger")
+            self._tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
 
     async def _look(self) -> None:
         """Scan the volumes; a scan that fails is repeated, less and less often."""
