@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import resource
 import secrets
 import subprocess
 import time
@@ -25,6 +26,7 @@ RESULTS = ROOT / "docs" / "fuzz.json"
 COMMAND = "make fuzz MINUTES=5"
 _SAY_EVERY_S = 10.0
 _MOST_FILES = 20
+_MOST_BYTES = 8 << 30
 
 
 def main() -> int:
@@ -34,6 +36,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--only", default="", help="part of a target's name")
     wanted = parser.parse_args()
+    # what takes memory without end shall fail here, and not take the machine with it
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     chosen = [one for one in targets() if wanted.only in one.name]
     campaign = Campaign(seed=wanted.seed, targets=chosen)
     print(f"seed {wanted.seed}: {len(chosen)} parsers for {wanted.minutes:g} minutes", flush=True)

@@ -128,7 +128,7 @@ def _to_numpy(value: Any) -> Any:
         raise ValueError(f"dtype {code[:80]!r}")
     dtype, data = numpy.dtype(code), base64.b64decode(text, validate=True)
     sizes = () if shape is None else fields.sizes(shape, "shape")
-    if math.prod(sizes) * dtype.itemsize != len(data):
+    if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     array = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
     return array[()] if shape is None else array
@@ -179,7 +179,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!array": _to_form,
     "!torch.Tensor": _to_tensor,
     "!torch.dtype": _to_dtype,
-    "!torch.Size": lambda sizes: importlib.import_module("torch").Size(sizes),
+    "!torch.Size": lambda sizes: importlib.import_module("torch").Size(fields.array(sizes, "size")),
     "!torch.device": lambda text: importlib.import_module("torch").device(text),
 }
 """Inverse of `encode`, by tag. They raise whatever the libraries raise."""

@@ -136,6 +136,13 @@ def _fields(value: Any) -> dict[str, Any]:
     return kept
 
 
+def _few(parts: Any) -> list[Any]:
+    """A list, and no range of a million million, which a constructor would go through."""
+    if type(parts) is not list:
+        raise TypeError("not a list")
+    return parts
+
+
 def _to_enum(parts: Any) -> Any:
     module, name, member = parts
     kind = _find(module, name)
@@ -202,9 +209,9 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!time": _to_time,
     "!date": datetime.date.fromisoformat,
     "!timedelta": _to_timedelta,
-    "!timezone": lambda parts: datetime.timezone(*parts),
+    "!timezone": lambda parts: datetime.timezone(*_few(parts)),
     "!zoneinfo": zoneinfo.ZoneInfo,
-    "!range": lambda parts: range(*parts),
+    "!range": lambda parts: range(*_few(parts)),
     "!decimal": _to_decimal,
     "!fraction": _to_fraction,
 }
