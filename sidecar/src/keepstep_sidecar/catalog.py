@@ -266,7 +266,9 @@ class Catalog:
             missing = size_bytes - await self.blocking(self.volumes.free_bytes)
             doomed = self._least_wanted(missing)
             self.evictions.note(doomed)
-            return await self._retire_all(doomed)
+            retired = await self._retire_all(doomed)
+            self.evictions.count += len(doomed)
+            return retired
 
     def _least_wanted(self, missing_bytes: int) -> tuple[StepId, ...]:
         pinned = self.overview.pinned

@@ -50,8 +50,8 @@ class Evictions:
         )
 
     def note(self, ids: Collection[StepId]) -> None:
-        """These steps are about to go."""
-        self.count += len(ids)
+        """These steps are about to go. The caller counts them when they are gone: whoever finds no
+        room until then must not take them for room that was made."""
         self.short = self.short or bool(ids)
         for id in ids:
             warn("evicted", step=str(id), reason="the volumes are full", keep=str(self.keep))
