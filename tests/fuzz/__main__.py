@@ -65,17 +65,21 @@ def main() -> int:
 
 
 def _add(campaign: Campaign, *, minutes: float) -> None:
-    """Put this run's counts to those of the runs before."""
+    """Put this run's counts to those of the runs before; of one that found something, what that
+    was, and no counts: they are of code that was changed since."""
     told: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     tallies = {name: Tally(**one) for name, one in told.get("parsers", {}).items()}
-    for name, one in campaign.tallies.items():
+    for name, one in () if campaign.bad else campaign.tallies.items():
         tallies.setdefault(name, Tally()).add(one)
-    run = {
+    run: dict[str, Any] = {
         "seed": campaign.seed,
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "-suno") else ""),
         "minutes": minutes,
         "mutations": campaign.mutations,
         "bad": campaign.bad,
+        "found": [
+            f"{target.name}: {what:.200}" for target, what, _ in campaign.found[:_MOST_FILES]
+        ],
     }
     total = Tally()
     for one in tallies.values():

@@ -1,8 +1,9 @@
 """Runs mutations against the targets, and counts what must not happen.
 
 Of each mutation: no exception that the parser does not name; where nothing was resealed, no other
-bytes are accepted; at most a second of CPU; and, of a sample that is measured apart (tracing makes
-everything slower), memory of at most 64 MiB or some times the input.
+bytes are accepted; at most a second of CPU, or half a second a megabyte if that is more; and, of a
+sample that is measured apart (tracing makes everything slower), memory of at most 64 MiB or some
+times the input.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.fuzz import mutate
 from tests.fuzz.targets import Target
 
 LIMIT_S = 1.0
+LIMIT_S_PER_BYTE = 0.5e-6
 FLOOR_BYTES = 64 << 20
 _TRACED = 25
 """One in so many is measured, and every large one."""
@@ -97,7 +99,7 @@ class Campaign:
         accepted = self._try(target, data, tally)
         took_s = time.thread_time() - began
         tally.slowest_ms = max(tally.slowest_ms, round(took_s * 1000, 1))
-        if took_s > LIMIT_S:
+        if took_s > max(LIMIT_S, len(data) * LIMIT_S_PER_BYTE):
             self._note(target, f"took {took_s:.1f} s", data, tally, "too_slow")
         if accepted and target.sealed and not resealed and data not in target.bytewise:
             self._note(target, "accepted other bytes", data, tally, "other_bytes")
