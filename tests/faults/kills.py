@@ -313,14 +313,14 @@ def render(results: dict[str, Any]) -> str:
     """README's paragraph."""
     whole, slices = results["all"], results["slices"]
     commits = ", ".join(dict.fromkeys(one["commit"] for one in slices))
-    broken = whole["broken_invariants"]
+    broken, most = whole["broken_invariants"], whole["finished_steps_lost_max"]
     return (
         "`make soak KILLS=500` kills trainers and sidecars of a two-rank run with SIGKILL at random"
         " moments,\nempties memory under them, ends them with SIGTERM, and checks every promise"
         f" after each.\n{whole['kills']:,} kills in {whole['lives']:,} lives and"
         f" {whole['steps_trained']:,} steps so far ([results](docs/soak.json), at {commits}):"
         f"\n{broken or 'no'} invariant{'s' if broken > 1 else ''} broken; where sidecar and memory"
-        f" lived on, a restart cost {whole['finished_steps_lost_max']} finished steps at most, in"
+        f" lived on, a restart cost {most} finished step{'s' if most != 1 else ''} at most, in"
         f" the median {whole['finished_steps_lost_median']}."
     )
 
