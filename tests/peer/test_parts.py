@@ -140,15 +140,15 @@ def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     copies = Copies([keeper], run=RUN)
-    real = Path.open
+    real = os.open
 
-    def failing(self: Path, *rest: Any) -> Any:
-        if self.name == shard_name(0, 2):
+    def failing(path: Any, *rest: Any, **more: Any) -> int:
+        if Path(path).name == shard_name(0, 2):
             raise OSError(5, "Input/output error")
-        return real(self, *rest)
+        return real(path, *rest, **more)
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "open", failing)
+        broken.setattr(os, "open", failing)
         copies.scan()
     assert ("Input/output" in copies.unreadable, [one.rank for one in copies.all()]) == (True, [1])
     copies.scan()
