@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -129,8 +129,10 @@ def wide(tensor):
 
 
 def assert_same(saved, got, live=()):
-    """`live`: ids of the tensors that the other script had; they keep their own strides."""
-    assert type(saved) is type(got)
+    """`live`: ids of the tensors and dicts that the other script had; tensors keep their own
+    strides, and a dict its own kind where a plain one was saved."""
+    own_kind = type(saved) is dict and isinstance(got, dict) and id(got) in live
+    assert type(saved) is type(got) or own_kind
     if isinstance(saved, torch.Tensor):
         assert (saved.dtype, saved.shape) == (got.dtype, got.shape)
         assert torch.equal(bits(saved), bits(got))
@@ -143,7 +145,8 @@ def assert_same(saved, got, live=()):
         assert got.flags.f_contiguous if fortran else got.flags.c_contiguous
     elif isinstance(saved, dict):
         assert [text(key) for key in saved] == [text(key) for key in got]
-        assert getattr(saved, "default_factory", 0) is getattr(got, "default_factory", 0)
+        factories = [getattr(one, "default_factory", 0) for one in (saved, got)]
+        assert factories[0] is factories[1] or own_kind
         for one, two in zip(saved.values(), got.values(), strict=True):
             assert_same(one, two, live)
     elif isinstance(saved, list | tuple | deque):
@@ -180,12 +183,13 @@ def assert_held(before, saved, got):
                 assert_held(child, saved[key], got[key])
 
 
-def live_tensors(value):
-    if isinstance(value, torch.Tensor):
+def live_ids(value):
+    """Of its tensors and dicts."""
+    if isinstance(value, torch.Tensor | dict):
         yield id(value)
-    elif isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from live_tensors(one)
+            yield from live_ids(one)
 
 
 def restored(saved, live, direct):
@@ -210,9 +214,10 @@ class Foreign:
 @pytest.mark.parametrize("direct", [True, False], ids=["own image", "another world"])
 @EXAMPLES
 @given(components, trees, st.integers(0, 1 << 30), st.none() | components)
+@example({"a": {}}, {}, 0, {"a": defaultdict(list)})
 def test_random_trees(direct, saved, foreign, seed, other):
     live = altered(random.Random(seed), saved) if other is None else other
-    before, ids, there = held(live), frozenset(live_tensors(live)), Foreign({})
+    before, ids, there = held(live), frozenset(live_ids(live)), Foreign({})
     restored({"p": saved, "f": Foreign({"s": foreign})}, {"p": live, "f": there}, direct)
     assert_same(saved, live, ids)
     assert_same({"s": foreign}, there.state)
@@ -280,7 +285,7 @@ def test_random_optimizers(direct, drawn, seed, used):
     for name, one in state.items() if used else ():
         mine = altered(chance, one)
         live["o"].state[live["m"][name]] = mine
-        ids.update(live_tensors(mine))
+        ids.update(live_ids(mine))
     restored(saved, live, direct)
     for name, parameter in live["m"].items():
         assert_same(saved["m"][name].detach(), parameter.detach())
