@@ -14,9 +14,11 @@ import enum
 import fractions
 import sys
 import types
-import zoneinfo
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # who holds a zone has imported it; the others need not wait for it
+    import zoneinfo
 
 _MAX_FRACTION = 1 << 4096
 """Beyond this, reducing a hostile fraction to its lowest terms takes time."""
@@ -31,6 +33,9 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     kind = type(value)
     if kind in _PARTS:
         return f"!{kind.__name__.lower()}", _PARTS[kind](value)
+    zones = sys.modules.get("zoneinfo")
+    if zones is not None and kind is zones.ZoneInfo:
+        return "!zoneinfo", _zone(value)
     if isinstance(value, enum.Enum):
         return "!enum", [*_name_of(kind), _member(value)]
     if dataclasses.is_dataclass(kind):
@@ -60,7 +65,6 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
     datetime.date: datetime.date.isoformat,
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: list(value.__getinitargs__()),
-    zoneinfo.ZoneInfo: _zone,
     range: lambda value: [value.start, value.stop, value.step],
     decimal.Decimal: str,
     fractions.Fraction: _fraction,
@@ -195,6 +199,12 @@ def _to_decimal(text: Any) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
+def _to_zone(key: Any) -> zoneinfo.ZoneInfo:
+    import zoneinfo
+
+    return zoneinfo.ZoneInfo(key)
+
+
 def _to_fraction(parts: Any) -> fractions.Fraction:
     above, below = parts
     if type(above) is not int or type(below) is not int or max(abs(above), below) >= _MAX_FRACTION:
@@ -210,7 +220,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!date": datetime.date.fromisoformat,
     "!timedelta": _to_timedelta,
     "!timezone": lambda parts: datetime.timezone(*_few(parts)),
-    "!zoneinfo": zoneinfo.ZoneInfo,
+    "!zoneinfo": _to_zone,
     "!range": lambda parts: range(*_few(parts)),
     "!decimal": _to_decimal,
     "!fraction": _to_fraction,
