@@ -8,11 +8,15 @@ from collections import deque
 import pytest
 import torch
 
-from keepstep import leaves, loading
+from keepstep import leaves, loading, state
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.arrays import ArrayForm
 from keepstep.mapping import SlotMapping
+
+
+def _plan(components, path, values):
+    return loading.plan(components, SlotMapping(str(path)), values, state.take(components))
 
 
 @pytest.mark.parametrize("index", [1, -1, "0", True, None, 1 << 40])
@@ -30,7 +34,7 @@ def test_a_value_that_the_image_does_not_hold_is_named(tmp_path, index):
     live = {"a": torch.ones(4), "b": 7}
 
     with pytest.raises(FormatError, match=r"names value .* at b, but it holds 1"):
-        loading.plan({"progress": live}, SlotMapping(str(path)), [3])
+        _plan({"progress": live}, path, [3])
 
     assert live["b"] == 7
     assert torch.equal(live["a"], torch.ones(4))
@@ -60,7 +64,7 @@ def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path,
     live = {"a": torch.ones(4), "b": torch.ones(4)}
 
     with pytest.raises(FormatError, match=r"form of an array|tree of this image makes a"):
-        loading.plan({"progress": live}, SlotMapping(str(path)), [form])
+        _plan({"progress": live}, path, [form])
 
     assert torch.equal(live["b"], torch.ones(4))
 

@@ -39,7 +39,7 @@ from keepstep.stager import Stager
 from keepstep.stats import Stats
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.timeouts import restore_timeout_s
-from keepstep.topology import ALONE, Claim
+from keepstep.topology import ALONE
 from keepstep.torn import Torn
 from keepstep.voting import Gather, Voter
 
@@ -93,6 +93,7 @@ class Checkpointer:
         self._stager: Stager | None = None
         self._imaging: Imaging | None = None
         self._epoch: Epoch | None = None
+        self._probed: state.Taken | None = None
         self._stage_every = 1
         self._last_step = self._off_grid = -1
         self._moved = False
@@ -137,9 +138,12 @@ class Checkpointer:
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
         voter = Voter(self._stager, rank=self._rank, world=self._world)
-        with Torn() as torn:
-            begin = functools.partial(self._restoring, torn)
-            decision = voter.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
+        try:
+            with Torn() as torn:
+                begin = functools.partial(self._restoring, torn)
+                decision = voter.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
+        finally:
+            self._probed = None
         if decision is None:
             return None
         self._stage_every = decision.stage_every
@@ -171,10 +175,10 @@ class Checkpointer:
         """Agree on who has what: from here on, every rank knows what to stage. Raises UsageError,
         on all ranks, where one of them has what cannot be kept."""
         if self._world == 1:
-            self._claims()
+            self._probed = self._probe()
         else:
             self._topology = topology.agree(
-                self._claims,
+                lambda: self._probe().claims,
                 gather,
                 rank=self._rank,
                 world=self._world,
@@ -182,20 +186,26 @@ class Checkpointer:
                 spread=self._spread,
             )
 
-    def _claims(self) -> frozenset[Claim]:
-        """Of all that is to be kept, laid out once: what cannot be kept is known before the first
-        step, and not in the log of a run that kept none."""
+    def _probe(self) -> state.Taken:
+        """All that is to be kept, laid out once: what cannot be kept is known before the first
+        step, and not in the log of a run that kept none. Raises UsageError."""
         taken = state.take(self._components)
         for leaf in taken.tensors:
             copying.check_memory(leaf.tensor, leaf.name)
         try:
-            self._layout_of(taken, len(self._encode(taken)))
+            Layout.check(taken.specs, **self._more_of(taken, len(self._encode(taken))))
         except FormatError as error:
             raise UsageError(f"this state cannot be kept: {error}") from error
-        return taken.claims
+        return taken
 
     def _take(self) -> state.Taken:
         return state.take(self._components, self._topology)
+
+    def _take_probed(self) -> state.Taken:
+        """A rank alone took all there is when it was probed; not so for a second attempt, as the
+        first may have made new tensors."""
+        probed, self._probed = self._probed, None
+        return probed or self._take()
 
     def _restoring(self, torn: Torn, decision: Decision) -> Restoring:
         assert self._stager is not None
@@ -204,7 +214,7 @@ class Checkpointer:
             self._stager.link,
             decision,
             rank=self._rank,
-            take=self._take,
+            take=self._take_probed,
             rng=self._rng,
             trusted=self._trusted,
             torn=torn,
@@ -317,16 +327,19 @@ class Checkpointer:
         return self._imaging
 
     def _layout_of(self, taken: state.Taken, extras_bytes: int) -> Layout:
-        return Layout.build(
-            taken.specs(),
-            rank=self._rank,
-            world=self._world,
-            aliases=taken.aliases,
-            skeleton=json.dumps(taken.skeleton, separators=(",", ":")),
-            extras_capacity_bytes=extras.capacity_for(extras_bytes),
-            twins=taken.twins,
-            parameters=taken.parameters,
-        )
+        return Layout.build(taken.specs, **self._more_of(taken, extras_bytes))
+
+    def _more_of(self, taken: state.Taken, extras_bytes: int) -> dict[str, Any]:
+        """What a layout takes beside the tensors."""
+        return {
+            "rank": self._rank,
+            "world": self._world,
+            "aliases": taken.aliases,
+            "skeleton": json.dumps(taken.skeleton, separators=(",", ":")),
+            "extras_capacity_bytes": extras.capacity_for(extras_bytes),
+            "twins": taken.twins,
+            "parameters": taken.parameters,
+        }
 
     def _encode(self, taken: state.Taken) -> bytes:
         captured = rng.capture() if self._rng else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class TensorLeaf:
     fresh: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Taken:
     """All of a state at one moment; `tensors` alias the live ones. `claims`: what to agree on with
     other ranks. `twins`: ranks whose images of this state hold the very same boxes. `parameters`:
@@ -69,14 +70,14 @@ class Taken:
     twins: tuple[int, ...] = ()
     parameters: dict[str, Parameters] = field(default_factory=dict)
 
-    def within(self, components: Collection[str]) -> Iterator[TensorLeaf]:
-        """The tensors of some of the components."""
+    @cached_property
+    def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:
+        """The tensors, by the component and the keys in it that lead to them."""
         leaves = {leaf.name: leaf for leaf in self.tensors}
-        for path, leaf in leaves_of(self.skeleton):
-            if leaf[0] == "t" and path[0] in components:
-                name = str(leaf[1])
-                yield leaves[self.aliases.get(name, name)]
+        leaves |= {alias: leaves[name] for alias, name in self.aliases.items()}
+        return {path: leaves[leaf[1]] for path, leaf in leaves_of(self.skeleton) if leaf[0] == "t"}
 
+    @cached_property
     def specs(self) -> list[TensorSpec]:
         """What the layout needs to know of each tensor. Raises UsageError for odd dtypes."""
         return [
@@ -194,7 +195,10 @@ def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
     Of equal strides the dimension with more elements is the outer one: so `empty` gives back the
     very strides, also of dimensions of one element, by which torch tells its memory formats apart.
     """
-    shape, strides = tensor.shape, tensor.stride()
+    strides = tensor.stride()
+    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
+        return None
+    shape = tensor.shape
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
     return None if order == list(range(len(shape))) else tuple(order)
 
@@ -231,18 +235,19 @@ def device_of(name: str | None) -> torch.device:
 
 def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Every tensor and value node with the keys that lead to it."""
-    kind = node[0]
-    if kind in ("t", "v"):
-        yield path, node
-    elif kind == "x":
-        yield path, ("v", node[1])
-        yield from leaves_of(node[2], path)
-    elif kind == "d":
-        for key, child in node[1]:
-            yield from leaves_of(child, (*path, key))
-    else:
-        for index, child in enumerate(node[1]):
-            yield from leaves_of(child, (*path, index))
+    left = [(path, node)]
+    while left:
+        path, node = left.pop()
+        kind = node[0]
+        if kind == "t" or kind == "v":
+            yield path, node
+        elif kind == "x":
+            yield path, ("v", node[1])
+            left.append((path, node[2]))
+        elif kind == "d":
+            left += [((*path, key), child) for key, child in reversed(node[1])]
+        else:
+            left += [((*path, at), node[1][at]) for at in reversed(range(len(node[1])))]
 
 
 def arrays_of(node: Any) -> Iterator[str]:

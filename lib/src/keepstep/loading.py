@@ -35,7 +35,7 @@ from keepstep.pairing import (
     saved_parameters,
     state_device,
 )
-from keepstep.state import Node, TensorLeaf, build, leaves_of, take, tree_of, unwrap
+from keepstep.state import Node, Taken, TensorLeaf, build, leaves_of, tree_of, unwrap
 from keepstep.wrappers import is_zero
 
 _SHOWN = 20
@@ -58,24 +58,18 @@ class Loading:
 
     def copy(self) -> int:
         """Fill all tensors; returns the bytes copied."""
-        moves, copies, total = [], [], 0
+        moves, copies, plain, total = [], [], [], 0
         for target, source in self.pairs:
-            total += source.numel() * source.element_size()
+            total += source.nbytes
             if copying.is_plain(target):
-                moves.append(
-                    copying.Move(
-                        target.data_ptr(),
-                        source.data_ptr(),
-                        source.numel() * source.element_size(),
-                    )
-                )
+                moves.append(copying.Move(target.data_ptr(), source.data_ptr(), source.nbytes))
+                plain.append(target)
             else:
                 copies.append(copying.Copy(target, source))
         copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
-        for target, _ in self.pairs:
-            if copying.is_plain(target):
-                # memmove is no torch operation: whoever watches versions must see the change
-                torch.autograd.graph.increment_version(target)
+        for target in plain:
+            # memmove is no torch operation: whoever watches versions must see the change
+            torch.autograd.graph.increment_version(target)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return total
@@ -86,12 +80,17 @@ class Loading:
             finish()
 
 
-def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> Loading:
-    """Compare the image in `slot` with the live components. Raises MismatchError, FormatError."""
+def plan(
+    components: Mapping[str, Any], slot: SlotMapping, values: list[Any], taken: Taken
+) -> Loading:
+    """Compare the image in `slot` with the live components, of which `taken` is all there is.
+
+    Raises MismatchError, FormatError.
+    """
     branches = leaves.parse(slot.layout.skeleton)
     for node in branches.values():
         leaves.check_values(node, count=len(values))
-    planner = _Planner(components, slot, values)
+    planner = _Planner(components, slot, values, taken)
     for name in branches.keys() - components.keys():
         planner.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
     # modules first: what a dict has of them, too, must not keep their tensors from them
@@ -107,8 +106,13 @@ def plan(components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) ->
 
 
 class _Planner:
-    def __init__(self, components: Mapping[str, Any], slot: SlotMapping, values: list[Any]) -> None:
+    def __init__(
+        self, components: Mapping[str, Any], slot: SlotMapping, values: list[Any], taken: Taken
+    ) -> None:
         self.loading = Loading()
+        self._taken: dict[str, _Live] = {}
+        for (component, *path), leaf in taken.by_path.items():
+            self._taken.setdefault(component, {})[tuple(path)] = leaf
         self._components = components
         self._slot = slot
         self._values = values
@@ -151,15 +155,9 @@ class _Planner:
 
     def _live(self, name: str, component: Any) -> _Live:
         """What is here, by the keys that lead to it: names may depend on other ranks."""
-        taken = take({name: component})
-        leaves = {leaf.name: leaf for leaf in taken.tensors}
-        leaves |= {alias: leaves[first] for alias, first in taken.aliases.items()}
         in_module = isinstance(component, nn.Module)
-        return {
-            path[1:]: leaves[leaf[1]]
-            for path, leaf in leaves_of(taken.skeleton)
-            if leaf[0] == "t" and (in_module or not leaves[leaf[1]].fresh)
-        }
+        leaves = self._taken.get(name, {}).items()
+        return {path: leaf for path, leaf in leaves if in_module or not leaf.fresh}
 
     # --- tensors -------------------------------------------------------------------------------
 
@@ -198,33 +196,35 @@ class _Planner:
             return self._fresh(name, device)
         entry = self._entry(name)
         boxes = entry.spec.global_shape is not None or sharding.is_dtensor(leaf.live)
-        kind = tuple(leaf.live.shape), leaf.live.dtype
-        if not boxes and (kind != _kind(entry.spec) or self._is_taken(leaf, entry)):
-            return self._fresh(name, leaf.whole.device)
+        if not boxes:
+            alike = (leaf.live.shape, leaf.live.dtype) == _kind(entry.spec)
+            if not alike or self._gets_other_bytes(leaf.whole, _place(leaf.whole), entry):
+                return self._fresh(name, leaf.whole.device)
         return self._in_place(name, leaf)
 
     def _in_place(self, name: str, leaf: TensorLeaf) -> Tensor:
-        entry = self._entry(name)
-        shape, dtype = _kind(entry.spec)
-        if tuple(leaf.live.shape) != shape or leaf.live.dtype != dtype:
+        entry, whole = self._entry(name), leaf.whole
+        if (leaf.live.shape, leaf.live.dtype) != _kind(entry.spec):
             self.differ(
-                f"{name}: {_describe(shape, dtype)} in the checkpoint,"
+                f"{name}: {_describe(*_kind(entry.spec))} in the checkpoint,"
                 f" {_describe(leaf.live.shape, leaf.live.dtype)} here"
             )
-        elif tuple(leaf.whole.shape) != entry.spec.shape:
+            return leaf.live
+        if whole.shape != entry.spec.shape:
             raise FormatError(f"{name}: the image of this rank holds another box than lies here")
-        elif self._is_taken(leaf, entry):
-            other = self._filled[_place(leaf.whole)].spec.name
+        place = _place(whole)
+        if self._gets_other_bytes(whole, place, entry):
+            other = self._filled[place].spec.name
             self.differ(f"{name}: one tensor with {other} here, but not in the checkpoint")
-        elif self._filled.get(_place(leaf.whole)) is not entry:  # else it is tied, and filled once
-            self._filled[_place(leaf.whole)] = entry
-            self.loading.pairs.append((leaf.whole.detach(), self._slot.view(entry)))
+        elif self._filled.get(place) is not entry:  # else it is tied, and filled once
+            self._filled[place] = entry
+            self.loading.pairs.append((whole.detach(), self._slot.view(entry)))
         return leaf.live
 
-    def _is_taken(self, leaf: TensorLeaf, entry: Entry) -> bool:
-        """Whether the live tensor gets other bytes already, those of another saved tensor."""
-        other = self._filled.get(_place(leaf.whole))
-        if other is None or other is entry or not leaf.whole.numel():
+    def _gets_other_bytes(self, live: Tensor, place: Any, entry: Entry) -> bool:
+        """Whether the live tensor gets those of another saved tensor already."""
+        other = self._filled.get(place)
+        if other is None or other is entry or not live.numel():
             return False
         one, two = (self._slot.view(it).flatten().view(torch.uint8) for it in (entry, other))
         return not torch.equal(one, two)

@@ -131,7 +131,7 @@ class Restoring:
         taken = self._take()
         unused = b""
         if self._slot is not None and fits(self._slot.layout, taken):
-            self._loader = self._plan_direct(self._slot)
+            self._loader = self._plan_direct(self._slot, taken)
         else:
             self._loader = loader = self._plan_assembly(taken)
             unused = loader.unused()
@@ -139,7 +139,7 @@ class Restoring:
         modules = {
             name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
         }
-        live = [one.whole.detach() for one in taken.within(modules)]
+        live = [one.whole.detach() for path, one in taken.by_path.items() if path[0] in modules]
         self._torn.check(self._id, live, self._loader.targets)
         return unused
 
@@ -151,8 +151,8 @@ class Restoring:
         self._rng_state = loader.rng or {}
         return loader
 
-    def _plan_direct(self, slot: SlotMapping) -> loading.Loading:
-        plan = loading.plan(self._components, slot, values_of(self._kept))
+    def _plan_direct(self, slot: SlotMapping, taken: Taken) -> loading.Loading:
+        plan = loading.plan(self._components, slot, values_of(self._kept), taken)
         self._rng_state = self._kept.get("rng", {})
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             slot.register()
@@ -185,7 +185,7 @@ def fits(layout: Layout, taken: Taken) -> bool:
     Not where it holds only this rank's part of a replica. Differences that are no matter of layout
     (another shape of the whole tensor, another dtype) are left to the comparison in `loading`.
     """
-    for leaf, spec in zip(taken.tensors, taken.specs(), strict=True):
+    for leaf, spec in zip(taken.tensors, taken.specs, strict=True):
         entry = layout.entries.get(layout.aliases.get(spec.name, spec.name))
         if entry is None:
             if layout.world > 1:

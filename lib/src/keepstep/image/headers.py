@@ -71,6 +71,17 @@ class Header:
         padded = round_up(8 + len(text)) - 8
         return padded.to_bytes(8, "little") + text.ljust(padded)
 
+    @property
+    def most_bytes(self) -> int:
+        """`render` gives no more: a name stands in it five times at most, a number takes 21
+        characters, and what is escaped as JSON in JSON in JSON grows sixteenfold."""
+        rows = [row for one in self.parameters.values() for row in one]
+        names = [one.name for one in self.specs] * 5 + [name for name, _ in rows]
+        names += [*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton]
+        numbers = sum(5 * len(one.shape) + 10 for one in self.specs)
+        numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
+        return 16 * sum(map(len, names)) + 21 * numbers + (1 << 16)
+
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_bytes, self.digests_bytes, PAGE_BYTES)
         for name, size in zip(reserved_names(self.rank), sizes, strict=True):
@@ -312,19 +323,19 @@ def check_version(version: object) -> None:
     fields.version(version, FORMAT_VERSION)
 
 
-def check_name(name: str) -> None:
-    """Raises FormatError for a tensor's name that we reserve or stock readers refuse."""
-    if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
-        raise FormatError(f"{quoted(name)}: this name is reserved")
-    if not is_text(name):
-        raise FormatError(f"{quoted(name)}: names must be valid Unicode")
+def check_names(names: Iterable[str]) -> None:
+    """Raises FormatError for tensors' names that we reserve or stock readers refuse."""
+    for name in names:
+        if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
+            raise FormatError(f"{quoted(name)}: this name is reserved")
+        if not is_text(name):
+            raise FormatError(f"{quoted(name)}: names must be valid Unicode")
 
 
 def _check_names(names: list[str], rank: int) -> None:
     if tuple(names[-3:]) != reserved_names(rank):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
-    for name in names[:-3]:
-        check_name(name)
+    check_names(names[:-3])
 
 
 def _specs(

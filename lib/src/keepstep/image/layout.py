@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.errors import FormatError, TornError
@@ -94,44 +95,18 @@ class Layout:
         return MappingProxyType({one: runs for one, runs in held.items() if runs})
 
     @classmethod
-    def build(
-        cls,
-        tensors: Iterable[TensorSpec],
-        *,
-        rank: int,
-        world: int,
-        aliases: Mapping[str, str] = MappingProxyType({}),
-        skeleton: str = "",
-        extras_capacity_bytes: int = PAGE_BYTES,
-        twins: Iterable[int] = (),
-        parameters: Mapping[str, Parameters] = MappingProxyType({}),
-    ) -> Layout:
-        """Place `tensors`. The extras get at least the capacity asked for, up to whole pages.
+    def build(cls, tensors: Iterable[TensorSpec], **rest: Any) -> Layout:
+        """Place `tensors`; `rest`: see `header_of`. Raises FormatError like it, and for boxes
+        outside of their tensor, aliases that mean nothing, and more than a header can hold."""
+        return cls.parse(memoryview(_render(header_of(tensors, **rest))))
 
-        Raises FormatError for names twice or reserved, boxes outside of their tensor, unknown
-        dtypes, and aliases that mean nothing.
-        """
-        specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
-        _check_names(specs)
-        tensor_bytes = sum(spec.size_bytes for spec in specs)
-        header = Header(
-            rank=rank,
-            world=world,
-            aliases=aliases,
-            skeleton=skeleton,
-            specs=specs,
-            extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
-            digests_bytes=PAGE_BYTES,
-            twins=tuple(sorted(twins)),
-            parameters=parameters,
-        )
-        # The table covers the header, in which its own size stands: grow it until both agree.
-        while True:
-            text = header.render()
-            needed = _table_bytes(len(text) + tensor_bytes + header.extras_bytes)
-            if needed <= header.digests_bytes:
-                return cls.parse(memoryview(text))
-            header = replace(header, digests_bytes=needed)
+    @classmethod
+    def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
+        """Raises FormatError where `build` would for what was taken from a live state; in less
+        time, as it renders only what may be too long."""
+        header = header_of(tensors, **rest)
+        if header.most_bytes > MAX_HEADER_BYTES:
+            _render(header)
 
     @classmethod
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
@@ -175,12 +150,52 @@ class Layout:
         return layout
 
 
+def header_of(
+    tensors: Iterable[TensorSpec],
+    *,
+    rank: int,
+    world: int,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    skeleton: str = "",
+    extras_capacity_bytes: int = PAGE_BYTES,
+    twins: Iterable[int] = (),
+    parameters: Mapping[str, Parameters] = MappingProxyType({}),
+) -> Header:
+    """Of an image that holds `tensors`. The extras get at least the capacity asked for, up to whole
+    pages. Raises FormatError for names twice or reserved, and for unknown dtypes."""
+    specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
+    _check_names(specs)
+    tensor_bytes = sum(spec.size_bytes for spec in specs)
+    return Header(
+        rank=rank,
+        world=world,
+        aliases=aliases,
+        skeleton=skeleton,
+        specs=specs,
+        extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
+        digests_bytes=PAGE_BYTES,
+        twins=tuple(sorted(twins)),
+        parameters=parameters,
+    )
+
+
+def _render(header: Header) -> bytes:
+    """The table covers the header, in which its own size stands: grow it until both agree."""
+    covered = sum(spec.size_bytes for spec in header.specs) + header.extras_bytes
+    while True:
+        text = header.render()
+        needed = _table_bytes(len(text) + covered)
+        if needed <= header.digests_bytes:
+            headers.read_length(text)
+            return text
+        header = replace(header, digests_bytes=needed)
+
+
 def _check_names(specs: Sequence[TensorSpec]) -> None:
     if len(set(names := [spec.name for spec in specs])) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise FormatError(f"two tensors are named {twice!r}")
-    for name in names:
-        headers.check_name(name)
+    headers.check_names(names)
 
 
 def _chunk_count(size: int) -> int:
