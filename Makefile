@@ -44,7 +44,7 @@ bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
 
 soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results add up, Ctrl-C keeps them
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
-	$(BIN)/python -m tests.faults.kills --readme
+	$(BIN)/python -m tests.faults.kills --page
 
 soak-tiers: $(READY) ## 200 random faults over all tiers on a kind cluster
 	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)

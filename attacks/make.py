@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keepstep.digests import xxh3_128
 from keepstep.errors import (
     DigestError,
     ForeignError,
@@ -24,6 +23,7 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, seal_for_disk
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
 HERE = pathlib.Path(__file__).parent

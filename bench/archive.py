@@ -27,11 +27,11 @@ import obstore
 import psutil
 from obstore.store import S3Store
 
-from keepstep_sidecar.archive.depot import ArchiveDepot
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.archive.store import open_store
-from keepstep_sidecar.scan import Found
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive.store import open_store
+from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, SECRET, Gateway
 from tests.volume.images import RUN, make_layout, staged
 

@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import RUN, Slot, make_layout, staged
 
 BAR = 1.8

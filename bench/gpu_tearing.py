@@ -75,8 +75,8 @@ def _in_place(model: nn.ParameterList) -> Callable[[], None]:
 
 def _check(directory: Path) -> tuple[int, int]:
     """(shards, torn shards)."""
+    from keepstep.client.slot import SlotMapping
     from keepstep.image import Section
-    from keepstep.mapping import SlotMapping
 
     checked = torn = 0
     for path in directory.glob("bench/*/rank-*.safetensors"):

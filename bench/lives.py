@@ -115,7 +115,7 @@ def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
 
 def _engine(directory: Path) -> Figures:
     """The newest shard read and verified into touched memory, beside a bare read of that file."""
-    from keepstep_sidecar.volume import Volume
+    from keepstep_sidecar.volume.volume import Volume
 
     volume = Volume(directory / "bench", run="bench")
     try:

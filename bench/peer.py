@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from keepstep.reports import Peer
-from keepstep_sidecar.peer.credentials import FileCredentials
-from keepstep_sidecar.peer.settings import Files
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.config.peers import Files
+from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running

@@ -1,7 +1,7 @@
-"""Copies the tables of results into README, between its two marks.
+"""Copies tables of results to where people read them: README, and docs/measured.md.
 
 `python -m bench.readme BARS.md PEERS.md` after runs that should be shown (one file twice is fine);
-nothing in README is typed by hand.
+no figure there is typed by hand.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def block(bars: Path, peers: Path) -> str:
-    """What README shows: the table of bars of one report, the table of peers of another."""
-    ours, theirs = bars.read_text(), peers.read_text()
-    machine = f"{_row(ours, 'processor')}, {_row(ours, 'memory')}, {_row(ours, 'volume')}"
-    return "\n\n".join(
-        (
-            f"{machine}; 2 GiB of state. Against the floors and the bars, {_made(ours, bars)}:",
-            _table(ours, "Bars"),
-            "Beside its peers (blocked: what the training thread pays for one save; lost: training"
-            f" time lost while it is persisted, compute on both cores), {_made(theirs, peers)}:",
-            _table(theirs, "Beside its peers"),
-        )
+def bars_of(report: Path) -> str:
+    """What docs/measured.md shows: the machine, and the table of floors and bars."""
+    text = report.read_text()
+    machine = f"{_row(text, 'processor')}, {_row(text, 'memory')}, {_row(text, 'volume')}"
+    made = _made(text, report, "../")
+    intro = f"{machine}; 2 GiB of state. Against the floors and the bars, {made}:"
+    return f"{intro}\n\n{_table(text, 'Bars')}"
+
+
+def peers_of(report: Path) -> str:
+    """What README shows: the table of other tools."""
+    text = report.read_text()
+    intro = (
+        "Beside its peers (blocked: what the training thread pays for one save; lost: training"
+        f" time lost while it is persisted, compute on both cores), {_made(text, report, '')}:"
     )
+    return f"{intro}\n\n{_table(text, 'Beside its peers')}"
 
 
-def _made(report: str, path: Path) -> str:
-    where = path.resolve().relative_to(ROOT)
+def _made(report: str, path: Path, up: str) -> str:
+    where = f"{up}{path.resolve().relative_to(ROOT)}"
     command, rounds = _row(report, "command"), _row(report, "rounds")
     return f"medians over rounds ({rounds}) of `{command}` ([all of it]({where}))"
 
@@ -49,10 +53,10 @@ def _row(report: str, key: str) -> str:
 
 def main() -> None:
     bars, peers = map(Path, sys.argv[1:])
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{head}{BEGIN}\n{block(bars, peers)}\n{END}{tail}")
+    for page, text in (("README.md", peers_of(peers)), ("docs/measured.md", bars_of(bars))):
+        path = ROOT / page
+        head, rest = path.read_text().split(BEGIN)
+        path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

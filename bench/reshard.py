@@ -28,8 +28,8 @@ def plan(world: int, tensors: int) -> tuple[float, float, int]:
     """
     import torch
 
-    from keepstep.resharding.boxes import Box, Index, Saved
-    from keepstep.resharding.plan import Want, make
+    from keepstep.restore.boxes import Box, Index, Saved
+    from keepstep.restore.plan import Want, make
 
     torch.set_num_threads(1)
     before = _peak_mib()

@@ -29,7 +29,7 @@ from bench.processes import Sidecar, environment, memory_kib
 Figures = dict[str, float]
 
 FRAMES = 6
-"""Of a window: `keepstep.resharding.sources.FRAMES`, without importing torch."""
+"""Of a window: `keepstep.restore.images.FRAMES`, without importing torch."""
 
 _TENSORS = 32
 _COLUMNS = 4096

@@ -1,10 +1,10 @@
-"""Writes README's table of guarantees from test results: what is lost when what dies.
+"""Writes docs/guarantees.md's table from test results: what is lost when what dies.
 
     python scripts/guarantees.py build/junit-*.xml    # after make test and make e2e
 
 Each row names the tests that prove it, and stands in the table only if all of them passed; the
 steps lost are what those tests measured (`record_property("lost_steps", ...)`). The results are in
-docs/guarantees.json; a test compares README with them.
+docs/guarantees.json; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "guarantees.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "guarantees.md"
 BEGIN, END = "<!-- guarantees:begin -->", "<!-- guarantees:end -->"
 
 
@@ -225,19 +225,19 @@ def render(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def place(readme: str, table: str) -> str:
-    """README with this table between its marks."""
-    before, rest = readme.split(BEGIN)
+def place(page: str, table: str) -> str:
+    """The page with this table between its marks."""
+    before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 
 
 def main(paths: list[str]) -> None:
-    """Read results, write docs/guarantees.json and README."""
+    """Read results, write docs/guarantees.json and the page."""
     if not paths:
         raise SystemExit(__doc__)
     results = collect(read(map(Path, paths)))
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    README.write_text(place(README.read_text(), render(results)))
+    PAGE.write_text(place(PAGE.read_text(), render(results)))
 
 
 if __name__ == "__main__":

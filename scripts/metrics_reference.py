@@ -14,7 +14,7 @@ from keepstep_operator.admission.metrics import Metrics as AdmissionMetrics
 from keepstep_operator.certificates.main import Metrics as CertificateMetrics
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
-from keepstep_sidecar.metrics import TABLE
+from keepstep_sidecar.api.metrics import TABLE
 
 PLACE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

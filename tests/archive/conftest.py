@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from keepstep.steps import Epoch
-from keepstep_sidecar.archive.depot import ArchiveDepot
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.archive.store import open_store
-from keepstep_sidecar.scan import Found
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive.store import open_store
+from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
 from tests.volume.images import EPOCH, RUN, make_layout, staged
 
@@ -54,7 +54,7 @@ def archive_dir(tmp_path: Path) -> Path:
 def write_step(
     volume: Volume, step: int, *, world: int = 2, parameters: int = 6000, **image: Any
 ) -> dict[int, Found]:
-    """A durable shard for each rank, as the catalog hears of them."""
+    """A durable shard for each rank, as the committer hears of them."""
     for rank in range(world):
         layout = make_layout(rank=rank, world=world, parameters=parameters)
         slot = staged(layout, step, **image)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
 from tests.volume.images import EPOCH, RUN, step_id

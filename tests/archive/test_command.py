@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.test_directory import flip
 from tests.cli.conftest import TRAIN, Keepstep

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.core.retention import Retention
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
-from keepstep.retention import Retention
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.archive.backlog import Backlog
-from keepstep_sidecar.archive.expiry import ABANDONED_S, expired, names_of
-from keepstep_sidecar.archive.kinship import families
-from keepstep_sidecar.archive.record import Shard, StepRecord
-from keepstep_sidecar.archive.settings import ArchiveConfig, of_plain
-from keepstep_sidecar.archive.store import Stored
-from keepstep_sidecar.archive.survey import ArchivedStep, Survey
-from keepstep_sidecar.scan import Found
+from keepstep_sidecar.config.archive import ArchiveConfig, of_plain
+from keepstep_sidecar.tiers.archive.backlog import Backlog
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, families
+from keepstep_sidecar.tiers.archive.retention import ABANDONED_S, expired, names_of
+from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.volume.scan import Found
 
 HELD = {0: cast("Found", object())}
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))

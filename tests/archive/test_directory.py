@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.core.retention import Retention
 from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES, chunk_bounds
-from keepstep.retention import Retention
 from keepstep.steps import Answer, StepId
-from keepstep_sidecar.archive.depot import ArchiveDepot
-from keepstep_sidecar.archive.directory import DirectoryStore
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
+from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id

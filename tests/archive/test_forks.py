@@ -10,11 +10,11 @@ import pytest
 
 from keepstep.image import check_control
 from keepstep.steps import Answer, Tier
-from keepstep_sidecar.archive.ancestor import AncestorDepot
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.archive.store import open_store
-from keepstep_sidecar.fork import parse
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.fork import parse
+from keepstep_sidecar.tiers.archive.fork import AncestorDepot
+from keepstep_sidecar.tiers.archive.store import open_store
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.volume.images import RUN, step_id
 

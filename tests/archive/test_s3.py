@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keepstep.core.retention import Retention
 from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES
-from keepstep.retention import Retention
 from keepstep.steps import Answer
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
 from tests.archive.test_directory import flip

@@ -9,7 +9,7 @@ import pytest
 from keepstep_operator.certificates.main import Metrics as CertificatesMetrics
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
-from keepstep_sidecar.metrics import TABLE
+from keepstep_sidecar.api.metrics import TABLE
 from tests.chart.charts import Chart, Object, of_kind
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep_sidecar.cli.places import places_of
+from keepstep_sidecar.cli.run_dir import places_of
 
 MARK = "KEEPSTEP_TEST_CLI"
 

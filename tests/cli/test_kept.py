@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.digests import CHUNK_BYTES
 from keepstep.image import read_control, read_layout
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.cli import places
-from keepstep_sidecar.cli.places import (
+from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli.run_dir import (
     Options,
     Service,
     find_service,
@@ -136,11 +136,11 @@ def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_a_record_of_an_older_keepstep_is_told_from_a_copy_of_it(
     tmp_path: Path, volume: str
 ) -> None:
-    places = _keep(tmp_path / "kept", "a", tmp_path / volume).places
-    body = json.loads(places.record.read_text())
+    run_dir = _keep(tmp_path / "kept", "a", tmp_path / volume).places
+    body = json.loads(run_dir.record.read_text())
     del body["home"]
-    places.record.write_text(json.dumps(body))
-    assert find_service(tmp_path / "kept", None).places == places
+    run_dir.record.write_text(json.dumps(body))
+    assert find_service(tmp_path / "kept", None).places == run_dir
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
     if volume == "kept":
         assert find_service(tmp_path / "copy", None).places == places_of(tmp_path / "copy", "a")
@@ -177,12 +177,12 @@ def test_any_record_is_read_or_refused_by_name(
 ) -> None:
     home = tmp_path / "a"
     shutil.rmtree(home, ignore_errors=True)
-    places = _keep(tmp_path, "a").places
+    run_dir = _keep(tmp_path, "a").places
     if isinstance(data, tuple):
-        body = json.loads(places.record.read_text())
+        body = json.loads(run_dir.record.read_text())
         (body if data[0] in body else body["options"])[data[0]] = data[1]
         data = json.dumps(body).encode()
-    places.record.write_bytes(data)
+    run_dir.record.write_bytes(data)
     told = ""
     try:
         find_service(tmp_path, "a")
@@ -199,7 +199,7 @@ def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:
 def test_memory_is_private_and_never_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(run_dir, "SHARED_MEMORY", tmp_path)
     mine = places_of(tmp_path / "kept", "a")
     make_memory(mine)
     assert mine.memory.stat().st_mode & 0o777 == 0o700

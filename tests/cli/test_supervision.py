@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_sidecar.cli.supervision import (
+from keepstep_sidecar.cli.supervisor_state import (
     NOT_STARTED,
     SIDECAR_ATTEMPTS,
     Action,

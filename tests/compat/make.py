@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 import psutil
-
 from keepstep_sidecar.cli.places import places_of
+
 from tests.peer.authority import Authority
 
 HERE = Path(__file__).resolve().parent

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from keepstep.agreement import choose
-from keepstep.errors import KeepstepError
-from keepstep.ledger import (
+from keepstep.core.candidates import Candidate, Candidates, Offer
+
+from keepstep.core.ledger import (
     Action,
     Alarm,
     Committed,
@@ -30,11 +30,12 @@ from keepstep.ledger import (
     Retire,
     Unknown,
 )
-from keepstep.persist import PersistPlanner, Write
-from keepstep.protocol import Candidate, Candidates, Offer
-from keepstep.retention import Retention
-from keepstep.schedule import Grid
-from keepstep.slots import SlotTable
+from keepstep.core.persist_planner import PersistPlanner, Write
+from keepstep.core.retention import Retention
+from keepstep.core.schedule import Grid
+from keepstep.core.slot_table import SlotTable
+from keepstep.core.vote import choose
+from keepstep.errors import KeepstepError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 _EPOCH = re.compile(r"(\d+)([a-f]?)")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from keepstep.core.ledger import EpochStarted, Ledger
 from keepstep.errors import UsageError
-from keepstep.ledger import EpochStarted, Ledger
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.archive.kinship import families
-from keepstep_sidecar.fork import Fork, parse
-from keepstep_sidecar.runrecord import RunRecord
+from keepstep_sidecar.config.fork import Fork, parse
+from keepstep_sidecar.tiers.archive.index import families
+from keepstep_sidecar.volume.run_record import RunRecord
 
 FIRST, SECOND, OWN = EpochId(1, "11111111"), EpochId(2, "22222222"), EpochId(3, "33333333")
 OLD, DEAD, NEW = StepId(FIRST, 50), StepId(FIRST, 100), StepId(SECOND, 100)

@@ -1,4 +1,4 @@
-"""README's table of guarantees is what docs/guarantees.json proves, and both name real tests."""
+"""The table of guarantees is what docs/guarantees.json proves, and both name real tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scripts import guarantees
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_readme_shows_what_was_proved() -> None:
-    readme = guarantees.README.read_text()
+def test_the_page_shows_what_was_proved() -> None:
+    page = guarantees.PAGE.read_text()
     results = json.loads(guarantees.RESULTS.read_text())
-    assert guarantees.place(readme, guarantees.render(results)) == readme
+    assert guarantees.place(page, guarantees.render(results)) == page
 
 
 def test_every_row_names_tests_that_exist() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from keepstep.slots import Slot, SlotState, SlotTable
+from keepstep.core.slot_table import Slot, SlotState, SlotTable
 from keepstep.steps import EpochId, StepId
 
 _EPOCH = EpochId(1, "0" * 8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.retention import Retention, crowded_out, evicted, retired, unwatched
+from keepstep.core.retention import Retention, crowded_out, evicted, retired, unwatched
 from keepstep.steps import EpochId, StepId
 
 

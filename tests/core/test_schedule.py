@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.schedule import Grid, Measured, auto_interval, daly, young
+from keepstep.core.schedule import Grid, Measured, auto_interval, daly, young
 
 _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.slots import SlotState, SlotTable
+from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.steps import EpochId, StepId
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.ledger import Held, Ledger, RankReport, Reported
+from keepstep.core.ledger import Held, Ledger, RankReport, Reported
 from keepstep.steps import EpochId, StepId, Tier
 
 STEP = StepId(EpochId(1, "0" * 8), 10)

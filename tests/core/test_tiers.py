@@ -14,10 +14,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from keepstep.core.candidates import Candidate, Candidates, Offer
 
-from keepstep.agreement import Decision, choose
-from keepstep.errors import RestoreError, WorldChangedError
-from keepstep.ledger import (
+from keepstep.core.ledger import (
     EpochStarted,
     Held,
     Ledger,
@@ -28,8 +27,9 @@ from keepstep.ledger import (
     RestorePlan,
     Retire,
 )
-from keepstep.protocol import Candidate, Candidates, Offer
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
+from keepstep.core.vote import Decision, choose
+from keepstep.errors import RestoreError, WorldChangedError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 _SOME = st.sets(st.integers(0, 5), max_size=2)

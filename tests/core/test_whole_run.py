@@ -18,10 +18,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from keepstep.core.candidates import Candidate, Candidates
 
-from keepstep.agreement import choose
-from keepstep.errors import NothingCommonError, RestoreError
-from keepstep.ledger import (
+from keepstep.core.ledger import (
     EpochStarted,
     Event,
     Held,
@@ -32,11 +31,12 @@ from keepstep.ledger import (
     RestorePlan,
     Retire,
 )
-from keepstep.persist import PersistPlanner, Write
-from keepstep.protocol import Candidate, Candidates
-from keepstep.retention import Retention
-from keepstep.schedule import Grid
-from keepstep.slots import SlotTable
+from keepstep.core.persist_planner import PersistPlanner, Write
+from keepstep.core.retention import Retention
+from keepstep.core.schedule import Grid
+from keepstep.core.slot_table import SlotTable
+from keepstep.core.vote import choose
+from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 _CONFIG = LedgerConfig(retention={Tier.LOCAL: Retention(last=2)})

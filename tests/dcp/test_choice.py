@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from keepstep.core.candidates import Candidate, Candidates, Offer
 
 from keepstep.dcp.agreement import Ballot, agree
 from keepstep.dcp.choice import LoadBallot, choose
 from keepstep.errors import NothingCommonError, RestoreError, UsageError
-from keepstep.protocol import Candidate, Candidates, Offer
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 EPOCH = Epoch(EpochId(1, "0123abcd"))

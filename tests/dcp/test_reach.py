@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
-from keepstep.digests import CHUNK_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
 from tests.harness import SidecarProcess, eventually
 from tests.peer.authority import Authority
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from keepstep.image import read_layout, verify_image
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.archive.holdings import opened
-from keepstep_sidecar.archive.settings import ArchiveConfig
-from keepstep_sidecar.archive.survey import ArchivedStep, Survey
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive.browse import opened
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl
 from tests.e2e.stores import BUCKET

@@ -6,7 +6,7 @@ from tests.e2e import jobs, runs
 from tests.e2e.kubectl import Kubectl, Object
 
 _PATCHED = """
-import runpy, sys, keepstep, keepstep.protocol
+import runpy, sys, keepstep, keepstep.wire.trainer
 sys.argv = ["/train_gpt.py", "--steps", "100000", "--log-file", "-", "--step-seconds", "0.25"]
 {change}
 runpy.run_path("/train_gpt.py", run_name="__main__")
@@ -43,14 +43,14 @@ def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: 
 
 
 def test_a_library_of_an_older_version_works(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(), _library('keepstep.__version__ = "0.0.9"'))
+    namespace.apply(jobs.policy(), _library('keepstep.version.__version__ = "0.0.9"'))
     runs.committed_beyond(namespace, 3)
     assert runs.status(namespace)["libraryVersion"] == "0.0.9"
 
 
 def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Kubectl) -> None:
     change = (
-        "keepstep.protocol.LeaseRequest.__init__.__kwdefaults__"
+        "keepstep.wire.trainer.LeaseRequest.__init__.__kwdefaults__"
         ".update(protocol_min=99, protocol_max=99)"
     )
     namespace.apply(jobs.policy(), _library(change))

@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 import keepstep
-from keepstep import client, copying, link, mapping, pending, stager
+from keepstep.client import copying, http, session, slot
+from keepstep.save import agent, pending
 
 _LIBRARY = keepstep.__file__.removesuffix("__init__.py")
 AGENT = "keepstep-agent"
@@ -120,7 +121,7 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 
 def _calls() -> Iterator[tuple[Any, str]]:
-    owners = (stager.Stager, pending.Pending, link.Link, client.Client, mapping.SlotMapping)
+    owners = (agent.Agent, pending.Pending, session.Link, http.Client, slot.SlotMapping)
     for owner in owners:
         for name, one in vars(owner).items():
             if inspect.isfunction(one):
@@ -129,7 +130,7 @@ def _calls() -> Iterator[tuple[Any, str]]:
 
 
 # the thread's own loop cannot be replaced while it runs
-CALLS = [one for one in _calls() if one != (stager.Stager, "_work")]
+CALLS = [one for one in _calls() if one != (agent.Agent, "_work")]
 
 
 class AgentFault:
@@ -201,10 +202,11 @@ def interrupt_sidecar(count: int) -> None:
     task waits, it meets an error there."""
     from aiohttp import web
 
-    from keepstep_sidecar import server, tasks
+    from keepstep_sidecar import concurrency
+    from keepstep_sidecar.api import server
 
     _Interrupted.left = count
-    guarded, problems = tasks._guarded, server._problems
+    guarded, problems = concurrency._guarded, server._problems
 
     async def interrupted(work: Coroutine[Any, Any, None]) -> None:
         await _Interrupted(work)
@@ -216,5 +218,5 @@ def interrupt_sidecar(count: int) -> None:
 
         return await problems(request, handle)
 
-    tasks._guarded = lambda work, name: guarded(interrupted(work), name)
+    concurrency._guarded = lambda work, name: guarded(interrupted(work), name)
     server._problems = strike

@@ -28,7 +28,7 @@ from tests.faults.soak import Soak
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "soak.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "measured.md"
 BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 _WRITE_EVERY = 25
 _LIVES_KEPT = 4
@@ -201,8 +201,8 @@ def _forget_old_lives(soak: Soak) -> None:
 
 def main() -> int:
     options = _options()
-    if options.readme:
-        README.write_text(place(README.read_text(), render(json.loads(RESULTS.read_text()))))
+    if options.page:
+        PAGE.write_text(place(PAGE.read_text(), render(json.loads(RESULTS.read_text()))))
         return 0
     seed = options.seed if options.seed is not None else random.randrange(1 << 30)
     options.dir.mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def totals(slices: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """README's paragraph."""
+    """The paragraph of docs/measured.md."""
     whole, slices = results["all"], results["slices"]
     commits = ", ".join(dict.fromkeys(one["commit"] for one in slices))
     broken, most = whole["broken_invariants"], whole["finished_steps_lost_max"]
@@ -318,16 +318,16 @@ def render(results: dict[str, Any]) -> str:
         "`make soak KILLS=500` kills trainers and sidecars of a two-rank run with SIGKILL at random"
         " moments,\nempties memory under them, ends them with SIGTERM, and checks every promise"
         f" after each.\n{whole['kills']:,} kills in {whole['lives']:,} lives and"
-        f" {whole['steps_trained']:,} steps so far ([results](docs/soak.json), at {commits}):"
+        f" {whole['steps_trained']:,} steps so far ([results](soak.json), at {commits}):"
         f"\n{broken or 'no'} invariant{'s' if broken > 1 else ''} broken; where sidecar and memory"
         f" lived on, a restart cost {most} finished step{'s' if most != 1 else ''} at most, in"
         f" the median {whole['finished_steps_lost_median']}."
     )
 
 
-def place(readme: str, text: str) -> str:
-    """README with this text between its marks."""
-    before, rest = readme.split(BEGIN)
+def place(page: str, text: str) -> str:
+    """The page with this text between its marks."""
+    before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
 
@@ -339,7 +339,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="only strikes whose name has this in it")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", action="store_true", help="only write README's paragraph")
+    parser.add_argument(
+        "--page", action="store_true", help="only write the paragraph of docs/measured.md"
+    )
     return parser.parse_args()
 
 

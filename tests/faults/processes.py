@@ -32,7 +32,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed",
         "keepstep.checkpointer",
         "keepstep_sidecar.__main__",
-        "keepstep_sidecar.daemon",
+        "keepstep_sidecar.app",
         "tests.faults.processes",
     ]
 )

@@ -96,7 +96,7 @@ def test_slices_add_up_and_one_that_goes_on_takes_its_own_place(tmp_path: Path) 
     }
 
 
-def test_the_readme_shows_the_kills_that_were_counted() -> None:
-    readme, results = kills.README.read_text(), json.loads(kills.RESULTS.read_text())
+def test_the_page_shows_the_kills_that_were_counted() -> None:
+    page, results = kills.PAGE.read_text(), json.loads(kills.RESULTS.read_text())
     assert results["all"] == kills.totals(results["slices"])
-    assert kills.place(readme, kills.render(results)) == readme
+    assert kills.place(page, kills.render(results)) == page

@@ -27,28 +27,29 @@ import numpy
 import safetensors
 import torch
 
-from keepstep import protocol
 from keepstep.dcp.tree import Tree
-from keepstep.digests import DIGEST_BYTES, xxh3_128
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
 from keepstep.image.verify import seal_for_disk
-from keepstep.leaves import build, check_values, leaves_of
-from keepstep.leaves import parse as parse_tree
-from keepstep.reports import ReportReply
+from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
+from keepstep.state.leaves import build, check_values, leaves_of
+from keepstep.state.leaves import parse as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
+from keepstep.wire import trainer
+from keepstep.wire.reports import ReportReply
 from keepstep_operator.reconcile import reports
 from keepstep_operator.reconcile.tokens import Refused
-from keepstep_sidecar import server
-from keepstep_sidecar.archive import record as records
-from keepstep_sidecar.archive.record import StepRecord
-from keepstep_sidecar.cli.places import Options, Service, load_service, places_of, save_service
-from keepstep_sidecar.peer import handling, wire
-from keepstep_sidecar.peer.directory import Directory, Known
-from keepstep_sidecar.peer.identity import Identity
-from keepstep_sidecar.peer.receiving import Manifest
-from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.tree import ShardName, is_temporary, quarantine_name
+from keepstep_sidecar.api import server
+from keepstep_sidecar.cli.run_dir import Options, Service, load_service, places_of, save_service
+from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
+from keepstep_sidecar.tiers.peer import handlers
+from keepstep_sidecar.tiers.peer import protocol as wire
+from keepstep_sidecar.tiers.peer.members import Directory, Known
+from keepstep_sidecar.tiers.peer.receive import Manifest
+from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
+from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
 
 Mutate = Callable[[random.Random], bytes]
@@ -259,29 +260,29 @@ _EPOCH = {"number": 3, "nonce": "1f9c2d7a"}
 _ID = {"epoch": _EPOCH, "step": 1200}
 _LEASE = {"lease": "x" * 22}
 REQUESTS: dict[type[Any], dict[str, Any]] = {
-    protocol.LeaseRequest: {"rank": 0, "world": 2, "attempt": "a", "pid": 1, "library": "0.1"},
-    protocol.LayoutRequest: {**_LEASE, "header": "AAAA"},
-    protocol.SlotRequest: {**_LEASE, "layout": "0" * 32, "timeout_s": 1.0},
-    protocol.StagedRequest: {
+    trainer.LeaseRequest: {"rank": 0, "world": 2, "attempt": "a", "pid": 1, "library": "0.1"},
+    trainer.LayoutRequest: {**_LEASE, "header": "AAAA"},
+    trainer.SlotRequest: {**_LEASE, "layout": "0" * 32, "timeout_s": 1.0},
+    trainer.StagedRequest: {
         **_LEASE, "slot": "s", "generation": 1, "step": 1200,
         "epoch": {"id": _EPOCH, "parent": _ID, "origin": ""},
     },
-    protocol.OpenRequest: {**_LEASE, "id": _ID},
-    protocol.ChunksRequest: {
+    trainer.OpenRequest: {**_LEASE, "id": _ID},
+    trainer.ChunksRequest: {
         **_LEASE, "id": _ID, "chunks": [{"rank": 0, "chunk": 1, "frame": 2}],
         "announced": [{"rank": 0, "first": 0, "end": 2}],
     },
-    protocol.WaitRequest: {**_LEASE, "id": _ID, "state": "durable"},
+    trainer.WaitRequest: {**_LEASE, "id": _ID, "state": "durable"},
 }  # fmt: skip
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2, "bytes": 5}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
-    protocol.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
-    protocol.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
-    protocol.Sources: {
+    trainer.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
+    trainer.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
+    trainer.Sources: {
         "id": _ID, "world": 2,
         "sources": [{"rank": 0, "tier": "peer", "bytes": 5, "extras_bytes": 1, "twins": [1]}],
     },
-    protocol.Problem: {"code": "internal", "message": "x"},
+    trainer.Problem: {"code": "internal", "message": "x"},
 }  # fmt: skip
 LISTING = {
     "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
@@ -443,7 +444,7 @@ def targets() -> tuple[Target, ...]:
                bytewise=(json_of(DCP),), reseal=reseal_json(DCP), times=40),
         Target(name="peer's listing", parse=read_listing, refusals=DECODING,
                bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
-        Target(name="peer's wishes", parse=lambda data: handling._decode(data, wire.Wanted),
+        Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.Wanted),
                refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
         Target(name="report", parse=lambda data: reports._checked(reports._decode(data)),
                refusals=(*DECODING, Refused), bytewise=(json_of(REPORT),),
@@ -461,7 +462,7 @@ def targets() -> tuple[Target, ...]:
     for kind, tree in ANSWERS.items():
         made.append(
             Target(name=f"answer: {kind.__name__}",
-                   parse=functools.partial(protocol.from_json, kind),
+                   parse=functools.partial(trainer.from_json, kind),
                    refusals=(ProtocolError,), bytewise=(json_of(tree),), reseal=reseal_json(tree),
                    times=40)
         )  # fmt: skip

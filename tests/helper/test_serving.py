@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.reports import Peer
 from keepstep.steps import Answer, Tier
-from keepstep_sidecar.helper.serving import Shelf, report
-from keepstep_sidecar.peer.credentials import FileCredentials
-from keepstep_sidecar.peer.depot import PeerDepot
-from keepstep_sidecar.peer.server import Server
-from keepstep_sidecar.peer.settings import PeerSettings
-from keepstep_sidecar.peer.wire import Wanted
-from keepstep_sidecar.scan import Found
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.relay.serve import Shelf, report
+from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.server import Server
+from keepstep_sidecar.tiers.peer.tier import PeerDepot
+from keepstep_sidecar.tiers.peer.tls import FileCredentials
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running, same

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.errors import FormatError, TornError
 from keepstep.image import PAGE_BYTES, Layout, Section, TensorSpec
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from tests.image.strategies import tensor_lists
 
 WEIGHT = TensorSpec("weight", "F32", (2, 3), Section.PARAMS)

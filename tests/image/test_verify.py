@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.digests import CHUNK_BYTES, xxh3_128
-from keepstep.errors import DigestError, ForeignError, FormatError, TornError, VersionError
+from keepstep.errors import DigestError, ForeignError, TornError, VersionError
 from keepstep.image import (
     ControlPage,
     Layout,
@@ -21,8 +20,8 @@ from keepstep.image import (
     section_digests,
     tensors_in_chunk,
     verify_image,
-    verify_range,
 )
+from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
 from keepstep.steps import StepId
 from tests.image.images import EPOCH, noise, seal, stage
 
@@ -97,19 +96,6 @@ def test_a_damaged_chunk_is_named_with_the_tensors_in_it(large: bytes) -> None:
     assert caught.value.chunk == 2
     assert caught.value.tensors == ("moment", "weight")
     assert str(caught.value).startswith("shard: ")
-
-
-def test_a_range_is_verified_without_the_rest(large: bytes) -> None:
-    data = bytearray(large)
-    data[2 * CHUNK_BYTES + 5] ^= 1
-    view = memoryview(data)
-    verify_range(view, LARGE, 0, 2 * CHUNK_BYTES)
-    verify_range(view, LARGE, 3 * CHUNK_BYTES, LARGE.digests_begin)
-    for begin, end in [(0, 2 * CHUNK_BYTES + 1), (3 * CHUNK_BYTES - 1, 3 * CHUNK_BYTES)]:
-        with pytest.raises(DigestError):
-            verify_range(view, LARGE, begin, end)
-    with pytest.raises(FormatError, match="not a range"):
-        verify_range(view, LARGE, 0, LARGE.control_begin)
 
 
 def test_progress_is_reported_for_each_chunk(large: bytes) -> None:

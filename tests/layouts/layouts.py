@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import keepstep
-from keepstep import sharding, state
+from keepstep.state import sharding
+from keepstep.state.take import take
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -162,11 +163,11 @@ def train(components, step):
 
 def tensors(components):
     """All that lies on this rank, by component and path."""
-    taken = state.take(components)
+    taken = take(components)
     leaves = {leaf.name: leaf for leaf in taken.tensors}
     return {
         repr(path): leaves[taken.aliases.get(leaf[1], leaf[1])]
-        for path, leaf in state.leaves_of(taken.skeleton)
+        for path, leaf in take.leaves_of(taken.skeleton)
         if leaf[0] == "t"
     }
 
@@ -192,7 +193,7 @@ def first_life(name, directory):
     kept = {path: leaf.whole.clone() for path, leaf in tensors(components).items()}
     torch.save((kept, repr(groups(components))), directory / f"{name}.{RANK}.pt")
     # what the joined boxes must be: a collective for sharded tensors
-    leaves = state.take(components).tensors
+    leaves = take(components).tensors
     full = {
         leaf.name: leaf.live.full_tensor() if isinstance(leaf.live, DTensor) else leaf.live.clone()
         for leaf in leaves

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from keepstep.dtypes import DTYPE_OF
 from keepstep.image import Layout
+from keepstep.state.dtypes import DTYPE_OF
 from tests.layouts.matrix import STAGED_ONLY, WORLDS
 
 EVERY = [(world, name) for world, names in WORLDS.items() for name in names]

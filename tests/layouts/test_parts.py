@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep import parts, topology
+from keepstep.state import parts, topology
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 bulks = st.lists(st.builds(parts.Bulk, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20)

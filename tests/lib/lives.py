@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
-from keepstep import state
-from keepstep.agreement import Decision
-from keepstep.imaging import Imaging
-from keepstep.mapping import SlotMapping
-from keepstep.protocol import Opened, SlotGranted, Source, Sources
-from keepstep.restoring import Restoring
+from keepstep.client.slot import SlotMapping
+from keepstep.core.vote import Decision
+from keepstep.restore.restore import Restoring, Torn
+from keepstep.save.snapshot import Imaging
+from keepstep.state.take import take
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.torn import Torn
+from keepstep.wire.trainer import Opened, SlotGranted, Source, Sources
 
 _EPOCH = Epoch(EpochId(1, "00c0ffee"), None)
 _ID = StepId(_EPOCH.id, 0)
@@ -61,7 +60,7 @@ def bring_back(
             _Link(path),
             decision,
             rank=0,
-            take=lambda: state.take(components),
+            take=lambda: take(components),
             rng=False,
             trusted=False,
             torn=torn,

@@ -117,7 +117,7 @@ def test_close_keeps_its_time_limit_beside_a_sidecar_that_stands_still(sidecar):
 
 
 def test_restore_waits_for_a_sidecar_that_stands_still_for_a_while(sidecar, monkeypatch):
-    monkeypatch.setattr("keepstep.link._LEASE_S", 0.5)
+    monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
     os.kill(sidecar.process.pid, signal.SIGSTOP)
     waker = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {sidecar.process.pid}"])
     checkpointer = begun({"model": nn.Linear(2, 2)})

@@ -11,7 +11,7 @@ from torch import nn
 
 import keepstep
 from keepstep.image import Layout
-from keepstep.torn import Torn
+from keepstep.restore.restore import Torn
 from tests.lib.lives import bring_back, keep
 
 

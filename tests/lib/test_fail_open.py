@@ -172,7 +172,7 @@ def test_close_says_which_step_is_not_durable(sidecar):
 
 
 def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch):
-    from keepstep import copying
+    from keepstep.client import copying
 
     model = nn.Linear(8, 8)
     checkpointer = keepstep.Checkpointer({"m": model})
@@ -201,7 +201,7 @@ def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch)
 def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, monkeypatch):
     """The agent may wake while the training thread still copies eagerly: asking for a slot then
     would bring the same one again, and the next save would write over a sealed image."""
-    from keepstep.imaging import Imaging
+    from keepstep.save.snapshot import Imaging
 
     model, extra = nn.Linear(8, 8), {"x": torch.zeros(4)}
     checkpointer = keepstep.Checkpointer({"m": model, "extra": extra}, strict=True)
@@ -209,19 +209,19 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
     begin = Imaging.begin
 
     def begin_while_the_agent_wakes(self, *arguments, **options):
-        checkpointer._stager.skip(0, "a reason to wake up")
+        checkpointer._agent.skip(0, "a reason to wake up")
         deadline = time.monotonic() + 5
-        while checkpointer._stager._skips and time.monotonic() < deadline:
+        while checkpointer._agent._skips and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert not checkpointer._stager._skips, "the agent is awake, and has nothing left to do"
-        assert checkpointer._stager._ready is None, "one slot is being filled, none is at hand"
+        assert not checkpointer._agent._skips, "the agent is awake, and has nothing left to do"
+        assert checkpointer._agent._ready is None, "one slot is being filled, none is at hand"
         return begin(self, *arguments, **options)
 
     monkeypatch.setattr(Imaging, "begin", begin_while_the_agent_wakes)
     used = []
     for step in range(6):
         assert checkpointer.save(step)
-        used.append(checkpointer._stager.pending or checkpointer._stager.staged_step)
+        used.append(checkpointer._agent.pending or checkpointer._agent.staged_step)
         checkpointer.wait(step, "staged")
     assert len({(one.grant.slot, one.grant.generation) for one in used}) == 6
     checkpointer.close()

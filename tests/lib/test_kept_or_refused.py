@@ -26,7 +26,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import keepstep
-from keepstep import copying
+from keepstep.client import copying
 from keepstep.image import read_control, read_layout
 
 ROOT = Path(__file__).parents[2]

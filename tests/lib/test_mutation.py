@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep import copying
-from keepstep import pending as pending_module
+from keepstep.client import copying
+from keepstep.save import pending as pending_module
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_discarded_image_leaves_nothing_sealed(sidecar, held_copy, model):
     checkpointer.save(1)
     by_data(model)
     held_copy.set()
-    assert checkpointer._stager.drain(timeout_s=10)
+    assert checkpointer._agent.drain(timeout_s=10)
     status = sidecar.get("/v1/status")
     assert all(slot["state"] != "sealed" for rank in status["ranks"] for slot in rank["slots"])
     assert status["ranks"][0]["discarded"] == 1

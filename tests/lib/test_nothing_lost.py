@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep import copying
-from keepstep.stager import Stager
+from keepstep.client import copying
+from keepstep.save.agent import Agent
 from tests.harness import eventually
 
 
@@ -72,7 +72,7 @@ def test_steps_are_kept_again_after_the_sidecar_lost_its_memory(sidecars, monkey
     # the slot at hand was of the old memory: at most that step is lost, beside those skipped
     assert checkpointer.stats.discarded <= 1
     assert accounted(checkpointer)
-    assert set(range(step, again)) <= set(checkpointer._stager._outcomes)
+    assert set(range(step, again)) <= set(checkpointer._agent._outcomes)
     told = eventually(
         lambda: (rank := sidecar.get("/v1/status")["ranks"][0])["skipped"] >= again - step and rank
     )
@@ -129,7 +129,7 @@ def test_an_exception_at_any_line_of_a_save_costs_that_step_only(sidecar, model,
     assert {"_save", "submit", "await_slot", "begin", "settle", "heal", "put_back"} - names == {
         "put_back"
     }
-    assert accounted(checkpointer) or checkpointer._stager.drain(timeout_s=5)
+    assert accounted(checkpointer) or checkpointer._agent.drain(timeout_s=5)
     checkpointer.close()
 
 
@@ -174,7 +174,7 @@ def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_thei
 ):
     checkpointer = begun({"m": model})
     step = kept(checkpointer, 0)
-    method, struck = getattr(Stager, where), threading.Event()
+    method, struck = getattr(Agent, where), threading.Event()
 
     def once(self, *arguments):
         if not struck.is_set():
@@ -182,7 +182,7 @@ def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_thei
             raise error
         return method(self, *arguments)
 
-    monkeypatch.setattr(Stager, where, once)
+    monkeypatch.setattr(Agent, where, once)
     model.register_buffer("one_more", torch.zeros(3))  # a new layout needs all of them
     last = kept(checkpointer, step + 1)
     eventually(struck.is_set, within_s=10)
@@ -195,11 +195,11 @@ def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_thei
 def test_an_agent_thread_that_ended_is_replaced(sidecar, model, monkeypatch):
     checkpointer = begun({"m": model})
     step = kept(checkpointer, 0)
-    agent = checkpointer._stager._thread
+    agent = checkpointer._agent._thread
     with monkeypatch.context() as patch:
         patch.setattr("threading.excepthook", lambda _: None)
-        patch.setattr(Stager, "_next", lambda _: 1 / 0)
-        checkpointer._stager._changed.ring()
+        patch.setattr(Agent, "_next", lambda _: 1 / 0)
+        checkpointer._agent._changed.ring()
         agent.join(10)
     assert not agent.is_alive()
     assert kept(checkpointer, step + 1) <= step + 2
@@ -287,9 +287,9 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_second_discarded_s
         with torch.no_grad():
             weight.add_(1)
         if checkpointer.stats.discarded < 2:
-            checkpointer._stager.drain(timeout_s=5)
+            checkpointer._agent.drain(timeout_s=5)
     assert checkpointer.stats.discarded == 2
-    checkpointer._stager.drain(timeout_s=5)
+    checkpointer._agent.drain(timeout_s=5)
     assert accounted(checkpointer)
     assert sum("from now on every step is copied" in one for one in caplog.messages) == 1
     checkpointer.close()

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from keepstep.dtypes import CODE_OF
+from keepstep.state.dtypes import CODE_OF
 from tests.image.strategies import states
 from tests.lib.lives import bring_back, keep
 

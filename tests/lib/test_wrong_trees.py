@@ -8,15 +8,17 @@ from collections import deque
 import pytest
 import torch
 
-from keepstep import leaves, loading, state
+from keepstep.client.slot import SlotMapping
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.arrays import ArrayForm
-from keepstep.mapping import SlotMapping
+from keepstep.restore import in_place
+from keepstep.state import leaves
+from keepstep.state.take import take
 
 
 def _plan(components, path, values):
-    return loading.plan(components, SlotMapping(str(path)), values, state.take(components))
+    return in_place.plan(components, SlotMapping(str(path)), values, take(components))
 
 
 @pytest.mark.parametrize("index", [1, -1, "0", True, None, 1 << 40])

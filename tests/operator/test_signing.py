@@ -13,14 +13,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from keepstep.certificates import PATH, CertificateRequest, IssuedCertificate
 from keepstep.errors import StorageError
+from keepstep.wire.certificates import PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.peers import sign
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.reconcile.signing import Signing
-from keepstep_sidecar.config import Reporting
-from keepstep_sidecar.peer.identity import Identity
-from keepstep_sidecar.peer.issued import IssuedCredentials
+from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
 from tests.operator.reconcile.serving import Served, serving
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path

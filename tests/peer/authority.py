@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from keepstep_sidecar.peer.identity import Identity
-from keepstep_sidecar.peer.settings import Files
+from keepstep_sidecar.config.peers import Files
+from keepstep_sidecar.tiers.peer.tls import Identity
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from keepstep.reports import Peer
 from keepstep.steps import StepId
-from keepstep_sidecar.peer.credentials import FileCredentials
-from keepstep_sidecar.peer.depot import PeerDepot
-from keepstep_sidecar.peer.settings import Files, PeerSettings
-from keepstep_sidecar.scan import Found
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.config.peers import Files, PeerSettings
+from keepstep_sidecar.tiers.peer.tier import PeerDepot
+from keepstep_sidecar.tiers.peer.tls import FileCredentials
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import RUN, Slot, make_layout, staged
 
 BIG = 5_000_000

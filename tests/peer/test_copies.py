@@ -10,8 +10,8 @@ import pytest
 
 from keepstep.image import verify_image
 from keepstep.steps import Answer
-from keepstep_sidecar.depots import Acquainted, Depot, Keeper
-from keepstep_sidecar.scan import survey
+from keepstep_sidecar.tiers.tier import Acquainted, Depot, Keeper
+from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.volume.images import RUN, empty_slot, step_id

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.reports import Peer
 from keepstep.steps import Answer
-from keepstep_sidecar import faults
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.volume import faults
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import BIG, Node, running, same

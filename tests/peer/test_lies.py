@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.digests import CHUNK_BYTES
 from keepstep.errors import DigestError, ImageError, StorageError
-from keepstep_sidecar.peer import wire
-from keepstep_sidecar.peer.copies import Copies
-from keepstep_sidecar.peer.shards import Reading
-from keepstep_sidecar.peer.wire import Wanted
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.serve import Reading
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.volume.images import RUN, empty_slot, step_id
@@ -101,7 +101,7 @@ def test_a_peer_whose_list_promises_another_root_is_named(
             slot, _ = await two_copies(here, liar, parameters=6000)
             truth = liar.depot._shards.listing
 
-            def lie() -> wire.Listing:
+            def lie() -> protocol.Listing:
                 listing = truth()
                 return replace(
                     listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)

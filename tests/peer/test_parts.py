@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from keepstep.digests import CHUNK_BYTES
 from keepstep.errors import StorageError, UsageError
 from keepstep.image import PAGE_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
-from keepstep_sidecar.engine import aligned_buffer
-from keepstep_sidecar.filesystem import Filesystem
-from keepstep_sidecar.peer import handling
-from keepstep_sidecar.peer.copies import Copies
-from keepstep_sidecar.peer.receiving import Part
-from keepstep_sidecar.tree import ShardName
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.tiers.peer import handlers
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.receive import Part
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 
 
@@ -165,21 +165,21 @@ def _slot(rank: int) -> tuple[Any, Any, Any]:
 )
 def test_a_shard_has_one_name(name: str) -> None:
     good = f"/v1/copies/{step_id(1)}/{shard_name(0, 2)}/seal"
-    found = handling._PATH.fullmatch(good)
+    found = handlers._PATH.fullmatch(good)
     assert found is not None
-    assert handling._name(found).rank == 0
-    assert handling._PATH.fullmatch(good + "\n") is None
-    match = handling._PATH.fullmatch(f"/v1/copies/{step_id(1)}/{name}.safetensors")
+    assert handlers._name(found).rank == 0
+    assert handlers._PATH.fullmatch(good + "\n") is None
+    match = handlers._PATH.fullmatch(f"/v1/copies/{step_id(1)}/{name}.safetensors")
     if match is not None:
         with pytest.raises(UsageError, match="not a shard"):
-            handling._name(match)
+            handlers._name(match)
     assert re.fullmatch(r"rank-\d+-of-\d+", name)
 
 
 class Announced:
     """A connection that announces a large body and sends next to nothing of it."""
 
-    def __init__(self, size: int, desk: handling.Desk) -> None:
+    def __init__(self, size: int, desk: handlers.Desk) -> None:
         self.headers = {"Content-Length": str(size)}
         self.command, self.path, self.desk = "POST", "/v1/copies", desk
         self._may_be_large = False
@@ -187,7 +187,7 @@ class Announced:
         self.rfile = SimpleNamespace(read=self._read)
 
     def _length(self) -> int:
-        return handling.Handler._length(self)  # type: ignore[arg-type]
+        return handlers.Handler._length(self)  # type: ignore[arg-type]
 
     def _read(self, size: int) -> bytes:
         self.asked.append(size)
@@ -195,9 +195,9 @@ class Announced:
 
 
 def test_a_body_takes_no_memory_that_was_only_announced() -> None:
-    desk = handling.Desk(None, None)  # type: ignore[arg-type]
+    desk = handlers.Desk(None, None)  # type: ignore[arg-type]
     one = Announced(150 << 20, desk)
     with pytest.raises(ConnectionError):
-        handling.Handler._body(one, handling._LARGEST_MANIFEST)  # type: ignore[arg-type]
+        handlers.Handler._body(one, handlers._LARGEST_MANIFEST)  # type: ignore[arg-type]
     assert max(one.asked) <= 1 << 20
     assert not desk.large.acquire(blocking=False), "one large body at a time"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.peer.ring import better, buddies, crowded_out, expendable
-from keepstep_sidecar.peer.wire import Wanted
+from keepstep_sidecar.tiers.peer.placement import better, buddies, crowded_out, expendable
+from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
 _STEPS = st.builds(

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep_sidecar.peer.credentials import FileCredentials
-from keepstep_sidecar.peer.link import Link
-from keepstep_sidecar.peer.outbox import Outbox
-from keepstep_sidecar.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
+from keepstep_sidecar.tiers.peer.client import Link
+from keepstep_sidecar.tiers.peer.replicate import Outbox
+from keepstep_sidecar.tiers.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
+from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
@@ -200,7 +200,7 @@ def test_strangers_get_no_more_threads_than_there_are_places_for_an_address(node
 def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepstep_sidecar.peer.server._HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("keepstep_sidecar.tiers.peer.server._HANDSHAKE_S", 1.0)
 
     def drip(address: str) -> int:
         host, _, port = address.rpartition(":")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from keepstep.digests import CHUNK_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
 
 pytestmark = pytest.mark.timeout(240)
 

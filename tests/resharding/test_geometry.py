@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from keepstep.errors import CoverageError
-from keepstep.resharding import transfer
-from keepstep.resharding.blocks import blocks, byte_range
-from keepstep.resharding.boxes import Box, cover
-from keepstep.resharding.plan import Piece, Want, make
-from keepstep.resharding.sources import Images
+from keepstep.restore import transfer
+from keepstep.restore.blocks import blocks, byte_range
+from keepstep.restore.boxes import Box, cover
+from keepstep.restore.images import Images
+from keepstep.restore.plan import Piece, Want, make
 from tests.resharding.worlds import Step, bits, cut, some, take
 
 DTYPES = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepstep.errors import RestoreError
-from keepstep.torn import Torn
+from keepstep.restore.restore import Torn
 from tests.resharding.worlds import ID
 
 pytestmark = pytest.mark.timeout(240)

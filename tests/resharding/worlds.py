@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from keepstep.dtypes import CODE_OF
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
-from keepstep.protocol import Source, Sources
-from keepstep.resharding.boxes import Box
+from keepstep.restore.boxes import Box
+from keepstep.state.dtypes import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.wire.trainer import Source, Sources
 
 EPOCH = Epoch(EpochId(3, "1f9c2d7a"))
 ID = StepId(EPOCH.id, 7)

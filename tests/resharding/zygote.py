@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
-from keepstep.resharding.sources import WindowReader
+from keepstep.restore.images import WindowReader
 
 BIG, LARGE_ROWS = 999, 9973
 """This seed's model has shards of 62 MB: seven chunks and a half."""

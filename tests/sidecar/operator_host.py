@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from keepstep.ledger import Ledger, LedgerConfig, RestorePlan, Retire
-from keepstep.reports import PATH, Report, ReportReply
-from keepstep.retention import Retention
+from keepstep.core.ledger import Ledger, LedgerConfig, RestorePlan, Retire
+from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import PATH, Report, ReportReply
 
 
 @dataclass(frozen=True, kw_only=True)

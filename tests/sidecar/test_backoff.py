@@ -8,9 +8,9 @@ from typing import Any
 
 from operator_host import make_identity
 
-from keepstep_sidecar.changes import Changes
-from keepstep_sidecar.config import Reporting
-from keepstep_sidecar.reporter import Look, Reporter
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.report.reporter import Look, Reporter
 
 
 def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(tmp_path: Path) -> None:

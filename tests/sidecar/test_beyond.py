@@ -11,7 +11,8 @@ import pytest
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.protocol import (
+from keepstep.steps import Answer, StepId, Tier
+from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
@@ -20,7 +21,6 @@ from keepstep.protocol import (
     Window,
     WindowRequest,
 )
-from keepstep.steps import Answer, StepId, Tier
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

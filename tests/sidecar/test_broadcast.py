@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from keepstep.protocol import ChunkRun
 from keepstep.steps import EpochId, StepId, Tier
-from keepstep_sidecar.broadcast import Broadcast, Key, Seat
+from keepstep.wire.trainer import ChunkRun
+from keepstep_sidecar.restore.broadcast import Broadcast, Key, Seat
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)

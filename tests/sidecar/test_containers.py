@@ -122,8 +122,8 @@ def _as_sidecar(shared: Path, ready: Connection) -> None:
     os.setgroups([])
     os.setgid(SIDECAR_ID)
     os.setuid(SIDECAR_ID)
-    from keepstep_sidecar.config import Config
-    from keepstep_sidecar.daemon import serve
+    from keepstep_sidecar.app import serve
+    from keepstep_sidecar.config.sidecar import Config
 
     ready.send(True)
     serve(Config(run="run", memory_dir=shared / "memory", volumes=(shared / "volume",)))
@@ -143,8 +143,6 @@ def _as_trainer(shared: Path, groups: list[int], answer: Connection) -> None:
 
 def test_a_trainer_of_another_user_fills_slots_when_it_has_the_group(shared: Path) -> None:
     # loaded before the fork: the other users may not read this Python's files
-    import keepstep_sidecar.daemon
-    import keepstep_sidecar.metrics  # noqa: F401
 
     context = get_context("fork")
     ready, child = context.Pipe(duplex=False)

@@ -9,16 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.catalog import Catalog
-from keepstep_sidecar.changes import Changes
-from keepstep_sidecar.depots import Inventory
-from keepstep_sidecar.origins import LocalReader
-from keepstep_sidecar.remotes import Remotes
-from keepstep_sidecar.slotkeeper import Slotkeeper
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.tiers.source import LocalReader
+from keepstep_sidecar.tiers.tier import Inventory
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 
 ONE = EpochId(1, "0000000a")
 NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
@@ -46,9 +46,9 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
     volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        catalog = Catalog(
+        committer = Committer(
             volumes,
-            Slotkeeper(tmp_path / "memory", run="run"),
+            SlotPool(tmp_path / "memory", run="run"),
             keep=Retention(),
             executor=threads,
             changes=Changes(),
@@ -58,10 +58,10 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
         )
 
         async def story() -> None:
-            await catalog.scan()
-            await catalog.look_beyond()
-            assert NEXT in catalog.ledger.epochs
-            await catalog.start_epoch(NEXT)
+            await committer.scan()
+            await committer.look_beyond()
+            assert NEXT in committer.ledger.epochs
+            await committer.start_epoch(NEXT)
 
         asyncio.run(story())
     assert volumes.epochs() == (NEXT,)

@@ -12,8 +12,8 @@ import pytest
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.protocol import Sources, SourcesRequest
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.trainer import Sources, SourcesRequest
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

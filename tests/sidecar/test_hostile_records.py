@@ -11,14 +11,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from keepstep.core.candidates import Candidates
 
 from keepstep.errors import FormatError, ImageError, ProtocolError, TornError, VersionError
-from keepstep.protocol import Candidates, from_json
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.archive import record as records
-from keepstep_sidecar.archive.record import Shard, StepRecord
-from keepstep_sidecar.peer.wire import Listed, Wanted
-from keepstep_sidecar.runrecord import RunRecord
+from keepstep.wire.trainer import from_json
+from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.peer.protocol import Listed, Wanted
+from keepstep_sidecar.volume.run_record import RunRecord
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 1200)
 MEBIBYTE = 1 << 20

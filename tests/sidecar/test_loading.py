@@ -14,12 +14,11 @@ from trainer import make_layout
 from keepstep.errors import NoMemoryError
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.bank import Bank
-from keepstep_sidecar.changes import Changes
-from keepstep_sidecar.loader import Loader
-from keepstep_sidecar.memory import SlotFile, rank_directory, slot_name
-from keepstep_sidecar.nearest import Nearest
-from keepstep_sidecar.slotkeeper import Slotkeeper
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.memory.slot_file import SlotFile, rank_directory, slot_name
+from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.restore.prefetch import Loader
 
 EPOCH = Epoch(EpochId(1, "00000001"), None)
 AGREED, PLANNED = StepId(EPOCH.id, 4), StepId(EPOCH.id, 5)
@@ -62,12 +61,12 @@ def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_alone(
 
     async def story() -> None:
         layout = make_layout()
-        keeper = Slotkeeper(tmp_path, run="run")
-        bank = keeper.rank(0).banks[layout.id] = Bank(layout)
+        keeper = SlotPool(tmp_path, run="run")
+        slot_set = keeper.rank(0).slot_sets[layout.id] = SlotSet(layout)
         path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
-        bank.add(SlotFile.create(path, layout, stop=threading.Event()))
+        slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
         copies = {id: Copy(id, layout) for id in (AGREED, PLANNED)}
-        catalog: Any = SimpleNamespace(
+        committer: Any = SimpleNamespace(
             look=lambda: SimpleNamespace(watermark=lambda tier: None),
             wanted=lambda: PLANNED,
             ranks=lambda: [0],
@@ -80,10 +79,10 @@ def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_alone(
         waits = asyncio.Event()
         loader = Loader(
             keeper,
-            catalog,
-            Nearest(keeper, catalog),
+            committer,
+            Fetcher(keeper, committer),
             changes=Changes(),
-            grow=lambda slots, bank: waits.set(),
+            grow=lambda slots, slot_set: waits.set(),
             leased=lambda rank: True,
         )
         opened = asyncio.create_task(loader.bring(AGREED, 0))

@@ -7,12 +7,12 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-from keepstep.reports import Peer
 from keepstep.steps import Answer, Epoch, EpochId, Tier
-from keepstep_sidecar.beyond import Beyond
-from keepstep_sidecar.changes import Changes
-from keepstep_sidecar.depots import DepotStatus, Inventory
-from keepstep_sidecar.remotes import Remotes
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory
 
 MET = Epoch(EpochId(1, "0000000a"))
 
@@ -81,8 +81,8 @@ def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> None:
         async def look_beyond(*, anew: bool = False) -> None:
             await remotes.look(anew=anew)
 
-        catalog: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
-        beyond = Beyond(catalog, Changes())
+        committer: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
+        beyond = RemoteTiers(committer, Changes())
         await beyond.look()
         peers.answers.clear()
         looks: list[asyncio.Task[None]] = []

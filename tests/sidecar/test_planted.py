@@ -13,9 +13,9 @@ import pytest
 from trainer import FakeTrainer, content, read_image
 
 from keepstep.image import ControlPage
-from keepstep.protocol import FlushRequest, Opened, OpenRequest, Sources, SourcesRequest
 from keepstep.steps import StepId, Tier
-from keepstep_sidecar.memory import rank_directory
+from keepstep.wire.trainer import FlushRequest, Opened, OpenRequest, Sources, SourcesRequest
+from keepstep_sidecar.memory.slot_file import rank_directory
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

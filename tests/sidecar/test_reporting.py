@@ -18,9 +18,9 @@ from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
-from keepstep.agreement import choose, limit_of
-from keepstep.protocol import Flushed, FlushRequest
+from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
 
@@ -407,8 +407,8 @@ def test_reports_come_on_change_and_not_more_often_than_the_operator_allows(
 # --- with nobody to tell -------------------------------------------------------------------------
 
 HURRIED = """
-from keepstep_sidecar import overview
-overview.SILENT_AFTER_S = 0.0
+from keepstep_sidecar.commit import run_view
+run_view.SILENT_AFTER_S = 0.0
 from keepstep_sidecar.__main__ import main
 main()
 """

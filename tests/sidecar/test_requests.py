@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer
 
-from keepstep import protocol
 from keepstep.errors import SidecarError, UsageError
+from keepstep.wire import trainer as protocol
 from keepstep_sidecar.cli.calls import _Connection
-from keepstep_sidecar.tree import check_run
+from keepstep_sidecar.config.sidecar import check_run
 from tests.harness import SidecarProcess
 
 pytestmark = pytest.mark.timeout(60)

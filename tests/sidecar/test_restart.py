@@ -14,10 +14,10 @@ import pytest
 from trainer import FakeTrainer, content, lose_memory_and_damage, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.protocol import Flushed, FlushRequest, LeaseRequest, StopRequest, to_json
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.faults import FAULTS_ENV
-from keepstep_sidecar.metrics import TABLE
+from keepstep.wire.trainer import Flushed, FlushRequest, LeaseRequest, StopRequest, to_json
+from keepstep_sidecar.api.metrics import TABLE
+from keepstep_sidecar.volume.faults import FAULTS_ENV
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer
 
+from keepstep.core.retention import Retention
 from keepstep.errors import StorageError
-from keepstep.retention import Retention
 from keepstep.steps import Answer, EpochId, StepId
-from keepstep_sidecar import scan as scan_module
-from keepstep_sidecar.catalog import Catalog
-from keepstep_sidecar.changes import Changes
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.origins import LocalReader
-from keepstep_sidecar.remotes import Remotes
-from keepstep_sidecar.scan import Scan
-from keepstep_sidecar.slotkeeper import Slotkeeper
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.tiers.source import LocalReader
+from keepstep_sidecar.volume import scan as scan_module
+from keepstep_sidecar.volume.scan import Scan
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import SidecarProcess, eventually
 from tests.volume.images import RUN, make_layout, staged
 
@@ -41,12 +41,12 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
 
 
 @pytest.fixture
-def catalog(volumes: VolumeSet, tmp_path: Path) -> Iterator[Catalog]:
+def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        yield Catalog(
+        yield Committer(
             volumes,
-            Slotkeeper(tmp_path / "memory", run=RUN),
+            SlotPool(tmp_path / "memory", run=RUN),
             keep=Retention(last=9),
             executor=threads,
             changes=Changes(),
@@ -57,11 +57,11 @@ def catalog(volumes: VolumeSet, tmp_path: Path) -> Iterator[Catalog]:
         )
 
 
-def write(catalog: Catalog, number: int) -> None:
+def write(committer: Committer, number: int) -> None:
     """The only rank makes a step durable."""
     slot = staged(make_layout(world=1), number)
-    written = catalog.volumes.write(slot.view, slot.layout, slot.control)
-    catalog.wrote(written, slot.layout, slot.control)
+    written = committer.volumes.write(slot.view, slot.layout, slot.control)
+    committer.wrote(written, slot.layout, slot.control)
 
 
 class Held:
@@ -80,53 +80,53 @@ class Held:
 
 
 def test_a_shard_that_becomes_durable_during_a_scan_is_not_forgotten(
-    catalog: Catalog, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> list[int]:
-        write(catalog, 1)
+        write(committer, 1)
         held = Held(volumes, monkeypatch)
-        scan = asyncio.ensure_future(catalog.scan())
+        scan = asyncio.ensure_future(committer.scan())
         await asyncio.to_thread(held.looked.wait, 20)
-        write(catalog, 2)
+        write(committer, 2)
         held.tell.set()
         await scan
-        return sorted(id.step for id in catalog.stock.shards)
+        return sorted(id.step for id in committer.stock.shards)
 
     assert asyncio.run(story()) == [1, 2]
 
 
 def test_a_shard_that_is_deleted_during_a_scan_does_not_come_back(
-    catalog: Catalog, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> list[int]:
-        write(catalog, 1)
-        write(catalog, 2)
+        write(committer, 1)
+        write(committer, 2)
         held = Held(volumes, monkeypatch)
-        scan = asyncio.ensure_future(catalog.scan())
+        scan = asyncio.ensure_future(committer.scan())
         await asyncio.to_thread(held.looked.wait, 20)
-        catalog.stock.drop(min(catalog.stock.shards))
+        committer.stock.drop(min(committer.stock.shards))
         held.tell.set()
         await scan
-        return sorted(id.step for id in catalog.stock.shards)
+        return sorted(id.step for id in committer.stock.shards)
 
     assert asyncio.run(story()) == [2]
 
 
 def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
-    catalog: Catalog, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> Scan:
         raise StorageError("Input/output error")
 
     async def story() -> None:
-        write(catalog, 1)
+        write(committer, 1)
         with monkeypatch.context() as broken:
             broken.setattr(volumes, "scan", failing)
-            await catalog.scan()
-        assert "Input/output" in catalog.unreadable
-        await catalog.scan()
-        assert catalog.unreadable == ""
-        assert [id.step for id in catalog.stock.shards] == [1]
+            await committer.scan()
+        assert "Input/output" in committer.unreadable
+        await committer.scan()
+        assert committer.unreadable == ""
+        assert [id.step for id in committer.stock.shards] == [1]
 
     asyncio.run(story())
 
@@ -163,7 +163,7 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
 
 
 def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
-    catalog: Catalog, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trips(fd: int, path: Path, **_: object) -> object:
         if "000000002" in str(path):
@@ -172,10 +172,10 @@ def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
 
     found = scan_module._found
     for number in (1, 2, 3):
-        write(catalog, number)
+        write(committer, number)
     monkeypatch.setattr(scan_module, "_found", trips)
-    asyncio.run(catalog.scan())
-    assert sorted(id.step for id in catalog.stock.shards) == [1, 3]
+    asyncio.run(committer.scan())
+    assert sorted(id.step for id in committer.stock.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer, content, read_image
 
-from keepstep.digests import CHUNK_BYTES
 from keepstep.errors import SidecarError
 from keepstep.image import Layout, chunk_bounds
-from keepstep.protocol import (
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
@@ -25,7 +26,6 @@ from keepstep.protocol import (
     Window,
     WindowRequest,
 )
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

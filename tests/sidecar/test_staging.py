@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, verify_image
-from keepstep_sidecar.memory import locking, may_swap
+from keepstep_sidecar.memory.slot_file import locking, may_swap
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -118,11 +119,19 @@ def test_a_library_of_another_protocol_is_told_the_versions(
     assert sidecar.get("/v1/status")["warnings"] == []
 
 
+@dataclass
+class Rectangle:
+    """Nothing that a sidecar could want."""
+
+    width: int
+    height: int
+
+
 def test_nonsense_is_answered_with_a_problem(sidecar: SidecarProcess, trainers: Trainers) -> None:
     trainer = trainers(sidecar.socket)
     for route in ("/v1/slot", "/v1/nowhere"):
         with pytest.raises(SidecarError) as error:
-            trainer.call(route, make_layout().entries["model.w"].spec, dict)
+            trainer.call(route, Rectangle(3, 4), dict)
         assert error.value.code == "bad-request"
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from keepstep.core.candidates import Candidates
 from trainer import FakeTrainer, make_layout
 
 from keepstep.image import Layout, Section, TensorSpec
-from keepstep.protocol import Candidates
 from keepstep.steps import Answer, StepId, Tier
 from tests.harness import SidecarProcess, eventually
 

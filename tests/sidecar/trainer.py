@@ -20,10 +20,12 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
+from keepstep.core.candidates import Candidates
+
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
-from keepstep.protocol import (
-    Candidates,
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.trainer import (
     CandidatesRequest,
     DiscardRequest,
     LayoutAccepted,
@@ -43,7 +45,6 @@ from keepstep.protocol import (
     from_json,
     to_json,
 )
-from keepstep.steps import Epoch, EpochId, StepId
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from keepstep_sidecar import faults
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN
 
 

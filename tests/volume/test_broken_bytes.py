@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.digests import xxh3_128
 from keepstep.errors import DigestError, ForeignError, ImageError, TornError, VersionError
 from keepstep.image import PAGE_BYTES
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import CHUNK, Slot, empty_slot, make_layout, staged, step_id
 
 REGIONS: dict[str, Callable[[Slot], int]] = {

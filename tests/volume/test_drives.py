@@ -13,11 +13,11 @@ from typing import IO
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar.engine import Engine, for_each_chunk, probe
-from keepstep_sidecar.filesystem import Filesystem
-from keepstep_sidecar.preparing import prepare
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.volume.direct_io import Engine, for_each_chunk, probe
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.prepare import prepare
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import RUN, empty_slot, make_layout, staged
 
 MIB = 1 << 20

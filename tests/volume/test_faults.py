@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar import faults
-from keepstep_sidecar.tree import is_step
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,12 +16,12 @@ import pytest
 from keepstep.errors import ImageError, KeepstepError
 from keepstep.image import read_control, read_layout, verify_image
 from keepstep.steps import Epoch, EpochId, shard_name
-from keepstep_sidecar import faults
-from keepstep_sidecar.engine import Engine
-from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.scan import Scan
-from keepstep_sidecar.tree import is_step
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.direct_io import Engine
+from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.scan import Scan
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, make_layout, staged, step_id
 from tests.volume.powercut import Crash, Entry, Recorder, crashes, without_syncs_after
 

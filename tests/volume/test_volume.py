@@ -14,9 +14,9 @@ import pytest
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.image import Section, verify_image
 from keepstep.steps import shard_name
-from keepstep_sidecar.engine import Engine, Pace
-from keepstep_sidecar.scan import survey
-from keepstep_sidecar.volume import Volume, Written
+from keepstep_sidecar.volume.direct_io import Engine, Pace
+from keepstep_sidecar.volume.scan import survey
+from keepstep_sidecar.volume.volume import Volume, Written
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged, step_id
 
 THREE_CHUNKS = 2_300_000

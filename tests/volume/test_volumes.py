@@ -16,11 +16,11 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.steps import Epoch, EpochId, shard_name
-from keepstep_sidecar import runrecord
-from keepstep_sidecar.filesystem import Filesystem
-from keepstep_sidecar.runrecord import RunRecord
-from keepstep_sidecar.volume import Volume
-from keepstep_sidecar.volumes import VolumeSet
+from keepstep_sidecar.volume import run_record
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, make_layout, staged, step_id
 from tests.volume.test_broken_bytes import flip
 
@@ -134,7 +134,7 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
     one, two = volumes.volumes
     assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.epochs() == (EPOCH, later)
-    assert runrecord.load(two.root / "run.json", run=RUN) == two.record
+    assert run_record.load(two.root / "run.json", run=RUN) == two.record
 
 
 def test_an_epoch_that_no_volume_can_record_is_an_error(
@@ -164,13 +164,13 @@ def test_a_record_that_is_not_ours_is_an_error_that_names_it(
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(error, match=str(path)):
-        runrecord.load(path, run=RUN)
+        run_record.load(path, run=RUN)
 
 
 def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     record = RunRecord(run=RUN).with_epochs(Epoch(EpochId(2, "0badcafe"), step_id(3)))
     record = record.with_epochs(EPOCH)
     assert record.with_epochs(EPOCH) is record
-    runrecord.save(tmp_path / "run.json", record, filesystem=Filesystem())
-    assert runrecord.load(tmp_path / "run.json", run=RUN) == record
+    run_record.save(tmp_path / "run.json", record, filesystem=Filesystem())
+    assert run_record.load(tmp_path / "run.json", run=RUN) == record
     assert [epoch.id.number for epoch in record.epochs] == [1, 2]

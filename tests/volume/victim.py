@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, shard_name
-from keepstep_sidecar.volume import Volume
+from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
 
 

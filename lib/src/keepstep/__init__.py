@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from keepstep.checkpointer import Checkpointer as Checkpointer
     from keepstep.checkpointer import Restored as Restored
@@ -23,6 +21,7 @@ from keepstep.errors import (
     UsageError,
     WorldChangedError,
 )
+from keepstep.version import __version__
 
 __all__ = [
     "Checkpointer",
@@ -38,6 +37,7 @@ __all__ = [
     "SidecarError",
     "UsageError",
     "WorldChangedError",
+    "__version__",
 ]
 
 

@@ -28,20 +28,21 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import copying, rng, state, topology
-from keepstep.agreement import Decision
+from keepstep.client.session import restore_timeout_s
+from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
-from keepstep.imaging import Imaging
-from keepstep.protocol import SOCKET_ENV
-from keepstep.restoring import Restoring
-from keepstep.stager import Stager
-from keepstep.stats import Stats
+from keepstep.restore.collective import Collective, Gather
+from keepstep.restore.restore import Restoring, Torn
+from keepstep.save.agent import Agent
+from keepstep.save.snapshot import Imaging
+from keepstep.save.stats import Stats
+from keepstep.state import rng, topology
+from keepstep.state.memory import check_memory
+from keepstep.state.take import Taken, check_components, encode, take
+from keepstep.state.topology import ALONE
 from keepstep.steps import Epoch, State, StepId, Tier
-from keepstep.timeouts import restore_timeout_s
-from keepstep.topology import ALONE
-from keepstep.torn import Torn
-from keepstep.voting import Gather, Voter
+from keepstep.wire.trainer import SOCKET_ENV
 
 log = logging.getLogger("keepstep")
 
@@ -85,15 +86,15 @@ class Checkpointer:
         """
         if replicated not in ("PerNode", "Spread"):
             raise UsageError(f'replicated={replicated!r}: it is "PerNode" or "Spread"')
-        self._components = state.check_components(components)
+        self._components = check_components(components)
         self._spread = replicated == "Spread"
         self._topology = ALONE
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
-        self._stager: Stager | None = None
+        self._agent: Agent | None = None
         self._imaging: Imaging | None = None
         self._epoch: Epoch | None = None
-        self._probed: state.Taken | None = None
+        self._probed: Taken | None = None
         self._stage_every = 1
         self._last_step = self._off_grid = -1
         self._moved = False
@@ -105,10 +106,10 @@ class Checkpointer:
         self._restore_timeout_s = restore_timeout_s()
         self._socket = os.environ.get(SOCKET_ENV, "")
         if self._socket:
-            self._stager = Stager(self._socket, rank=self._rank, world=self._world)
-            self._stats = self._stager.stats
+            self._agent = Agent(self._socket, rank=self._rank, world=self._world)
+            self._stats = self._agent.stats
             # where nobody calls close(): at the end of the process, or of this object
-            self._end = weakref.finalize(self, self._stager.end)
+            self._end = weakref.finalize(self, self._agent.end)
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
@@ -137,11 +138,11 @@ class Checkpointer:
         started = time.perf_counter()
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
-        voter = Voter(self._stager, rank=self._rank, world=self._world)
+        collective = Collective(self._agent, rank=self._rank, world=self._world)
         try:
             with Torn() as torn:
                 begin = functools.partial(self._restoring, torn)
-                decision = voter.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
+                decision = collective.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
         finally:
             self._probed = None
         if decision is None:
@@ -158,7 +159,7 @@ class Checkpointer:
                 seconds=time.perf_counter() - started,
                 bytes=decision.restoring.bytes,
             )
-        voter.announce(decision, seconds=time.perf_counter() - started)
+        collective.announce(decision, seconds=time.perf_counter() - started)
         self._epoch = decision.epoch
         self._last_step = restored.step if restored else -1
         if restored and self._rank == 0:
@@ -186,32 +187,32 @@ class Checkpointer:
                 spread=self._spread,
             )
 
-    def _probe(self) -> state.Taken:
+    def _probe(self) -> Taken:
         """All that is to be kept, laid out once: what cannot be kept is known before the first
         step, and not in the log of a run that kept none. Raises UsageError."""
-        taken = state.take(self._components)
+        taken = take(self._components)
         for leaf in taken.tensors:
-            copying.check_memory(leaf.tensor, leaf.name)
+            check_memory(leaf.tensor, leaf.name)
         try:
             Layout.check(taken.specs, **self._more_of(taken, len(self._encode(taken))))
         except FormatError as error:
             raise UsageError(f"this state cannot be kept: {error}") from error
         return taken
 
-    def _take(self) -> state.Taken:
-        return state.take(self._components, self._topology)
+    def _take(self) -> Taken:
+        return take(self._components, self._topology)
 
-    def _take_probed(self) -> state.Taken:
+    def _take_probed(self) -> Taken:
         """A rank alone took all there is when it was probed; not so for a second attempt, as the
         first may have made new tensors."""
         probed, self._probed = self._probed, None
         return probed or self._take()
 
     def _restoring(self, torn: Torn, decision: Decision) -> Restoring:
-        assert self._stager is not None
+        assert self._agent is not None
         return Restoring(
             self._components,
-            self._stager.link,
+            self._agent.link,
             decision,
             rank=self._rank,
             take=self._take_probed,
@@ -231,8 +232,8 @@ class Checkpointer:
         (whole numbers from 0) that only grow. True: it will be staged, or its loss is logged and
         counted in `stats`.
         """
-        stager = self._stager
-        if stager is None:
+        agent = self._agent
+        if agent is None:
             return self._say_off(step)
         started = time.perf_counter()
         number = _whole(step)
@@ -246,15 +247,15 @@ class Checkpointer:
         except Exception as error:
             if self._strict:
                 raise
-            stager.skip(-1 if number is None else number, str(error) or type(error).__name__)
+            agent.skip(-1 if number is None else number, str(error) or type(error).__name__)
             return False
         except BaseException as error:  # a signal handler's; only what is not on its way is lost
-            if number is not None and not stager.knows_of(number):
-                stager.skip(number, f"{type(error).__name__} inside save()")
+            if number is not None and not agent.knows_of(number):
+                agent.skip(number, f"{type(error).__name__} inside save()")
             raise
         finally:
             self._count_blocked(started)
-            stager.stats.saves += 1
+            agent.stats.saves += 1
 
     def _say_off(self, step: object) -> bool:
         if self._off and not self._off_said:
@@ -277,10 +278,10 @@ class Checkpointer:
                 self._saving = False
 
     def _save(self, step: int, started: float, *, patience_s: float | None = None) -> bool:
-        """Any exception, at any line, costs this step only: see `Stager.heal`."""
-        stager = self._stager
-        assert stager is not None
-        stager.heal()
+        """Any exception, at any line, costs this step only: see `Agent.heal`."""
+        agent = self._agent
+        assert agent is not None
+        agent.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         if step <= self._last_step:
@@ -289,47 +290,47 @@ class Checkpointer:
             )
         id = StepId(self._epoch.id, step)
         self._last_step = step
-        stager.settle()
+        agent.settle()
         taken = self._take()
         data = self._encode(taken)
         imaging = self._imaging_for(taken, len(data))
-        slot = stager.take_slot() if patience_s is None else stager.await_slot(timeout_s=patience_s)
+        slot = agent.take_slot() if patience_s is None else agent.await_slot(timeout_s=patience_s)
         if isinstance(slot, str):
             if self._strict:
                 raise KeepstepError(f"step {step} is not kept: {slot}")
-            stager.skip(step, slot)
+            agent.skip(step, slot)
             return False
-        lazy = self._lazy and not stager.copies_eagerly
-        stager.eager_next = False
+        lazy = self._lazy and not agent.copies_eagerly
+        agent.eager_next = False
         try:
             pending = imaging.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
             if not lazy:
                 pending.copy()
                 pending.judge()
                 pending.seal()
-            pending.thread = stager.trains or pending.thread
+            pending.thread = agent.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
-            stager.submit(pending)
+            agent.submit(pending)
         except BaseException:
-            stager.put_back()
+            agent.put_back()
             raise
         return True
 
-    def _imaging_for(self, taken: state.Taken, extras_bytes: int) -> Imaging:
+    def _imaging_for(self, taken: Taken, extras_bytes: int) -> Imaging:
         """The layout of this state; a new one when tensors came, went or changed their shape."""
         imaging = self._imaging
         if imaging is not None and imaging.fits(taken, extras_bytes):
             return imaging
-        assert self._stager is not None
+        assert self._agent is not None
         layout = self._layout_of(taken, extras_bytes)
         self._imaging = Imaging(layout, taken, run=self._run_name())
-        self._stager.use_layout(layout)
+        self._agent.use_layout(layout)
         return self._imaging
 
-    def _layout_of(self, taken: state.Taken, extras_bytes: int) -> Layout:
+    def _layout_of(self, taken: Taken, extras_bytes: int) -> Layout:
         return Layout.build(taken.specs, **self._more_of(taken, extras_bytes))
 
-    def _more_of(self, taken: state.Taken, extras_bytes: int) -> dict[str, Any]:
+    def _more_of(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
         """What a layout takes beside the tensors."""
         return {
             "rank": self._rank,
@@ -341,32 +342,32 @@ class Checkpointer:
             "parameters": taken.parameters,
         }
 
-    def _encode(self, taken: state.Taken) -> bytes:
+    def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
-        return state.encode(taken, rng=captured, trusted=self._trusted)
+        return encode(taken, rng=captured, trusted=self._trusted)
 
     def _run_name(self) -> str:
-        assert self._stager is not None
-        return self._stager.link.run
+        assert self._agent is not None
+        return self._agent.link.run
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
 
         Called for you before every optimizer step; `mutating()` is its public form.
         """
-        stager = self._stager
-        if stager is None:
+        agent = self._agent
+        if agent is None:
             return
         self._moved = True
-        if stager.pending is None:
+        if agent.pending is None:
             return
         started = time.perf_counter()
         try:
-            stager.settle()
+            agent.settle()
         except Exception as error:
             if self._strict:
                 raise
-            stager.warn("fence", f"the fence failed: {error!r}")
+            agent.warn("fence", f"the fence failed: {error!r}")
         finally:
             self._count_blocked(started, new=False)
 
@@ -385,8 +386,8 @@ class Checkpointer:
         reason when the step is lost, or not there when the time is up, and UsageError for a step
         that was never saved here (or longer ago than the last 10,000).
         """
-        stager = self._stager
-        if stager is None or self._epoch is None:
+        agent = self._agent
+        if agent is None or self._epoch is None:
             why = self._off or "there is no sidecar, or restore() was not called"
             raise UsageError(f"nothing is kept: {why}")
         deadline = time.monotonic() + timeout
@@ -397,18 +398,18 @@ class Checkpointer:
             state = State(state)
         except ValueError as error:
             raise UsageError(f"nothing to wait for: {error}") from None
-        self._await_staged(stager, number, timeout)
+        self._await_staged(agent, number, timeout)
         if state is State.STAGED:
             return
         id = StepId(self._epoch.id, number)
-        stager.link.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
+        agent.link.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
 
-    def _await_staged(self, stager: Stager, step: int, timeout_s: float) -> None:
-        pending = stager.pending
+    def _await_staged(self, agent: Agent, step: int, timeout_s: float) -> None:
+        pending = agent.pending
         asked = pending is not None and pending.id.step == step
-        if (asked or stager.outcome(step) is None) and not stager.drain(timeout_s=timeout_s):
+        if (asked or agent.outcome(step) is None) and not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
-        outcome = stager.outcome(step)
+        outcome = agent.outcome(step)
         if outcome is None and step % self._stage_every and step <= self._off_grid:
             outcome = f"one in {self._stage_every} steps is (--stage-every)"
         if outcome is None:
@@ -425,67 +426,65 @@ class Checkpointer:
         if that was not possible in `timeout` seconds; for a step that is not archived by then only
         when `strict`, else that is logged. Safe to call twice.
         """
-        stager = self._stager
-        if stager is None:
+        agent = self._agent
+        if agent is None:
             return
         deadline = time.monotonic() + timeout
         try:
             if self._epoch is not None and max(self._last_step, self._off_grid) >= 0:
-                self._close_last(stager, timeout)
+                self._close_last(agent, timeout)
         finally:
             self._let_go("close() was called", timeout_s=deadline - time.monotonic())
 
     def _let_go(self, reason: str, *, timeout_s: float) -> None:
-        stager, self._stager, self._off = self._stager, None, reason
+        agent, self._agent, self._off = self._agent, None, reason
         _LIVE.discard(self)
-        if stager is not None:
+        if agent is not None:
             self._end.detach()
-            stager.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
+            agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
 
-    def _close_last(self, stager: Stager, timeout_s: float) -> None:
+    def _close_last(self, agent: Agent, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         assert self._epoch is not None
         last = max(self._last_step, self._off_grid)
-        if not stager.drain(timeout_s=timeout_s):
+        if not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
-        why_not = self._stage_off_grid(stager, deadline)
-        newest = stager.staged_step
+        why_not = self._stage_off_grid(agent, deadline)
+        newest = agent.staged_step
         if newest is None:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
-            raise NotDurableError(f"no step was staged: {why_not or stager.stats.why_not()}")
-        stager.link.wait(
-            newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
-        )
+            raise NotDurableError(f"no step was staged: {why_not or agent.stats.why_not()}")
+        agent.link.wait(newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic()))
         if newest.id.step != last:
-            why_not = why_not or stager.outcome(last) or stager.stats.why_not()
+            why_not = why_not or agent.outcome(last) or agent.stats.why_not()
             raise NotDurableError(
                 f"step {last} was not staged; the newest durable one is {newest.id.step}: {why_not}"
             )
-        if stager.link.archive:
-            self._archive_last(stager, newest.id, max(0.1, deadline - time.monotonic()))
+        if agent.link.archive:
+            self._archive_last(agent, newest.id, max(0.1, deadline - time.monotonic()))
 
-    def _stage_off_grid(self, stager: Stager, deadline: float) -> str:
+    def _stage_off_grid(self, agent: Agent, deadline: float) -> str:
         """The last step, if it is one that was left out. Returns why that was not possible."""
         step = self._off_grid
         if step <= self._last_step:
             return ""
         if self._moved:
             return "not every step is staged, and the state has changed since (--stage-every)"
-        stager.eager_next = True
-        stager.stats.saves += 1
+        agent.eager_next = True
+        agent.stats.saves += 1
         try:
             left_s = max(0.1, deadline - time.monotonic())
             with self._turn:
                 self._save(step, time.perf_counter(), patience_s=left_s)
         except Exception as error:
             return str(error) or type(error).__name__
-        stager.drain(timeout_s=max(0.1, deadline - time.monotonic()))
-        return stager.outcome(step) or ""
+        agent.drain(timeout_s=max(0.1, deadline - time.monotonic()))
+        return agent.outcome(step) or ""
 
-    def _archive_last(self, stager: Stager, id: StepId, timeout_s: float) -> None:
+    def _archive_last(self, agent: Agent, id: StepId, timeout_s: float) -> None:
         try:
-            stager.link.wait(id, State.ARCHIVED, timeout_s=timeout_s)
+            agent.link.wait(id, State.ARCHIVED, timeout_s=timeout_s)
         except NotDurableError as error:
             if self._strict:
                 raise
@@ -502,8 +501,8 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif self._stager is not None:
-            self._stager.drain(timeout_s=1.0)
+        elif self._agent is not None:
+            self._agent.drain(timeout_s=1.0)
             self._let_go("an error ended the `with` block", timeout_s=5.0)
 
     def __reduce__(self) -> NoReturn:
@@ -544,8 +543,8 @@ def _hook_optimizers() -> None:
 
     def before(*_: object) -> None:
         for checkpointer in list(_LIVE):
-            if checkpointer._stager is not None:
-                checkpointer._stager.trains = threading.get_ident()
+            if checkpointer._agent is not None:
+                checkpointer._agent.trains = threading.get_ident()
             checkpointer.fence()
 
     register_optimizer_step_pre_hook(before)
@@ -573,13 +572,13 @@ def _is_running(function: Any) -> bool:
 def _switch_off_in_child() -> None:
     """A forked child is no trainer: it has its parent's objects, and neither agent nor lease."""
     for checkpointer in list(_LIVE):
-        stager = checkpointer._stager
-        if stager is not None and stager.closed:
-            checkpointer._stager = None
+        agent = checkpointer._agent
+        if agent is not None and agent.closed:
+            checkpointer._agent = None
             checkpointer._off = "this process was forked from the trainer, and is none"
             checkpointer._end.detach()
             _LIVE.discard(checkpointer)
 
 
-# after the stager's own: imported first, called first
+# after the agent's own: imported first, called first
 os.register_at_fork(after_in_child=_switch_off_in_child)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep_operator.fields import Fields
 
 HOSTNAME: Final = "kubernetes.io/hostname"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from keepstep import journal
+from keepstep import log
 
-_journal = journal.Journal("keepstep.operator")
+_journal = log.Journal("keepstep.operator")
 say, warn, crash = _journal.say, _journal.warn, _journal.crash
 
 
 def configure(component: str, *, level: int = logging.INFO) -> None:
     """Send everything that this process logs to stderr as JSON lines."""
-    journal.configure(level=level, component=component)
+    log.configure(level=level, component=component)

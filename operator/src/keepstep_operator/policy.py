@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep_operator.beyond import (
     Archive,
     Peers,

@@ -15,16 +15,16 @@ from typing import Any
 import click
 
 from keepstep.errors import KeepstepError, SidecarError, StorageError
-from keepstep.reports import STILL_USED_EXIT
+from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.parameters import (
+from keepstep_sidecar.cli.options import (
     Command,
     archive_options,
     duration_option,
     keeping_options,
     size_option,
 )
-from keepstep_sidecar.peer.options import peer_options
+from keepstep_sidecar.cli.peer_options import peer_options
 
 SOCKET_NAME = "sidecar.sock"
 _PROBE_EVERY_S = 0.02
@@ -227,7 +227,7 @@ def _require(options: dict[str, Any], *names: str) -> None:
 
 
 def _prepare(directories: Sequence[Path]) -> None:
-    from keepstep_sidecar.preparing import prepare
+    from keepstep_sidecar.volume.prepare import prepare
 
     for directory in directories:
         prepare(directory)
@@ -235,7 +235,7 @@ def _prepare(directories: Sequence[Path]) -> None:
 
 
 def _clean(directories: Sequence[Path], gone_since: float | None) -> None:
-    from keepstep_sidecar.helper.cleaning import StillUsedError, clean
+    from keepstep_sidecar.relay.clean import StillUsedError, clean
 
     since = math.inf if gone_since is None else gone_since
     try:
@@ -247,7 +247,7 @@ def _clean(directories: Sequence[Path], gone_since: float | None) -> None:
 
 
 def _serve_left(directories: tuple[Path, ...], options: dict[str, Any]) -> None:
-    from keepstep_sidecar.helper.serving import Serving, serve
+    from keepstep_sidecar.relay.serve import Serving, serve
 
     _require(options, "run", "peers", "report_url")
     reporting = _reporting(options)
@@ -277,9 +277,9 @@ def _flush(path: Path, *, timeout_s: float) -> None:
 
 def _serve(options: dict[str, Any]) -> None:
     _require(options, "run", "memory_dir", "volumes")
-    from keepstep_sidecar.config import Config
-    from keepstep_sidecar.daemon import serve
-    from keepstep_sidecar.shardfile import Verify
+    from keepstep_sidecar.app import serve
+    from keepstep_sidecar.config.sidecar import Config
+    from keepstep_sidecar.config.verify import Verify
 
     serve(
         Config(
@@ -308,7 +308,7 @@ def _serve(options: dict[str, Any]) -> None:
 
 
 def _reporting(options: dict[str, Any]) -> Any:
-    from keepstep_sidecar.config import Reporting
+    from keepstep_sidecar.config.sidecar import Reporting
 
     if not options["report_url"]:
         return None
@@ -322,12 +322,13 @@ def _reporting(options: dict[str, Any]) -> Any:
 
 def _restore_from(options: dict[str, Any]) -> dict[str, Any]:
     """Back to a step of this run, or on from one of another."""
-    from keepstep_sidecar import fork, rollback
+    from keepstep_sidecar.commit import restore_from
+    from keepstep_sidecar.config import fork
 
     text: str = (options["restore_from"] or "").removeprefix(f"{options['run']}/")
     if "/" in text:
         return {"fork": fork.parse(text)}
-    return {"wish": rollback.parse(text, since=options["restore_since"])} if text else {}
+    return {"wish": restore_from.parse(text, since=options["restore_since"])} if text else {}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from keepstep_sidecar.journal import Seldom
+from keepstep_sidecar.log import Seldom
 
 C = TypeVar("C", bound=Hashable)
 

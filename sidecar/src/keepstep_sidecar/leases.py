@@ -9,13 +9,19 @@ it cannot: containers have pid namespaces of their own, and the connection is al
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keepstep.protocol import LeaseRequest
-from keepstep_sidecar.changes import Changes
-from keepstep_sidecar.problems import refuse
+from keepstep.errors import ImageError
+from keepstep.image import Layout
+from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN, LeaseRequest
+from keepstep_sidecar import __version__
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.errors import refuse
 
 _HANDOVER_S = 2.0
 
@@ -131,3 +137,112 @@ class Leases:
         lease.died = True
         self.unwatch(lease)
         self._changes.ring()
+
+
+# --- what a trainer says first ---------------------------------------------------------------
+#
+# What a trainer says first, checked: which protocol it speaks, and how its images look. Pure.
+
+
+LARGEST_WORLD = 65536
+"""As the operator takes it in a report."""
+
+
+def common_version(request: LeaseRequest) -> int:
+    """The newest protocol that both sides speak. Raises SidecarError `protocol`."""
+    version = min(PROTOCOL_MAX, request.protocol_max)
+    if version < max(PROTOCOL_MIN, request.protocol_min):
+        raise refuse(
+            "protocol",
+            f"the library {request.library} speaks protocol {request.protocol_min} to"
+            f" {request.protocol_max}, this sidecar ({__version__}) {PROTOCOL_MIN} to"
+            f" {PROTOCOL_MAX}: bring both within two minor versions of each other",
+        )
+    return version
+
+
+def check_rank(request: LeaseRequest) -> None:
+    """Raises SidecarError `bad-request` for a rank that no world has: directories and images are
+    named by it."""
+    if not 0 <= request.rank < request.world <= LARGEST_WORLD:
+        raise refuse(
+            "bad-request",
+            f"rank {request.rank} of {request.world} cannot be: ranks begin at 0 and end below the"
+            f" world size, which is at most {LARGEST_WORLD}",
+        )
+
+
+def parse_layout(header: str) -> Layout:
+    """A layout from its header in base64. Raises SidecarError `bad-image`."""
+    try:
+        data = base64.b64decode(header, validate=True)
+        return Layout.parse(memoryview(data))
+    except (binascii.Error, ImageError) as error:
+        raise refuse("bad-image", f"the layout's header is not valid: {error}") from error
+
+
+# --- ranks of this machine -------------------------------------------------------------------
+#
+# How much of a run one sidecar sees. Pure.
+#
+# A run may span several pods, each with a sidecar of its own that sees its own ranks only. Such a
+# sidecar never concludes from what it lacks that the run lacks it.
+
+
+def local_world(request: LeaseRequest, *, environment: Mapping[str, str], alone: bool) -> int:
+    """The ranks of this run that this sidecar serves; 0 when nobody can tell.
+
+    torchrun tells its workers. Without it, a sidecar that is `alone` serves all ranks. One of many
+    looks at the training container's environment, of which it has a copy (design section 8): when
+    the job controller set the very rank there that the trainer has, each pod has one.
+    """
+    if request.local_world:
+        return request.local_world
+    if alone or request.world == 1:
+        return request.world
+    of_container = (environment.get("RANK"), environment.get("WORLD_SIZE"))
+    return 1 if of_container == (str(request.rank), str(request.world)) else 0
+
+
+def sees_all(request: LeaseRequest) -> bool:
+    """Whether all ranks of the run are served here; `request.local_world` is settled."""
+    return request.local_world == request.world
+
+
+# --- the process that is served --------------------------------------------------------------
+#
+# The process for which a sidecar runs (`keepstep run`): while it lives, nobody has left.
+#
+# A training command may need long before its first lease; a sidecar that counted that time as
+# being abandoned would end under it.
+
+
+class Owner:
+    """Watches at most one process, the newest that was named, by its pidfd."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._pidfd: int | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether there is such a process, and it lives."""
+        return self._pidfd is not None
+
+    def watch(self, pid: int) -> None:
+        """From now on this process. One that is gone already counts as none."""
+        self.leave()
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except (OSError, OverflowError):  # no process has such a number
+            return
+        asyncio.get_running_loop().add_reader(self._pidfd, self.leave)
+        self._changes.ring()
+
+    def leave(self) -> None:
+        """There is no owner any more. Idempotent."""
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+            self._changes.ring()

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep_operator.beyond import Archive, Bucket, Peers
 from keepstep_operator.fields import PolicyError
 from keepstep_operator.policy import (

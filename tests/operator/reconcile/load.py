@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.ledger import Held
-from keepstep.reports import Report, ReportedRank
+from keepstep.core.ledger import Held
 from keepstep.steps import Answer, StepId
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile import main  # all that the process imports
 from keepstep_operator.reconcile.actions import EmitEvent, WriteStatus
 from keepstep_operator.reconcile.book import Book

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keepstep.ledger import Held
-from keepstep.reports import Report, ReportedRank, ReportedRestore
+from keepstep.core.ledger import Held
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank, ReportedRestore
 from keepstep_operator.reconcile.actions import Action, EmitEvent
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.objects import RunStatus, as_json

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from keepstep.reports import AUDIENCE
+from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import Access
 from keepstep_operator.serving import listening
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.ledger import Held
-from keepstep.reports import Report, ReportedRank
+from keepstep.core.ledger import Held
 from keepstep.steps import Answer
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.beyond import Archive, Bucket
 from keepstep_operator.reconcile.farther import RESTORE_FROM
 from tests.operator.reconcile.samples import (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.reports import Peer, Report, ReportReply
 from keepstep.steps import StepId
+from keepstep.wire.reports import Peer, Report, ReportReply
 from keepstep_operator.reconcile import graves, helperpods, helpers
 from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.graves import Cleaning, Grave

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from keepstep.reports import STILL_USED_EXIT
+from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.kube import CONFIG_MAPS, PODS, Client
 from keepstep_operator.reconcile import graves
 from keepstep_operator.reconcile.book import Book

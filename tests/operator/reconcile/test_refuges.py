@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.ledger import Held
-from keepstep.reports import Report, ReportedRank
-from keepstep.retention import Retention
+from keepstep.core.ledger import Held
+from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.host import Host
 from keepstep_operator.reconcile.places import Sender
 from keepstep_operator.reconcile.spread import refuges

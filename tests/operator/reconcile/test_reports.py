@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from keepstep.reports import Report, ReportReply
 from keepstep.steps import Answer
+from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.actions import AskJob
 from keepstep_operator.reconcile.handlers import asked

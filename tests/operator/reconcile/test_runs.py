@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from keepstep.reports import ReportedVolume
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep.steps import Tier
+from keepstep.wire.reports import ReportedVolume
 from keepstep_operator.reconcile.actions import AskJob, DeleteRun, NameFreshStart
 from keepstep_operator.reconcile.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 from keepstep_operator.reconcile.objects import CommittedStatus, RunStatus, as_json, utc

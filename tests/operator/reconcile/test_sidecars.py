@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agreement import choose
-from keepstep.protocol import RestoredRequest
+from keepstep.core.vote import choose
 from keepstep.steps import StepId, Tier
+from keepstep.wire.trainer import RestoredRequest
 from tests.harness import eventually, until
 from tests.operator.reconcile.serving import Served, serving
 from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path

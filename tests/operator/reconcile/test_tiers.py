@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from keepstep.ledger import Held
-from keepstep.reports import ReportedDepot
+from keepstep.core.ledger import Held
 from keepstep.steps import Tier
+from keepstep.wire.reports import ReportedDepot
 from keepstep_operator.beyond import Archive, Bucket, Peers
 from keepstep_operator.reconcile.actions import WriteStatus
 from keepstep_operator.reconcile.checkpoints import (

@@ -1,4 +1,4 @@
-"""Which step the ranks of a `dcp.load` bring back: `keepstep.agreement`, by DCP's own exchange.
+"""Which step the ranks of a `dcp.load` bring back: `keepstep.core.vote`, by DCP's own exchange.
 
 DCP plans before it exchanges anything. So each rank plans for the newest step that its own sidecar
 can bring, and its ballot travels with that plan; the coordinator answers with the newest step that
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from keepstep import agreement
+from keepstep.core import vote as agreement
+from keepstep.core.candidates import Candidates
 from keepstep.errors import NothingCommonError, RestoreError, UsageError
-from keepstep.protocol import Candidates
 from keepstep.steps import Answer, StepId
 
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from keepstep.dcp.tree import Tree
-from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import CoverageError, FormatError
-from keepstep.resharding.boxes import Box, cover
+from keepstep.restore.boxes import Box, cover
+from keepstep.state.dtypes import DTYPE_OF
 from keepstep.steps import StepId, shard_name
 
 _SHOWN = 8

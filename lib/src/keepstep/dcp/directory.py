@@ -14,8 +14,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from keepstep.dcp.folder import Folder, Shard, verify
-from keepstep.digests import HAVE_FAST
 from keepstep.errors import MismatchError
+from keepstep.image.xxh3 import HAVE_FAST
 
 log = logging.getLogger("keepstep")
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from keepstep.dcp.contents import Contents, Part, Stored, dtype_of
 from keepstep.dcp.tree import Tree
-from keepstep.digests import CHUNK_BYTES
 from keepstep.errors import ForeignError, FormatError, RestoreError, StorageError, TornError
 from keepstep.image import (
     ControlPage,
@@ -32,6 +31,7 @@ from keepstep.image import (
     read_control,
     read_layout,
 )
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import StepId, shard_name
 
 _SUFFIX = ".safetensors"

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from keepstep import copying
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
 from keepstep.dcp.tree import Tree, paths_of
-from keepstep.dtypes import DTYPE_OF, code_of
 from keepstep.errors import UsageError
 from keepstep.image import Section, TensorSpec
-from keepstep.mapping import SlotMapping
+from keepstep.state.dtypes import DTYPE_OF, code_of
 
 _BATCH_BYTES = 256 << 20
 """Resolving an item may allocate: so much is resolved and copied before the next is."""

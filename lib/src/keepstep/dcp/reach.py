@@ -1,7 +1,7 @@
 """A step within the sidecar's reach, for `StorageReader()`: in memory, on volumes of this machine,
 on other pods, in the archive.
 
-The sidecar says where the images of all ranks are (`resharding.sources`). Those in shared memory
+The sidecar says where the images of all ranks are (`restore.images`). Those in shared memory
 are mapped; of all others the chunks that a plan needs come through one window, each verified by the
 sidecar before it is handed over. So a rank holds one window beside its tensors, at whatever world
 size, and a directory need not be visible to the training process.
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from keepstep.client.session import Link
+from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.dcp.contents import Contents, Part, Stored, dtype_of
 from keepstep.dcp.tree import Tree
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import extras
-from keepstep.ledger import NEAREST_FIRST
-from keepstep.link import Link
-from keepstep.protocol import Sources
-from keepstep.resharding import transfer
-from keepstep.resharding.boxes import Box
-from keepstep.resharding.plan import Plan, Want
-from keepstep.resharding.sources import Images
+from keepstep.restore import transfer
+from keepstep.restore.boxes import Box
+from keepstep.restore.images import Images
+from keepstep.restore.plan import Plan, Want
 from keepstep.steps import StepId, Tier
+from keepstep.wire.trainer import Sources
 
 
 class Reached:
@@ -141,7 +141,7 @@ def _stored(row: list[int], dims: int, dtype: str, shape: tuple[int, ...]) -> St
 
 
 def _plan(items: list[ReadItem], boxes: list[Stored]) -> Plan:
-    """DCP's plan in the terms of `resharding.plan`: a want for each item, filled by one piece."""
+    """DCP's plan in the terms of `restore.plan`: a want for each item, filled by one piece."""
     wants = [
         Want(one.storage_index.fqn, Box((0,) * len(one.lengths), tuple(one.lengths)))
         for one in items

@@ -14,23 +14,18 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from keepstep.client.session import restore_timeout_s
+from keepstep.client.slot import SlotMapping
+from keepstep.core.candidates import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
 from keepstep.dcp.reach import Reached
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
-from keepstep.mapping import SlotMapping
-from keepstep.pending import Pending, Verdict
-from keepstep.protocol import (
-    SOCKET_ENV,
-    Candidates,
-    CandidatesRequest,
-    RestoredRequest,
-    SlotGranted,
-)
-from keepstep.stager import Stager
+from keepstep.save.agent import Agent
+from keepstep.save.pending import Pending, Verdict
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
-from keepstep.timeouts import restore_timeout_s
+from keepstep.wire.trainer import SOCKET_ENV, CandidatesRequest, RestoredRequest, SlotGranted
 
 _CONNECT_S = 30.0
 _SCAN_S = 600.0
@@ -45,7 +40,7 @@ class Session:
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
-        self._stager: Stager | None = None
+        self._agent: Agent | None = None
         self._place: tuple[int, int] | None = None
         self._epoch: Epoch | None = None
         self._over: set[EpochId] = set()
@@ -66,7 +61,7 @@ class Session:
     @property
     def joined(self) -> bool:
         """Whether there is a lease, and an epoch to save in."""
-        return self._stager is not None and self._epoch is not None
+        return self._agent is not None and self._epoch is not None
 
     def claim(self) -> object:
         """Take `staged` away: the save's own thread and the next save never both have it."""
@@ -87,28 +82,28 @@ class Session:
 
     def holds(self, taken: Taken) -> bool:
         """Whether this slot is still the one that was taken and neither staged nor put back."""
-        return self._stager is not None and self._stager.taken is taken
+        return self._agent is not None and self._agent.taken is taken
 
     @property
-    def stager(self) -> Stager:
+    def agent(self) -> Agent:
         """The agent of the lease. Raises UsageError before `join`."""
-        if self._stager is None:
+        if self._agent is None:
             raise UsageError("the session with the sidecar was closed in the middle of a save")
-        return self._stager
+        return self._agent
 
     def meet(self, rank: int, world: int) -> None:
         """`join`, unless there is a lease already: an agreement knows better than a guess."""
-        if self._stager is None:
+        if self._agent is None:
             self.join(rank, world)
 
     def join(self, rank: int, world: int) -> None:
         """Hold the lease of this rank of this world. Raises SidecarError."""
-        if self._stager is not None and self._place == (rank, world):
+        if self._agent is not None and self._place == (rank, world):
             return
         self._let_go()
-        stager = Stager(self.socket_path, rank=rank, world=world)
-        stager.connect(timeout_s=_CONNECT_S)
-        self._stager, self._place = stager, (rank, world)
+        agent = Agent(self.socket_path, rank=rank, world=world)
+        agent.connect(timeout_s=_CONNECT_S)
+        self._agent, self._place = agent, (rank, world)
 
     def leave(self) -> None:
         """Give the lease back; whoever takes it again goes on from what was loaded or saved last.
@@ -120,9 +115,9 @@ class Session:
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
-        self._stager = self._place = self._layout = self._shape = self.last = None
+        if self._agent is not None:
+            self._agent.close()
+        self._agent = self._place = self._layout = self._shape = self.last = None
         self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -134,13 +129,13 @@ class Session:
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds; waits until it has looked at its volumes."""
-        link = self.stager.link
+        link = self.agent.link
         request = CandidatesRequest(lease=link.lease, timeout_s=_SCAN_S)
         return link.call("/v1/candidates", request, Candidates, timeout_s=_SCAN_S + 10)
 
     def reach(self, id: StepId) -> Reached:
         """The images of this step, for a load. Raises SidecarError, ImageError, CoverageError."""
-        link = self.stager.link
+        link = self.agent.link
         return Reached(link, id, rank=link.rank, timeout_s=restore_timeout_s())
 
     def resume(self, id: StepId, tier: Tier) -> None:
@@ -190,7 +185,7 @@ class Session:
         self.join(agreed.rank, agreed.world)
         if self._epoch == agreed.epoch and self._place == before:
             return
-        link, tier = self.stager.link, self._loaded[1] if self._loaded else None
+        link, tier = self.agent.link, self._loaded[1] if self._loaded else None
         request = RestoredRequest(lease=link.lease, epoch=agreed.epoch, tier=tier)
         link.call("/v1/restored", request, dict, timeout_s=60.0)
         self._epoch = agreed.epoch
@@ -199,12 +194,12 @@ class Session:
     def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Taken:
         """A slot for an image of these tensors. Waits for it; raises KeepstepError if none comes.
 
-        Hand it back with `stage`, or with `stager.put_back`.
+        Hand it back with `stage`, or with `agent.put_back`.
         """
         self._use_layout(specs, skeleton, extras_bytes)
-        taken = self.stager.await_slot(timeout_s=_SLOT_S)
+        taken = self.agent.await_slot(timeout_s=_SLOT_S)
         if isinstance(taken, str):
-            raise KeepstepError(f"rank {self.stager.link.rank}: no slot to save into: {taken}")
+            raise KeepstepError(f"rank {self.agent.link.rank}: no slot to save into: {taken}")
         return taken
 
     def _use_layout(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> None:
@@ -224,14 +219,14 @@ class Session:
                 extras_capacity_bytes=capacity_for(extras_bytes),
             )
             self._shape = (specs, skeleton)
-        self.stager.use_layout(layout)
+        self.agent.use_layout(layout)
 
     def stage(self, taken: Taken, agreed: Agreed, extras: bytes) -> None:
         """Seal the image whose tensors are in the slot; returns when it is durable.
 
         Raises NotDurableError.
         """
-        (grant, mapping), stager = taken, self.stager
+        (grant, mapping), agent = taken, self.agent
         id = StepId(agreed.epoch.id, agreed.step)
         mapping.write_extras(extras)
         control = self._control(mapping.layout, agreed, len(extras))
@@ -241,16 +236,16 @@ class Session:
         pending.copy()
         pending.judge()
         pending.seal()
-        stager.submit(pending)
+        agent.submit(pending)
         self._last_step = agreed.step
-        if not stager.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
-            raise NotDurableError(f"step {id} was not staged: {stager.stats.why_not()}")
-        stager.link.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
+        if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
+            raise NotDurableError(f"step {id} was not staged: {agent.stats.why_not()}")
+        agent.link.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
         self._saved = id
 
     def _control(self, layout: Layout, agreed: Agreed, extras_bytes: int) -> ControlPage:
         return ControlPage(
-            run=self.stager.link.run,
+            run=self.agent.link.run,
             layout=layout.id,
             epoch=agreed.epoch,
             rank=layout.rank,
@@ -262,7 +257,7 @@ class Session:
 
     def await_commit(self, id: StepId) -> None:
         """Return when the step is committed, and visible to readers. Raises NotDurableError."""
-        self.stager.link.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
+        self.agent.link.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
 _SESSION: Session | None = None

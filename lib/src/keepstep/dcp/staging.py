@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from keepstep.dcp.items import Items
 from keepstep.dcp.session import Session, Taken
-from keepstep.dtypes import DTYPE_OF
 from keepstep.errors import KeepstepError
 from keepstep.image import Entry, TensorSpec
+from keepstep.state.dtypes import DTYPE_OF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple
             elif not isinstance(one, Tensor):
                 flat[name] = copy.deepcopy(one)
     except BaseException:
-        session.stager.put_back()
+        session.agent.put_back()
         raise
     session.note_staged(slot)
     return Staged(taken=taken, items=last.items, flat=memory), unflatten_state_dict(flat, paths)

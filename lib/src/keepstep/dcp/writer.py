@@ -139,7 +139,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         except BaseException:
             session.last = None
             if taken is not None and session.holds(taken):
-                session.stager.put_back()
+                session.agent.put_back()
             raise
         return taken
 
@@ -160,7 +160,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         session = sessions.session()
         staged = session.claim()
         if isinstance(staged, Staged) and session.holds(staged.taken):
-            session.stager.put_back()
+            session.agent.put_back()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Return when the step is committed (coordinator). Raises NotDurableError."""

@@ -31,7 +31,6 @@ from keepstep.image.verify import (
     table_of,
     tensors_in_chunk,
     verify_image,
-    verify_range,
 )
 
 __all__ = [
@@ -58,5 +57,4 @@ __all__ = [
     "table_of",
     "tensors_in_chunk",
     "verify_image",
-    "verify_range",
 ]

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.digests import xxh3_128
 from keepstep.errors import FormatError, TornError
 from keepstep.image import fields, strictjson
 from keepstep.image.fields import quoted, reason
 from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
 _SEAL_BEGIN = PAGE_BYTES - 32

@@ -18,11 +18,11 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.errors import FormatError, TornError
 from keepstep.image import headers
 from keepstep.image.headers import FORMAT_VERSION, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
 from keepstep.image.tensors import ELEMENT_BYTES, Parameters, Section, TensorSpec, local_name
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 
 __all__ = [
     "ELEMENT_BYTES",

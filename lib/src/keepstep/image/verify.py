@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.digests import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.errors import (
     DigestError,
     ForeignError,
@@ -29,6 +28,7 @@ from keepstep.errors import (
 from keepstep.image.control import ControlPage
 from keepstep.image.headers import PAGE_BYTES, read_length, reserved_names
 from keepstep.image.layout import Layout
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.steps import StepId
 
 Where = Path | str | int
@@ -273,26 +273,6 @@ def verify_image(
         if on_chunk is not None:
             on_chunk(chunk)
     _check_header(view, layout, path)
-    return control
-
-
-def verify_range(
-    view: memoryview, layout: Layout, begin: int, end: int, *, path: Path | str | None = None
-) -> ControlPage:
-    """Check the chunks that hold the bytes `[begin, end)`, and the table that vouches for them.
-
-    Raises what `verify_image` does, FormatError for a range outside of `[0, digests_begin)`.
-    """
-    if not 0 <= begin <= end <= layout.digests_begin:
-        raise FormatError(f"[{begin}, {end}) is not a range of tensors or extras", path=path)
-    with _named(path):
-        control = _control_of(view, layout)
-        check_control(control, layout)
-    table = view[layout.digests_begin : layout.control_begin]
-    check_table(control, layout, table, path=path)
-    for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-        first, last = chunk_bounds(layout, chunk)
-        check_chunk(layout, chunk, view[first:last], table, path=path)
     return control
 
 

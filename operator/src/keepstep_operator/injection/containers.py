@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from keepstep import reports
+from keepstep.wire import reports
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.resources import Cost, resources_of
 from keepstep_operator.injection.settings import Defaults

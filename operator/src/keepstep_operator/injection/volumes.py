@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from keepstep.reports import AUDIENCE
+from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.tiers import (
     HOST_ARCHIVE,

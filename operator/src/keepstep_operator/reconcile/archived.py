@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from keepstep.ledger import Held
-from keepstep.reports import Report, ReportedRank
+from keepstep.core.ledger import Held
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.places import kept
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from keepstep.reports import Report, ReportReply
+from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.reconcile.actions import Action
 from keepstep_operator.reconcile.objects import RunStatus
 from keepstep_operator.reconcile.records import (

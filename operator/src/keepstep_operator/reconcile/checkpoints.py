@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.ledger import NEAREST_FIRST
+from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.steps import Answer, StepId, Tier
 from keepstep_operator import names
 from keepstep_operator.bodies import Body

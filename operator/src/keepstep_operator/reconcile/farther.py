@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from keepstep.reports import ReportedDepot
 from keepstep.steps import Tier
+from keepstep.wire.reports import ReportedDepot
 from keepstep_operator import names
 from keepstep_operator.reconcile import helpers
 from keepstep_operator.reconcile.objects import cut

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from keepstep import reports
+from keepstep.wire import reports
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.graves import Cleaning

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from keepstep.reports import Peer
+from keepstep.wire.reports import Peer
 from keepstep_operator.reconcile.lefts import Left
 from keepstep_operator.reconcile.records import RunKey
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.ledger import (
+from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
     Ledger,
@@ -23,9 +23,9 @@ from keepstep.ledger import (
     RestorePlan,
     Unknown,
 )
-from keepstep.reports import Report, ReportedRank
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.archived import Archived
 from keepstep_operator.reconcile.lefts import Lefts
 from keepstep_operator.reconcile.places import Place, Sender, overtaken, renewed

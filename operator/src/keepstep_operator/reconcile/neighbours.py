@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from keepstep.reports import Peer
+from keepstep.wire.reports import Peer
 from keepstep_operator.beyond import HOSTNAME, Peers
 from keepstep_operator.reconcile.records import NodeRecord
 from keepstep_operator.reconcile.ring import Spot, buddies

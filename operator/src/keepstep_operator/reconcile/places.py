@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank
 
 
 @dataclass(kw_only=True)

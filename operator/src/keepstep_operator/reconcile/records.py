@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.retention import Retention
+from keepstep.core.retention import Retention
 from keepstep_operator.beyond import Archive, Peers
 
 

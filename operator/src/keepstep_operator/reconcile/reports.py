@@ -13,10 +13,10 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from keepstep import certificates
-from keepstep.protocol import Problem
-from keepstep.reports import PATH, Report, ReportedRank, ReportReply
 from keepstep.steps import EpochId, StepId
+from keepstep.wire import certificates
+from keepstep.wire.reports import PATH, Report, ReportedRank, ReportReply
+from keepstep.wire.trainer import Problem
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import PODS, Client, KubeError, NotFound
 from keepstep_operator.reconcile.actions import Action

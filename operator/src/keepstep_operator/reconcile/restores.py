@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from keepstep.ledger import NEAREST_FIRST
-from keepstep.reports import Report, ReportedRestore
+from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.steps import Epoch, EpochId, Tier
+from keepstep.wire.reports import Report, ReportedRestore
 
 PATIENCE_S = 35.0
 """For ranks that did not tell of a restore yet: a sidecar that died forgets it, and one of a large

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from keepstep import ledger
-from keepstep.ledger import AlarmKind
-from keepstep.reports import Report, ReportReply
-from keepstep.retention import Retention
+from keepstep.core import ledger
+from keepstep.core.ledger import AlarmKind
+from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.reconcile import helpers, texts
 from keepstep_operator.reconcile.actions import (
     Action,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from keepstep.ledger import Held
+from keepstep.core.ledger import Held
 from keepstep.steps import StepId
 
 

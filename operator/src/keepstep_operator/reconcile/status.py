@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from keepstep.ledger import NEAREST_FIRST
-from keepstep.reports import ReportedRank
+from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import ReportedRank
 from keepstep_operator import names
 from keepstep_operator.reconcile.conditions import PROTECTED, outlives, verdicts
 from keepstep_operator.reconcile.holders import holders

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import KeepstepError
-from keepstep.reports import AUDIENCE
+from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube import TOKEN_REVIEWS, Client, KubeError
 

@@ -1,7 +1,7 @@
 """Calls of the command to a run's sidecar. Absent is an answer here, not an accident.
 
-The trainer's `keepstep.client` keeps a connection and treats an absent sidecar as an error; these
-are single questions, among them GETs, to a sidecar that is often rightly gone.
+The trainer's `keepstep.client.http` keeps a connection and treats an absent sidecar as an error;
+these are single questions, among them GETs, to a sidecar that is often rightly gone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import socket
 from pathlib import Path
 
 from keepstep.errors import ProtocolError, SidecarError
-from keepstep.protocol import (
+from keepstep.wire.status import Status
+from keepstep.wire.trainer import (
     Flushed,
     FlushRequest,
     OwnerRequest,
@@ -20,7 +21,6 @@ from keepstep.protocol import (
     from_json,
     to_json,
 )
-from keepstep.status import Status
 
 ANSWER_S = 10.0
 """A live sidecar answers a question about itself well within this."""

@@ -9,14 +9,14 @@ import click
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli import output
-from keepstep_sidecar.cli.archive import archive
-from keepstep_sidecar.cli.inspect import inspect_file
-from keepstep_sidecar.cli.removal import rm
-from keepstep_sidecar.cli.run import run
-from keepstep_sidecar.cli.status import status
-from keepstep_sidecar.cli.steps import steps
-from keepstep_sidecar.cli.stop import stop
-from keepstep_sidecar.cli.verification import verify
+from keepstep_sidecar.cli.commands.archive import archive
+from keepstep_sidecar.cli.commands.inspect import inspect_file
+from keepstep_sidecar.cli.commands.rm import rm
+from keepstep_sidecar.cli.commands.run import run
+from keepstep_sidecar.cli.commands.status import status
+from keepstep_sidecar.cli.commands.steps import steps
+from keepstep_sidecar.cli.commands.stop import stop
+from keepstep_sidecar.cli.commands.verify import verify
 
 
 class _Misuse(click.ClickException):

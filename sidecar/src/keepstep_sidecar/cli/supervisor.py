@@ -18,12 +18,20 @@ from contextlib import contextmanager
 from typing import Final
 
 from keepstep.errors import KeepstepError
-from keepstep.protocol import SOCKET_ENV
-from keepstep_sidecar.cli import attendance, calls, holdings, output, processes, report, supervision
-from keepstep_sidecar.cli.holdings import Holdings
-from keepstep_sidecar.cli.places import Service
+from keepstep.wire.trainer import SOCKET_ENV
+from keepstep_sidecar.cli import (
+    calls,
+    inventory,
+    launcher,
+    messages,
+    output,
+    processes,
+    supervisor_state,
+)
+from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.processes import Process
-from keepstep_sidecar.cli.supervision import (
+from keepstep_sidecar.cli.run_dir import Service
+from keepstep_sidecar.cli.supervisor_state import (
     Action,
     AnnounceRestart,
     AwaitSidecar,
@@ -45,7 +53,7 @@ from keepstep_sidecar.cli.supervision import (
     Swept,
 )
 
-_SIGNALS: Final = frozenset({*supervision.PASSED_SIGNALS, signal.SIGCHLD})
+_SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
 _SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
@@ -153,7 +161,7 @@ class Supervisor:
             self._launch_sidecar()
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
-            attendance.bound_log(self._places.log)
+            launcher.bound_log(self._places.log)
         self._watch_memory(now)
 
     def _watch_memory(self, now: float) -> None:
@@ -161,15 +169,15 @@ class Supervisor:
         if self._sidecar is None or not self._sidecar_seen or not self._command_pid:
             self._memory, self._gone_since = None, None
             return
-        memory = attendance.identity(self._places.memory)
+        memory = launcher.identity(self._places.memory)
         if self._memory is not None and memory != self._memory:
-            say(report.memory_removed(self._places))
+            say(messages.memory_removed(self._places))
         self._memory = memory
-        if attendance.identity(self._places.socket) is not None:
+        if launcher.identity(self._places.socket) is not None:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
-        elif now - self._gone_since > attendance.UP_S:
+        elif now - self._gone_since > launcher.UP_S:
             self._gone_since = None
             processes.send(self._sidecar.pid, signal.SIGKILL)  # then its death is the event
 
@@ -213,7 +221,7 @@ class Supervisor:
 
     def _start_command(self, attempt: int) -> None:
         if attempt == 0:
-            say(report.started(self._service, self._held(), adopted=self._adopted))
+            say(messages.started(self._service, self._held(), adopted=self._adopted))
         environment: Mapping[str, str] = {**os.environ, SOCKET_ENV: str(self._places.socket)}
         try:
             self._command_pid = processes.spawn_command(
@@ -254,20 +262,20 @@ class Supervisor:
 
     def _announce(self, attempt: int, code: int) -> None:
         restarts = self._state.restarts
-        say(report.restarted(self._held(), code=code, attempt=attempt, restarts=restarts))
+        say(messages.restarted(self._held(), code=code, attempt=attempt, restarts=restarts))
 
     def _flush(self) -> Event:
         try:
-            if attendance.wait_up(self._places, None, timeout_s=_GRACE_S):
-                calls.flush(self._places.socket, timeout_s=attendance.DRAIN_S)
+            if launcher.wait_up(self._places, None, timeout_s=_GRACE_S):
+                calls.flush(self._places.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             say(f"not flushed: {error}")
         return Finished()
 
     def _close(self) -> Event:
         try:
-            attendance.wait_up(self._places, None, timeout_s=_GRACE_S)
-            self._closed = attendance.end(self._places)
+            launcher.wait_up(self._places, None, timeout_s=_GRACE_S)
+            self._closed = launcher.end(self._places)
         except KeepstepError as error:
             say(f"not closed: {error}")
         return Finished()
@@ -276,18 +284,18 @@ class Supervisor:
         self._exit = action.code
         if self._state.attempt == 0 and not self._sidecar_seen:
             if not action.interrupted:
-                tail = attendance.log_tail(self._places.log)
+                tail = launcher.log_tail(self._places.log)
                 say(f"the sidecar does not start; the end of {self._places.log}:\n{tail}")
             return
         if action.interrupted:
             say("interrupted: the flush was not awaited")
         held = self._held()
-        say(report.ended(self._service, held, code=action.code, freed=self._closed))
+        say(messages.ended(self._service, held, code=action.code, freed=self._closed))
 
     def _held(self) -> Holdings | None:
         """What there is; None when it cannot be told. Never in the way of the command."""
         try:
-            return holdings.read(self._places)
+            return inventory.read(self._places)
         except KeepstepError:
             return None
 
@@ -295,13 +303,13 @@ class Supervisor:
 
     def _start_sidecar(self, delay_s: float) -> None:
         if self._sidecar_seen:
-            say(report.sidecar_replaced(self._places))
+            say(messages.sidecar_replaced(self._places))
         self._sidecar_due = time.monotonic() + delay_s
 
     def _launch_sidecar(self) -> None:
         self._sidecar_since = time.monotonic()
         try:
-            process = Process.of(attendance.launch(self._service))
+            process = Process.of(launcher.launch(self._service))
         except (OSError, KeepstepError) as error:
             say(f"the sidecar cannot be started: {error}")
             process = None
@@ -313,7 +321,7 @@ class Supervisor:
 
     def _await_sidecar(self, process: Process) -> None:
         def wait() -> Event | None:
-            if attendance.wait_up(self._places, process):
+            if launcher.wait_up(self._places, process):
                 self._sidecar_seen = True
                 return SidecarUp()
             processes.send(process.pid, signal.SIGKILL)  # then its death is the event

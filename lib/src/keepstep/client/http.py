@@ -1,0 +1,204 @@
+"""Calls to the sidecar: HTTP/1.1 + JSON over its unix socket, with the standard library only.
+
+A `Client` makes one call at a time on a kept connection. A `Lease` is one response that never
+ends: the kernel closes it when this process dies, however it dies, and that is how the sidecar
+learns of it. So a forked child must not keep the descriptor, or a data loader's worker would hold
+its dead parent's lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from keepstep.client.wakeups import Gate
+from keepstep.errors import NoMemoryError, ProtocolError, SidecarAbsent, SidecarError
+from keepstep.wire.trainer import LeaseGranted, LeaseRequest, Problem, from_json, to_json
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T")
+
+_ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory": NoMemoryError}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        try:
+            self.sock.connect(self._path)
+        except OSError as error:
+            self.sock.close()
+            raise SidecarAbsent(
+                f"no sidecar listens on {self._path} ({error.strerror or error}); start the"
+                " training with `keepstep run -- ...`, or unset KEEPSTEP_SOCKET to train without",
+                code="absent",
+            ) from error
+
+
+class Client:
+    """One connection to the sidecar, for one thread at a time."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._connection: _UnixConnection | None = None
+        self._ended = False
+
+    def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float = 10.0) -> T:
+        """POST `message` to `route` and decode the answer.
+
+        Raises SidecarAbsent, ProtocolError, NoMemoryError or SidecarError (with the problem's
+        code). A broken kept connection is opened once more, as the sidecar may have restarted:
+        every route is idempotent.
+        """
+        body = to_json(message)
+        fresh = self._connection is None
+        try:
+            return self._once(route, body, kind, timeout_s)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            if fresh or isinstance(error, TimeoutError):
+                raise self._absent(error) from error
+        try:
+            return self._once(route, body, kind, timeout_s)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            raise self._absent(error) from error
+
+    def get(self, route: str, kind: type[T], *, timeout_s: float = 10.0) -> T:
+        """GET `route` and decode the answer. Raises as `call` does."""
+        try:
+            return self._once(route, None, kind, timeout_s)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            raise self._absent(error) from error
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def end(self) -> None:
+        """No more calls, from whichever thread: the one that waits for an answer stops waiting."""
+        self._ended = True
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _absent(self, error: Exception) -> SidecarAbsent:
+        kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
+        return SidecarAbsent(f"the sidecar on {self.path} {kind} ({error})", code="absent")
+
+    def _once(self, route: str, body: bytes | None, kind: type[T], timeout_s: float) -> T:
+        if self._ended:
+            raise SidecarAbsent("the connection to the sidecar was closed", code="absent")
+        if self._connection is None:
+            self._connection = _UnixConnection(self.path, timeout_s)
+        connection = self._connection
+        connection.timeout = timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        method = "GET" if body is None else "POST"
+        connection.request(method, route, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        if response.status != 200:
+            raise _problem(response.status, data)
+        return from_json(kind, data)
+
+
+class Lease:
+    """Held for the life of this process; `lost` is set once the sidecar is gone."""
+
+    def __init__(
+        self,
+        path: str,
+        request: LeaseRequest,
+        on_lost: Callable[[], None],
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Ask for the lease. Raises as `Client.call` does; code `rank-taken` when another live
+        trainer holds this rank."""
+        self.lost = Gate()
+        self._on_lost = on_lost
+        self._connection = _UnixConnection(path, timeout_s)
+        try:
+            self._connection.request(
+                "POST", "/v1/lease", to_json(request), {"Content-Type": "application/json"}
+            )
+            self._response = self._connection.getresponse()
+            if self._response.status != 200:
+                raise _problem(self._response.status, self._response.read())
+            self.granted = from_json(LeaseGranted, self._response.readline())
+        except (http.client.HTTPException, OSError) as error:
+            self._connection.close()
+            what = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
+            raise SidecarAbsent(f"the sidecar on {path} {what} ({error})", code="absent") from error
+        except SidecarError:
+            self._connection.close()
+            raise
+        assert self._connection.sock is not None
+        self._connection.sock.settimeout(None)
+        _LEASES.add(self)
+        threading.Thread(target=self._watch, name="keepstep-lease", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the rank back."""
+        _LEASES.discard(self)
+        sock = self._connection.sock
+        if sock is not None:
+            # shutdown, not close: the watching thread sits in a read of this descriptor
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                log.debug("the lease's connection was closed already")
+
+    def _watch(self) -> None:
+        try:
+            while self._response.readline():
+                pass
+        except (OSError, ValueError, http.client.HTTPException):
+            log.debug("the lease's connection broke")
+        _LEASES.discard(self)
+        self._connection.close()
+        self.lost.set()
+        self._on_lost()
+
+
+_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _forget_leases_in_child() -> None:
+    for lease in list(_LEASES):
+        sock = lease._connection.sock
+        if sock is not None and (fd := sock.detach()) >= 0:
+            # detached: the number may soon be another file's, which the socket must not close
+            os.close(fd)
+    _LEASES.clear()
+
+
+os.register_at_fork(after_in_child=_forget_leases_in_child)
+
+
+def _problem(status: int, data: bytes) -> SidecarError:
+    try:
+        problem = from_json(Problem, data)
+    except ProtocolError:
+        text = data[:200].decode(errors="replace")
+        return ProtocolError(f"the sidecar answered {status}: {text}", code="protocol")
+    return _ERRORS.get(problem.code, SidecarError)(problem.message, code=problem.code)

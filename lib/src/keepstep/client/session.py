@@ -1,0 +1,184 @@
+"""A trainer's tie to the sidecar: the lease, and calls from whichever thread."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+from keepstep import version
+from keepstep.client.http import Client, Lease
+from keepstep.client.wakeups import Changes
+from keepstep.errors import NotDurableError, SidecarAbsent, SidecarError, UsageError
+from keepstep.steps import State, StepId
+from keepstep.wire.trainer import (
+    RESTORE_TIMEOUT_ENV,
+    LeaseGranted,
+    LeaseRequest,
+    ReleaseRequest,
+    Waited,
+    WaitRequest,
+)
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.05
+_POLL_S = 30.0
+_LEASE_S = 10.0
+_SLACK_S = 0.5
+
+
+class Link:
+    """`changed` rings when the lease is lost. `archive`: the sidecar has one."""
+
+    def __init__(self, path: str, *, rank: int, world: int, changed: Changes) -> None:
+        self.rank, self.path = rank, path
+        self.run, self.archive = "", False
+        self._world = world
+        self._attempt = secrets.token_hex(8)
+        self._changed = changed
+        self._lease: Lease | None = None
+
+    @property
+    def lease(self) -> str:
+        """Token of the lease; '' while the sidecar is away."""
+        lease = self._lease
+        return lease.granted.lease if lease is not None and not lease.lost.is_set() else ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the sidecar is there, as far as the kernel knows."""
+        return bool(self.lease)
+
+    def take(self, holding: tuple[str, ...] = (), *, timeout_s: float = _LEASE_S) -> LeaseGranted:
+        """Ask for the lease once. Raises SidecarAbsent or SidecarError."""
+        request = LeaseRequest(
+            rank=self.rank,
+            world=self._world,
+            attempt=self._attempt,
+            pid=os.getpid(),
+            library=version.__version__,
+            holding=holding,
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
+            ancestors=_ancestors(),
+        )
+        lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+        self.run, self.archive = lease.granted.run, lease.granted.archive
+        self._lease = lease
+        return lease.granted
+
+    def connect(self, *, timeout_s: float) -> LeaseGranted:
+        """Get the lease, waiting for a sidecar that is just starting, or for a predecessor that
+        is just dying. Raises SidecarAbsent or SidecarError when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left_s = deadline - time.monotonic()
+                return self.take(timeout_s=min(max(left_s, 1.0), _LEASE_S))
+            except SidecarError as error:
+                if error.code not in ("absent", "rank-taken", "starting"):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise
+            # there is nothing to wait on before the socket exists
+            time.sleep(_PAUSE_S)
+
+    def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
+        """A call on a connection of its own. Raises as `Client.call`."""
+        client = Client(self.path)
+        try:
+            return client.call(route, message, kind, timeout_s=timeout_s)
+        finally:
+            client.close()
+
+    def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
+        """Return when the sidecar says that `id` is in `state`, persisting it now if need be.
+
+        A sidecar that restarts in between is asked again. Raises NotDurableError.
+        """
+        deadline = time.monotonic() + timeout_s
+        reason = "the sidecar is away"
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not self.connected:
+                self._changed.wait_for(lambda: self.connected, timeout_s=min(left_s, 0.5))
+                continue
+            try:
+                waited = self._ask(id, state, min(left_s, _POLL_S))
+            except SidecarAbsent as error:
+                reason = str(error)
+                time.sleep(min(left_s, 0.1))
+                continue
+            except SidecarError as error:
+                raise NotDurableError(f"step {id.step} is not {state}: {error}") from error
+            if waited.reached:
+                return
+            reason = waited.reason
+            if waited.final:
+                raise NotDurableError(f"step {id.step} is not {state}: {reason}")
+        raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
+
+    def _ask(self, id: StepId, state: State, timeout_s: float) -> Waited:
+        request = WaitRequest(
+            lease=self.lease, id=id, state=str(state), timeout_s=timeout_s, flush=True
+        )
+        return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + _SLACK_S)
+
+    def drop(self) -> None:
+        """Let the lease go, to take another."""
+        lease = self._lease
+        if lease is not None:
+            lease.close()
+            lease.lost.wait(1.0)
+
+    def close(self, *, goodbye: bool, timeout_s: float = 2.0) -> None:
+        """Give the rank back. `goodbye`: this process writes into no slot any more."""
+        if goodbye and self.connected:
+            with contextlib.suppress(SidecarError):
+                request = ReleaseRequest(lease=self.lease)
+                self.call("/v1/release", request, dict, timeout_s=timeout_s)
+        lease = self._lease
+        if lease is not None:
+            lease.close()
+            lease.lost.wait(1.0)
+
+    def forget(self) -> None:
+        """In a forked child: the lease is the parent's."""
+        self._lease = None
+
+
+def _ancestors() -> tuple[int, ...]:
+    """Processes that this one comes from, as far as they can be seen, nearest first."""
+    found: list[int] = []
+    pid = os.getppid()
+    while pid > 0 and len(found) < 32:
+        found.append(pid)
+        try:
+            # the name, in brackets, may hold anything; state and parent follow its last bracket
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return tuple(found)
+
+
+# --- timeouts --------------------------------------------------------------------------------
+#
+# How long a restore may take, as the environment of the training process says.
+
+
+RESTORE_S = 600.0
+
+
+def restore_timeout_s() -> float:
+    """Seconds for bringing one rank's image, or one window of others'. Raises UsageError."""
+    text = os.environ.get(RESTORE_TIMEOUT_ENV) or str(RESTORE_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise UsageError(f"{RESTORE_TIMEOUT_ENV}={text}: it is a number of seconds above 0")
+    return seconds

@@ -1,0 +1,142 @@
+"""A slot as the trainer sees it: the shared memory that *is* an image.
+
+The sidecar made the file, paid for its pages and wrote its header. The trainer maps it, writes
+tensors, extras and, last, the control page. On a GPU the mapping is registered with CUDA once, so
+that copies into it run asynchronously at the bus's full speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+from keepstep.client import pages
+from keepstep.errors import FormatError
+from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
+from keepstep.state.dtypes import DTYPE_OF
+
+log = logging.getLogger("keepstep")
+
+_ZERO_PAGE = bytes(PAGE_BYTES)
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
+
+
+class SlotMapping:
+    """Shared memory of one slot. Views into it keep the mapping alive."""
+
+    def __init__(self, path: str, layout: Layout | None = None) -> None:
+        """Map `path`; without `layout`, read it from the image.
+
+        Raises OSError when the file is gone, FormatError when it is not an image of that layout.
+        """
+        self.path = path
+        fd = os.open(path, os.O_RDWR)
+        try:
+            status = os.fstat(fd)
+            size, self._file = status.st_size, (status.st_dev, status.st_ino)
+            self._mmap = mmap.mmap(fd, size) if size else None
+        finally:
+            os.close(fd)
+        if self._mmap is None:
+            raise FormatError("an empty file is no slot", path=path)
+        # a forked child is no trainer: it must neither write here nor keep the memory
+        self._mmap.madvise(mmap.MADV_DONTFORK)
+        _MAPPED.add(self)
+        self.memory = memoryview(self._mmap)
+        if layout is None:
+            layout = Layout.parse(self.memory, size_bytes=size)
+        elif size != layout.size_bytes or self.memory[: len(layout.header)] != layout.header:
+            raise FormatError("the slot does not have this rank's layout", path=path)
+        self.layout = layout
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self.registered = False
+        self._views: dict[str, Tensor] = {}
+
+    def is_replaced(self) -> bool:
+        """Whether another file has its path now, as after the sidecar lost its memory."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) != self._file
+
+    def populate(self) -> None:
+        """Map all pages, for writing. A slot that is only read needs none of it: the kernel maps
+        sixteen pages at a read fault, and one at a write fault."""
+        pages.populate(self.address, self.layout.size_bytes)
+
+    def view(self, entry: Entry) -> Tensor:
+        """A CPU tensor of the entry's dtype and shape over the slot's own bytes."""
+        name = entry.spec.name
+        if name not in self._views:
+            dtype = DTYPE_OF[entry.spec.dtype]
+            if entry.begin == entry.end:
+                flat = torch.empty(0, dtype=dtype)
+            else:
+                count = entry.end - entry.begin
+                assert self._mmap is not None
+                flat = torch.frombuffer(
+                    self._mmap, dtype=torch.uint8, count=count, offset=entry.begin
+                ).view(dtype)
+            self._views[name] = flat.view(entry.spec.shape)
+        return self._views[name]
+
+    def erase(self) -> None:
+        """Zero the control page: from here on, there is no image in this slot."""
+        self.memory[self.layout.control_begin :] = _ZERO_PAGE
+
+    def write_extras(self, extras: bytes) -> None:
+        """Write the non-tensor state and zeros to the end of its capacity."""
+        begin = self.layout.extras_begin
+        end = begin + self.layout.extras_capacity_bytes
+        self.memory[begin : begin + len(extras)] = extras
+        self.memory[begin + len(extras) : end] = bytes(end - begin - len(extras))
+
+    def seal(self, control: ControlPage) -> None:
+        """Write the control page: from here on, the image is complete."""
+        self.memory[self.layout.control_begin :] = control.to_bytes()
+
+    def control(self) -> ControlPage:
+        """The seal. Raises TornError, VersionError or FormatError."""
+        return ControlPage.from_bytes(self.memory[self.layout.control_begin :])
+
+    def register(self) -> None:
+        """Pin the memory for CUDA. Without success copies are slower, not wrong."""
+        if self.registered:
+            return
+        runtime = torch.cuda.cudart()
+        size = self.layout.size_bytes
+        error = int(runtime.cudaHostRegister(self.address, size, _PORTABLE))
+        if error:
+            log.warning(
+                "slot %s: cudaHostRegister failed (%d); copies will be slow", self.path, error
+            )
+            return
+        self.registered = True
+        weakref.finalize(self, _unregister, self.address)
+
+
+_MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()
+
+
+def _keep_addresses_in_child() -> None:
+    """What was not forked must not be unmapped either: something else may lie there by now."""
+    for mapping in list(_MAPPED):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping._mmap))
+    _MAPPED.clear()
+
+
+os.register_at_fork(after_in_child=_keep_addresses_in_child)
+
+
+def _unregister(address: int) -> None:
+    # at interpreter exit the CUDA context may be gone already
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.cudart().cudaHostUnregister(address)

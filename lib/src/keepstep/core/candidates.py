@@ -1,0 +1,55 @@
+"""What a sidecar offers a rank that restarts: the values that the vote is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.steps import Answer, StepId, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A sealed image of this rank, on the nearest tier that holds it."""
+
+    id: StepId
+    tier: Tier
+    world: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
+
+    `tier`: the farthest one that is needed.
+    """
+
+    id: StepId
+    tier: Tier
+    world: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """`highest_epoch`: the highest epoch number ever seen here, 0 for none.
+
+    `plan`: the step that the ledger would restore; a hint, already being fetched and hashed.
+    `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed. `offers`: steps of
+    which this sidecar can bring every byte of every rank, for whoever cannot use an image of its
+    own.
+
+    `wanted`: a person wants to go back to this step, '' for whatever is newest. `limit`: which one
+    that is, None where it is not known here; nothing newer is used and, where `exact`, nothing
+    older. `limit_run`: it is a step of this other run's archive.
+    """
+
+    answer: Answer
+    candidates: tuple[Candidate, ...] = ()
+    highest_epoch: int = 0
+    plan: StepId | None = None
+    reason: str = ""
+    offers: tuple[Offer, ...] = ()
+    wanted: str = ""
+    limit: StepId | None = None
+    exact: bool = False
+    limit_run: str = ""

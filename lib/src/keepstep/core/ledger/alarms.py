@@ -1,0 +1,98 @@
+"""What a person should look at: pure functions from the ledger's state to alarms that stand now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from keepstep.core.ledger.copies import Copies
+from keepstep.core.ledger.events import Alarm, AlarmKind
+from keepstep.core.ledger.lineage import Lineage
+from keepstep.steps import EpochId, StepId
+
+_NAMED = 8
+
+
+def few(numbers: Collection[int]) -> str:
+    """Some numbers as text, not thousands of them."""
+    named = [str(number) for number in sorted(numbers)[:_NAMED]]
+    return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
+
+
+def epoch_conflicts(
+    parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
+) -> Iterator[Alarm]:
+    """Two lives at once: an epoch with two parents, or two epochs with one number."""
+    for id, named in parents.items():
+        if len(named) > 1:
+            names = " and ".join(sorted(str(parent) for parent in named))
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {id} has two parents: {names}")
+    by_number: dict[int, list[str]] = {}
+    for id in sorted(epochs):
+        by_number.setdefault(id.number, []).append(str(id))
+    for ids in by_number.values():
+        if len(ids) > 1:
+            text = f"epochs {' and '.join(ids)} began side by side"
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
+
+
+def two_writers(copies: Copies) -> Iterator[Alarm]:
+    """One rank was written twice: different images of one step, or memory on two nodes."""
+    for id in copies.steps:
+        if contested := copies.contested(id):
+            text = f"two different images of step {id}, rank {few(contested)}"
+            yield Alarm(AlarmKind.TWO_WRITERS, text)
+    for rank, nodes in sorted(copies.twice_in_memory().items()):
+        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
+
+
+def world_changed(copies: Copies, newest: StepId | None, *, world: int | None) -> Iterator[Alarm]:
+    """The newest complete step was saved by another number of ranks than run now."""
+    if newest is not None and world is not None:
+        for saved in copies.worlds(newest) - {world}:
+            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+            yield Alarm(AlarmKind.WORLD_CHANGED, text)
+
+
+def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
+    """A run began at step 0 beside older steps."""
+    if lineage.fresh is not None:
+        yield Alarm(
+            AlarmKind.FRESH_START,
+            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
+            "until somebody acknowledges the fresh start",
+        )
+
+
+class Signatures:
+    """The parameters' digests of the newest commits, remembered because shards get retired."""
+
+    def __init__(self, *, kept: int) -> None:
+        self._kept = kept
+        self._of_step: dict[StepId, tuple[str | None, ...]] = {}
+
+    def add(self, id: StepId, copies: Copies) -> None:
+        """A step was committed on a durable tier."""
+        digests = {
+            rank: held.params_digest
+            for rank, _, held in copies.of(id)
+            if held.params_digest is not None
+        }
+        (world,) = copies.worlds(id)
+        self._of_step[id] = tuple(digests.get(rank) for rank in range(world))
+        for old in sorted(self._of_step)[: -self._kept]:
+            del self._of_step[old]
+
+    def stale(self) -> Iterator[Alarm]:
+        """Steps advance within one epoch, but no rank's parameters changed."""
+        ids = sorted(self._of_step)
+        if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
+            return
+        first, *others = (self._of_step[id] for id in ids)
+        if None not in first and all(other == first for other in others):
+            # No step in the text: an alarm that stands is said once, not once a commit.
+            yield Alarm(
+                AlarmKind.STALE_SNAPSHOT,
+                f"the parameters of all ranks were the same in the last {len(ids)} commits of "
+                f"epoch {ids[0].epoch}: is the model that is trained the one that is saved?",
+            )

@@ -1,0 +1,296 @@
+"""The state machine that knows what a run has kept: reports in, watermarks and actions out.
+
+In the manner of etcd's raft it does no I/O and knows no clock; the host does both, and its duties
+are numbered in docs/ledger.md. All state can be rebuilt from new reports: a ledger that is
+restarted, or moved from a sidecar to the operator, comes to the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from keepstep.core.ledger import copies
+from keepstep.core.ledger.alarms import (
+    Signatures,
+    epoch_conflicts,
+    few,
+    fresh_start,
+    two_writers,
+    world_changed,
+)
+from keepstep.core.ledger.copies import Copies, Coverage
+from keepstep.core.ledger.events import (
+    NEAREST_FIRST,
+    Action,
+    Alarm,
+    Committed,
+    EpochStarted,
+    Event,
+    FreshStartAcknowledged,
+    LedgerConfig,
+    Nothing,
+    RankGone,
+    Reported,
+    RestorePlan,
+    Retire,
+    Unknown,
+)
+from keepstep.core.ledger.lineage import Lineage, Standing, trace
+from keepstep.core.retention import Retention, retired
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+
+_STEPS_NAMED = 3
+_RANKS_NAMED = 8
+
+
+class Ledger:
+    """One run. `apply` events; obey the actions; ask `plan`, `committed`, `watermark`."""
+
+    def __init__(self, config: LedgerConfig | None = None) -> None:
+        self.config = config or LedgerConfig()
+        self._copies = Copies()
+        self._recorded: dict[EpochId, Epoch] = {}
+        self._acknowledged: set[EpochId] = set()
+        self._parents: dict[EpochId, set[StepId | None]] = {}
+        self._sequences: dict[int, int] = {}
+        self._announced: set[Committed] = set()
+        self._alarmed: set[Alarm] = set()
+        self._signatures = Signatures(kept=self.config.stale_after)
+        self._lineage = Lineage()
+
+    def apply(self, event: Event) -> tuple[Action, ...]:
+        """Take in one event. The same event twice changes nothing the second time."""
+        if isinstance(event, Reported):
+            self._report(event)
+        elif isinstance(event, EpochStarted):
+            self._record(event.epoch)
+        elif isinstance(event, FreshStartAcknowledged):
+            self._acknowledge(event.epoch)
+        elif isinstance(event, RankGone):
+            self._copies.drop(node_rank=event.node_rank, rank=event.rank)
+        else:
+            self._copies.drop(node_rank=event.node_rank)
+            self._sequences.pop(event.node_rank, None)
+        self._lineage = self._trace()
+        return (*self._commits(), *self._retirements(), *self._alarms())
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def lineage(self) -> Lineage:
+        return self._lineage
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        """Every epoch on record, oldest first."""
+        return tuple(self._recorded[id] for id in sorted(self._recorded))
+
+    def highest_epoch(self) -> int:
+        """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
+        return max((id.number for id in {*self._recorded, *self._copies.epochs}), default=0)
+
+    def is_dead(self, id: StepId) -> bool:
+        """A later life of the run went on from before this step."""
+        return self._lineage.standing(id) is Standing.DEAD
+
+    def committed(self, tier: Tier) -> tuple[StepId, ...]:
+        """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
+
+        For `Tier.MEMORY`: the steps that all ranks could restore, each from whatever tier.
+        """
+        return tuple(
+            id
+            for id in self._copies.steps
+            if self._copies.complete(id, tier) and self._lineage.restorable(id)
+        )
+
+    def watermark(self, tier: Tier) -> StepId | None:
+        """The newest committed step of this tier."""
+        return max(self.committed(tier), default=None)
+
+    def whole(self) -> tuple[StepId, ...]:
+        """Restorable steps of which every box can be reached somewhere, oldest first; see
+        `restorable.whole` for when a twin's image stands in for a rank's own."""
+        return copies.whole(self._copies, self._lineage)
+
+    def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
+        """The newest step that could be restored from this tier and stronger ones if all that these
+        nodes told of were gone; what is in the archive is not."""
+        return copies.without(self._copies, self._lineage, node_ranks, tier)
+
+    def holders(self, id: StepId, tier: Tier) -> tuple[int, ...]:
+        """The ranks of which this very tier holds the step."""
+        return tuple(sorted(self._copies.ranks(id, (tier,))))
+
+    def size_bytes(self, id: StepId) -> int:
+        """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
+        largest: dict[int, int] = {}
+        for rank, _, held in self._copies.of(id):
+            largest[rank] = max(held.bytes, largest.get(rank, 0))
+        world = max(self._copies.worlds(id), default=0)
+        known = len(largest) >= world and all(largest.values())
+        return sum(largest.values()) if known else 0
+
+    def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
+        """Unix seconds of the last image of each step, where any image has a time."""
+        times = {
+            id: [held.written_at for _, _, held in self._copies.of(id) if held.written_at]
+            for id in ids
+        }
+        return {id: max(each) for id, each in times.items() if each}
+
+    def expendable(self, tier: Tier, policy: Retention) -> list[StepId]:
+        """Steps of which no copy on this tier is needed under this policy, oldest first.
+
+        The deletion rule: only when a newer live step is complete on an equal or stronger tier;
+        never what is set aside or lost, since nobody can say that it is not needed.
+        """
+        alive = [id for id in self.committed(tier) if self._lineage.standing(id) is Standing.LIVE]
+        if not alive:
+            return []
+        times = None if policy.every_s is None else self.written_at(alive)
+        expendable = set(retired(alive, policy, written_at=times))
+        # An incomplete step may still be on its way while it is among the last few.
+        settled = alive[-policy.last :][0]
+        for id in self._copies.steps:
+            standing = self._lineage.standing(id)
+            unfinished = standing is Standing.LIVE and id not in alive and id < settled
+            if unfinished or (standing is Standing.DEAD and id < alive[-1]):
+                expendable.add(id)
+        return sorted(expendable - policy.pinned)
+
+    def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
+        """What should these ranks (all of the run) restore? A hint: their vote is what counts."""
+        newest = max(self.whole(), default=None)
+        coverage = None if newest is None else self._copies.coverage(newest)
+        if newest is None or coverage is None:
+            return self._nothing(ranks)
+        if waits_for := self._silent_before(coverage, frozenset(ranks)):
+            return Unknown(f"no answer yet from {_places(waits_for)}", waits_for)
+        by_twins = tuple(sorted(coverage.by_twins))
+        return RestorePlan(newest, coverage.tiers, coverage.world, by_twins)
+
+    def _silent_before(
+        self, chosen: Coverage, ranks: Collection[int]
+    ) -> tuple[tuple[int, Tier], ...]:
+        """Tiers that did not answer and may hold a newer step: those nearer than the chosen one,
+        and where a twin stands in, all."""
+        return tuple(
+            (rank, tier)
+            for rank, used in chosen.tiers.items()
+            for tier in self.config.tiers
+            if rank in ranks
+            and (rank in chosen.by_twins or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
+            and self._copies.answer(rank, tier) is Answer.UNKNOWN
+            and not self._copies.out_of_reach(rank, tier)
+        )
+
+    def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
+        """Step 0 needs NONE from every rank and every tier, and nothing held by anybody else."""
+        answers = {
+            (rank, tier): self._copies.answer(rank, tier)
+            for rank in sorted(ranks)
+            for tier in self.config.tiers
+        }
+        silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
+        if silent:
+            return Unknown(self._why_silent(silent), silent)
+        if self._copies.steps:
+            return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
+        if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
+            return Unknown(f"there is something that cannot be restored on {_places(found)}")
+        return Nothing()
+
+    def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
+        if self._copies.steps and all(self._copies.out_of_reach(*place) for place in silent):
+            return (
+                f"what {_places(silent)} had is out of reach, and without it no step is whole: "
+                f"{self._incomplete()}"
+            )
+        return f"no answer yet from {_places(silent)}"
+
+    def _incomplete(self) -> str:
+        named = reversed(self._copies.steps[-_STEPS_NAMED:])
+        return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
+
+    def what_ails(self, id: StepId) -> str:
+        """Why this step, of which something is there, cannot be restored."""
+        standing = self._lineage.standing(id)
+        if standing is Standing.DEAD:
+            return "dead: a later epoch went on from before it"
+        if standing is Standing.LOST:
+            return "its successors are not known"
+        if contested := self._copies.contested(id):
+            return f"two different images of rank {few(contested)}"
+        if len(worlds := self._copies.worlds(id)) != 1:
+            return f"saved by worlds of {few(worlds)}"
+        coverage = self._copies.coverage(id)
+        return f"no copy of rank {few(coverage.lost if coverage else ())}"
+
+    # --- events --------------------------------------------------------------------------
+
+    def _report(self, event: Reported) -> None:
+        if event.sequence < self._sequences.get(event.node_rank, 0):
+            return
+        self._sequences[event.node_rank] = event.sequence
+        for epoch in event.epochs:
+            self._record(epoch)
+        for rank, report in event.ranks.items():
+            self._copies.replace(event.node_rank, rank, report)
+
+    def _record(self, epoch: Epoch) -> None:
+        parents = self._parents.setdefault(epoch.id, set())
+        parents.add(epoch.parent)
+        # Of two parents (an alarm) the later one counts: it condemns fewer steps as dead.
+        named = [parent for parent in parents if parent is not None]
+        known = self._recorded.get(epoch.id)
+        # A control page names no origin: what was recorded once stays.
+        origin = epoch.origin or (known.origin if known is not None else "")
+        self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None), origin)
+
+    def _acknowledge(self, epoch: EpochId | None) -> None:
+        if (chosen := epoch or self._lineage.fresh) is not None:
+            self._acknowledged.add(chosen)
+
+    def _trace(self) -> Lineage:
+        return trace(self._recorded, seen=self._copies.epochs, acknowledged=self._acknowledged)
+
+    # --- actions -------------------------------------------------------------------------
+
+    def _commits(self) -> Iterator[Committed]:
+        durable = [tier for tier in self.config.tiers if tier is not Tier.MEMORY]
+        now = {Committed(tier, id) for tier in durable for id in self.committed(tier)}
+        # Remember only what still stands: a step that was lost and comes back is news again.
+        fresh, self._announced = now - self._announced, now
+        for commit in fresh:
+            self._signatures.add(commit.id, self._copies)
+        yield from sorted(fresh, key=lambda one: (NEAREST_FIRST.index(one.tier), one.id))
+
+    def _retirements(self) -> Iterator[Retire]:
+        for tier in NEAREST_FIRST:
+            if tier is not Tier.MEMORY and tier in self.config.retention:
+                for id in self.expendable(tier, self.config.retention[tier]):
+                    if ranks := self.holders(id, tier):
+                        yield Retire(tier, id, ranks)
+
+    def _newest_of_this_life(self) -> StepId | None:
+        """A complete step of the newest epoch: an older one, of whatever world, was gone on from by
+        the ranks that run now."""
+        newest = self.watermark(Tier.MEMORY)
+        return newest if newest is not None and newest.epoch == self._lineage.current else None
+
+    def _alarms(self) -> Iterator[Alarm]:
+        now = {
+            *epoch_conflicts(self._parents, {*self._recorded, *self._copies.epochs}),
+            *two_writers(self._copies),
+            *world_changed(self._copies, self._newest_of_this_life(), world=self.config.world),
+            *self._signatures.stale(),
+            *fresh_start(self._lineage),
+        }
+        fresh, self._alarmed = now - self._alarmed, now
+        yield from sorted(fresh, key=lambda one: (one.kind, one.text))
+
+
+def _places(places: Collection[tuple[int, Tier]]) -> str:
+    named = [f"rank {rank} {tier}" for rank, tier in list(places)[:_RANKS_NAMED]]
+    return ", ".join(named) + (", ..." if len(places) > _RANKS_NAMED else "")

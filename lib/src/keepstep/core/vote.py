@@ -1,0 +1,298 @@
+"""The vote that every restart begins with: which step do all ranks restore?
+
+Every rank says what it can restore (`candidates.Candidates`); every rank evaluates the same votes
+with this pure function, so all come to the same decision without a coordinator. A step that fails
+its verification on any rank joins `excluded`, and all vote again.
+
+A rank can go on from an image of its own (of a step that as many ranks saved as run now), or from
+an *offer*: a step of any world size of which its sidecar can bring every byte. The newest step that
+every rank can go on from wins, whichever way each of them does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from keepstep.core.candidates import Candidate, Candidates, Offer
+from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+
+LAST_EARLY_STEP = 2
+"""The highest second step of a run: loops begin at 0 or at 1."""
+
+_RANKS_NAMED = 8
+_STEPS_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Restore `id`, each rank from its tier in `tiers`; `id` None: there is nothing, anywhere.
+
+    `epoch_number`: of the epoch that begins now, higher than any that any rank has seen.
+    `incomplete`: first steps that only some ranks hold; the run begins anew without them.
+    `direct`: per rank, whether it restores the image of its own rank; else it assembles its state
+    from the images of all `world` ranks that saved the step.
+    """
+
+    id: StepId | None
+    tiers: tuple[Tier, ...]
+    epoch_number: int
+    incomplete: tuple[StepId, ...] = ()
+    direct: tuple[bool, ...] = ()
+    world: int = 0
+
+    def epoch(self, nonce: str) -> Epoch:
+        """The epoch that begins now; `nonce`: 8 hex digits of chance, from one rank for all."""
+        return Epoch(EpochId(self.epoch_number, nonce), self.id)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How one rank would come to a step: by an image of its own (`direct`), or by an offer."""
+
+    tier: Tier
+    world: int
+    direct: bool
+
+
+_Ways = dict[StepId, _Way]
+
+
+def choose(
+    votes: Sequence[Candidates],
+    excluded: Collection[StepId] = (),
+    *,
+    limit: StepId | None = None,
+    exact: bool = False,
+) -> Decision:
+    """Decide from the votes of all ranks, in rank order.
+
+    `limit`: nothing newer is used, for somebody wants to go back to it; `exact`: nothing older
+    either. With a limit, a run never begins anew.
+
+    Raises:
+        WorldChangedError: the newest step has another world size, and not every rank's sidecar
+            can bring all of it.
+        NothingCommonError: ranks hold steps, but none can be restored by all.
+        RestoreError: nothing in common, and a rank does not know what it has; or everything
+            in common failed its verification; or nothing is within the limit.
+    """
+    number = max((vote.highest_epoch for vote in votes), default=0) + 1
+    allowed = _allowed(excluded, limit, exact=exact)
+    ways = [_ways(vote, len(votes), allowed) for vote in votes]
+    newest = max(_common(ways), default=None)
+    _check_world(votes, newest, allowed)
+    if newest is not None:
+        taken = [each[newest] for each in ways]
+        tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
+        return Decision(newest, tiers, number, direct=direct, world=taken[0].world)
+    if limit is not None:
+        raise _beyond(votes, excluded, limit, exact=exact)
+    if _all_none(votes) and not excluded:
+        return Decision(None, (), number)
+    if not excluded and _died_in_its_first_steps(votes):
+        held = {one.id for vote in votes for one in vote.candidates}
+        return Decision(None, (), number, tuple(sorted(held)))
+    raise _refusal(votes, excluded)
+
+
+def limit_of(votes: Sequence[Candidates]) -> tuple[StepId | None, bool]:
+    """`limit` and `exact` of `choose`, as any vote names them: a sidecar that was not told, or not
+    yet, goes along. Raises RestoreError when that cannot be followed."""
+    if runs := {vote.limit_run for vote in votes if vote.limit_run}:
+        raise RestoreError(
+            f"going back to a step of run {', '.join(sorted(runs))} was asked for, but this version"
+            " reads no archive of another run; empty spec.restoreFrom to go on without"
+        )
+    limits = {vote.limit for vote in votes if vote.limit is not None}
+    if len(limits) > 1:
+        raise RestoreError(
+            f"going back to different steps was asked for: {_named(limits)}; name one, by its id"
+        )
+    if limits:
+        return limits.pop(), any(vote.exact for vote in votes)
+    if wanted := next((vote.wanted for vote in votes if vote.wanted), ""):
+        raise RestoreError(
+            f"going back to step {wanted} was asked for, but no rank knows of one that can be "
+            f"restored. {_held(votes, ())}. Choose one that `keepstep steps` shows"
+        )
+    return None, False
+
+
+# --- what each rank can go on from ---------------------------------------------------------------
+
+
+def _allowed(
+    excluded: Collection[StepId], limit: StepId | None, *, exact: bool
+) -> Callable[[StepId], bool]:
+    if limit is None:
+        return lambda id: id not in excluded
+    if exact:
+        return lambda id: id == limit and id not in excluded
+    return lambda id: id <= limit and id not in excluded
+
+
+def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> _Ways:
+    """An image of its own is preferred to an offer: it needs nobody else's."""
+    ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
+    own = (one for one in vote.candidates if one.world == running and allowed(one.id))
+    ways.update({one.id: _Way(one.tier, one.world, True) for one in own})
+    return ways
+
+
+def _common(ways: Sequence[_Ways]) -> set[StepId]:
+    """Steps that every rank can go on from. One of two world sizes is of two writers: no."""
+    if not ways:
+        return set()
+    ids = set(ways[0]).intersection(*ways[1:])
+    return {id for id in ids if len({each[id].world for each in ways}) == 1}
+
+
+def _check_world(
+    votes: Sequence[Candidates], newest: StepId | None, allowed: Callable[[StepId], bool]
+) -> None:
+    """Where no sidecar offers anything, an older step is not taken instead of one of another world:
+    nobody has looked whether the newer one is whole."""
+    if not votes or any(vote.offers for vote in votes):
+        return
+    held = ({one.id: one.world for one in vote.candidates if allowed(one.id)} for vote in votes)
+    worlds = list(held)
+    common = set(worlds[0]).intersection(*worlds[1:])
+    id = max(common, default=None)
+    if id is not None and id != newest:
+        saved = max({each[id] for each in worlds} - {len(votes)})
+        raise _world_changed(votes, id, saved=saved)
+
+
+def _all_none(votes: Sequence[Candidates]) -> bool:
+    return all(vote.answer is Answer.NONE and not _found(vote) for vote in votes)
+
+
+def _found(vote: Candidates) -> tuple[Candidate | Offer, ...]:
+    return (*vote.candidates, *vote.offers)
+
+
+def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
+    """No rank holds more than the first two steps of an epoch, and none is held by all ranks.
+
+    The one exception to "step 0 needs NONE from every rank": a run that was killed before the
+    slowest rank sealed its first image could never start again. Ranks move in lock step: when a
+    rank has sealed its second step, every other one has at least begun to copy its first.
+    """
+    return all(
+        (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
+        and not vote.offers  # a whole step is more than nothing, whoever can reach it
+        and all(one.world == len(votes) for one in vote.candidates)
+        and all(_early(steps) for steps in _steps_by_epoch(vote).values())
+        for vote in votes
+    )
+
+
+def _early(steps: set[int]) -> bool:
+    return len(steps) <= 2 and max(steps) <= LAST_EARLY_STEP
+
+
+def _steps_by_epoch(vote: Candidates) -> dict[EpochId, set[int]]:
+    steps: dict[EpochId, set[int]] = {}
+    for one in vote.candidates:
+        steps.setdefault(one.id.epoch, set()).add(one.id.step)
+    return steps
+
+
+# --- why not -------------------------------------------------------------------------------------
+
+
+def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> RestoreError:
+    if unknown := _unknown(votes):
+        return RestoreError(
+            "not every rank knows what it holds, and no step is known to be held by all; "
+            f"nothing was started anew. {unknown}. Bring that storage back and restart. "
+            f"Held: {_held(votes, excluded)}"
+        )
+    left = [one for vote in votes for one in _found(vote) if one.id not in excluded]
+    newest = max(left, key=lambda one: one.id, default=None)
+    if newest is not None and newest.world != len(votes):
+        return _world_changed(votes, newest.id, saved=newest.world)
+    failed = _named(excluded)
+    if not left:
+        return RestoreError(
+            f"every step that was found failed its verification on some rank: {failed or 'none'}. "
+            "Look at the quarantined files with `keepstep verify`; to begin anew, remove the run "
+            "with `keepstep rm`"
+        )
+    return NothingCommonError(
+        f"no step is held by all {len(votes)} ranks. {_held(votes, excluded)}"
+        + (f". Failed verification: {failed}" if failed else "")
+        + ". Bring back the storage that is missing, or remove the run with `keepstep rm` to "
+        "begin anew"
+    )
+
+
+def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> WorldChangedError:
+    lacking = [
+        f"rank {rank} offers {_listed(vote.offers, len(votes))}"
+        for rank, vote in enumerate(votes)
+        if all(one.id != id for one in vote.offers)
+    ]
+    return WorldChangedError(
+        f"step {id} was saved by {saved} ranks, but {len(votes)} are running, and not every rank's "
+        f"sidecar can bring all of it: {_few(lacking)}. Start {saved} ranks, bring back the "
+        "storage that is missing, or give this run another name to begin anew"
+    )
+
+
+def _beyond(
+    votes: Sequence[Candidates], excluded: Collection[StepId], limit: StepId, *, exact: bool
+) -> RestoreError:
+    failed, unknown = _named(excluded), _unknown(votes)
+    return RestoreError(
+        f"going back to step {limit} was asked for, but "
+        + ("not every rank can restore it" if exact else "no step up to it is held by all ranks")
+        + f". {_held(votes, excluded)}"
+        + (f". Failed verification: {failed}" if failed else "")
+        + (f". Unknown: {unknown}" if unknown else "")
+        + ". Name a step that all ranks have, or bring back the storage that is missing"
+    )
+
+
+def _unknown(votes: Sequence[Candidates]) -> str:
+    return _few(
+        [
+            f"rank {rank}: {vote.reason or 'no reason given'}"
+            for rank, vote in enumerate(votes)
+            if vote.answer is Answer.UNKNOWN
+        ]
+    )
+
+
+def _named(ids: Collection[StepId]) -> str:
+    return ", ".join(str(id) for id in sorted(ids, reverse=True)[:_STEPS_NAMED])
+
+
+def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:
+    return _few(
+        [f"rank {rank}: {_held_by(vote, len(votes), excluded)}" for rank, vote in enumerate(votes)]
+    )
+
+
+def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> str:
+    own = [one for one in vote.candidates if one.id not in excluded]
+    offers = [one for one in vote.offers if one.id not in excluded]
+    return _listed(own, running) + (f" and offers {_listed(offers, running)}" if offers else "")
+
+
+def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
+    if not found:
+        return "nothing"
+    newest_first = sorted(found, key=lambda one: one.id, reverse=True)
+    named = ", ".join(
+        f"{one.id} ({one.tier}{'' if one.world == running else f', of {one.world} ranks'})"
+        for one in newest_first[:_STEPS_NAMED]
+    )
+    return named + (", ..." if len(found) > _STEPS_NAMED else "")
+
+
+def _few(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - _RANKS_NAMED} more" if len(lines) > _RANKS_NAMED else ""
+    return "; ".join(lines[:_RANKS_NAMED]) + more

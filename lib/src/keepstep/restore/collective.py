@@ -1,0 +1,208 @@
+"""The restore collective: all ranks agree on a step, on the epoch that begins, or on an error.
+
+One small `all_gather_object` a round; without torch.distributed the one rank votes alone. A rank
+that fails still votes, with its error: otherwise the others would wait for it forever. Every rank
+comes to the same decision by the same pure function (`core.vote.choose`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from keepstep.core.candidates import Candidates
+from keepstep.core.vote import Decision, choose, limit_of
+from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
+from keepstep.restore.restore import Restoring
+from keepstep.save.agent import Agent
+from keepstep.steps import Epoch, StepId, Tier
+from keepstep.wire.trainer import CandidatesRequest, RestoredRequest
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T")
+
+_CANDIDATES_S = 600.0
+
+Begin = Callable[[Decision], Restoring]
+"""Makes this rank's way to the step of a decision."""
+
+Gather = Callable[[Any], list[Any]]
+"""Brings one value of every rank to all, in rank order."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The epoch that begins. Its parent was restored, by `restoring`; None: there was nothing."""
+
+    epoch: Epoch
+    stage_every: int
+    restoring: Restoring | None = None
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where this rank's bytes came from."""
+        return self.restoring.tier if self.restoring is not None else None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a stage failed on a rank. `again`: another step may do."""
+
+    text: str
+    again: bool
+
+
+@dataclass(frozen=True)
+class _Ballot:
+    candidates: Candidates | None
+    nonce: str
+    error: str = ""
+    inactive: bool = False
+
+
+class Collective:
+    """One rank's part in the collective."""
+
+    def __init__(self, agent: Agent | None, *, rank: int, world: int) -> None:
+        self._agent = agent
+        self._rank, self._world = rank, world
+        self._stage_every = 1
+
+    def restore(
+        self, begin: Begin, *, timeout_s: float, meet: Callable[[Gather], None]
+    ) -> Agreed | None:
+        """Agree with all ranks on a step, and bring it back; None if no rank has a sidecar.
+
+        A step that some rank cannot bring is left out, and all vote again. `meet` is called first,
+        where all ranks gather. Raises RestoreError and kin, on all ranks if on any, so that none
+        trains on alone.
+        """
+        arrival = self._arrive(timeout_s)
+        # whoever is asked what there is has then been joined by all: a sidecar that waits for its
+        # neighbours need not guess how long their trainers take to begin
+        everyone = not any(self._gather(arrival.error))
+        ballots = self._gather(self._asked(arrival) if everyone else arrival)
+        if all(ballot.inactive for ballot in ballots):
+            return None
+        self._raise_errors(ballots)
+        meet(self._gather)
+        votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
+        excluded: set[StepId] = set()
+        failures: list[str] = []
+        while True:
+            decision = self._choose(votes, excluded, failures)
+            epoch = decision.epoch(ballots[0].nonce)
+            if decision.id is None:
+                self._say_incomplete(decision)
+                return Agreed(epoch, self._stage_every)
+            restoring = begin(decision)
+            failures = self._together(restoring)
+            if not failures:
+                return Agreed(epoch, self._stage_every, restoring)
+            log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
+            # grows by one a round, on all ranks alike: `choose` raises when nothing is left
+            excluded.add(decision.id)
+
+    def _choose(
+        self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
+    ) -> Decision:
+        try:
+            limit, exact = limit_of(votes)
+            return choose(votes, excluded, limit=limit, exact=exact)
+        except RestoreError as error:
+            if not failures:
+                raise
+            raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
+
+    def _say_incomplete(self, decision: Decision) -> None:
+        if decision.incomplete and self._rank == 0:
+            log.warning(
+                "keepstep: beginning anew without %s: only some ranks hold it",
+                ", ".join(map(str, decision.incomplete)),
+            )
+
+    def _together(self, restoring: Restoring) -> list[str]:
+        """Go through all stages, each once all ranks are through the one before.
+
+        Returns why another step must be tried. Raises, on all ranks, what no other step can mend.
+        """
+        values: list[Any] = [None] * self._world
+        for stage in restoring.stages:
+            error, failure, value = None, None, None
+            try:
+                value = stage(values)
+            except Exception as caught:  # whatever it is, the other ranks are waiting
+                error = caught
+                again = isinstance(caught, SidecarError | CoverageError)
+                failure = _Failure(f"rank {self._rank}: {caught}", again)
+            answers = self._gather((value, failure))
+            failures = [failure for _, failure in answers if failure is not None]
+            if any(not one.again for one in failures):
+                if error is not None:
+                    raise error
+                raise RestoreError("; ".join(one.text for one in failures))
+            if failures:
+                return [one.text for one in failures]
+            values = [value for value, _ in answers]
+        return []
+
+    def announce(self, agreed: Agreed, *, seconds: float) -> None:
+        """Tell the sidecar which epoch began. Raises SidecarError."""
+        agent = self._connected()
+        agent.link.call(
+            "/v1/restored",
+            RestoredRequest(
+                lease=agent.link.lease,
+                epoch=agreed.epoch,
+                tier=agreed.tier,
+                seconds=seconds,
+            ),
+            dict,
+            timeout_s=60.0,
+        )
+
+    def _connected(self) -> Agent:
+        if self._agent is None:
+            raise KeepstepError("no sidecar")
+        return self._agent
+
+    def _arrive(self, timeout_s: float) -> _Ballot:
+        """Take this rank's lease."""
+        nonce = secrets.token_hex(4)
+        if self._agent is None:
+            return _Ballot(None, nonce, error="KEEPSTEP_SOCKET is not set", inactive=True)
+        try:
+            self._stage_every = self._agent.connect(timeout_s=timeout_s).stage_every
+        except SidecarError as error:
+            return _Ballot(None, nonce, error=str(error))
+        return _Ballot(None, nonce)
+
+    def _asked(self, arrival: _Ballot) -> _Ballot:
+        """With what this rank could restore."""
+        link = self._connected().link
+        request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
+        try:
+            candidates = link.call(
+                "/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10
+            )
+        except SidecarError as error:
+            return replace(arrival, error=str(error))
+        return replace(arrival, candidates=candidates)
+
+    def _raise_errors(self, ballots: list[_Ballot]) -> None:
+        errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]
+        if errors:
+            raise RestoreError("cannot tell what there is to restore: " + "; ".join(errors))
+
+    def _gather(self, mine: T) -> list[T]:
+        if self._world == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self._world
+        torch.distributed.all_gather_object(everyone, mine)
+        return everyone

@@ -1,0 +1,318 @@
+"""The images of a step, wherever they are: mapped read-only, or chunk by chunk through a window.
+
+A mapped image is a slot in this machine's shared memory, which the sidecar keeps in place. All
+others come as verified chunks into the frames of one window: one thread asks for the next half of
+the frames while the caller copies from the other. So a rank needs the memory of one window, however
+large the images are.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import mmap
+import os
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from keepstep.client.session import Link
+from keepstep.errors import (
+    CoverageError,
+    FormatError,
+    ImageError,
+    KeepstepError,
+    SidecarError,
+)
+from keepstep.image import ControlPage, Layout, Parameters, check_control
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.restore.boxes import Index, IndexBuilder
+from keepstep.steps import StepId, Tier
+from keepstep.wire.trainer import (
+    Chunk,
+    ChunkRun,
+    Chunks,
+    ChunksRequest,
+    Headers,
+    HeadersRequest,
+    Source,
+    Sources,
+    SourcesRequest,
+    Window,
+    WindowRequest,
+)
+
+log = logging.getLogger("keepstep")
+
+FRAMES = 6
+"""48 MiB: the one buffer of a restore into another layout."""
+
+_SOURCES_S = 120.0
+_HEADERS_AT_ONCE = 64
+_CALL_S = 60.0
+CHUNKS_S = 600.0
+_MAPPED = 0
+_NEARNESS = {Tier.MEMORY: 1, Tier.LOCAL: 2, Tier.PEER: 3, Tier.ARCHIVE: 4}
+
+
+class Wanted(Protocol):
+    """A chunk of the image of a saved rank."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+W = TypeVar("W", bound=Wanted)
+
+
+class _UnusableError(KeepstepError):
+    """A file that the sidecar named is not the image that it should be."""
+
+    def __init__(self, path: str, why: Exception) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+
+
+class Images:
+    """The images of one step that were found. `index`: what they hold, a box a row."""
+
+    def __init__(self, link: Link, found: Sources, timeout_s: float = CHUNKS_S) -> None:
+        """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
+
+        Raises CoverageError when there is no image at all, SidecarError, KeepstepError for a mapped
+        file that is not what it should be (`find` asks for another copy then).
+        """
+        if not found.sources:
+            raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
+        self.sources = found
+        self.found = {one.rank: one for one in found.sources}
+        self._id = found.id
+        self._link = link
+        self._timeout_s = timeout_s
+        self._mapped: dict[int, Tensor] = {}
+        self._skeletons: dict[int, str] = {}
+        self._extras_begin: dict[int, int] = {}
+        self._parameters: dict[int, Mapping[str, Parameters]] = {}
+        last: Mapping[str, Parameters] = {}
+        self._window: WindowReader | None = None
+        builder = IndexBuilder(found.world)
+        for layout in self._layouts():
+            builder.add(layout)
+            self._skeletons[layout.rank] = layout.skeleton
+            self._extras_begin[layout.rank] = layout.extras_begin
+            # most ranks have the same: one object for all of them
+            last = last if last == layout.parameters else layout.parameters
+            self._parameters[layout.rank] = last
+        self.index: Index = builder.build()
+
+    @classmethod
+    def find(cls, link: Link, id: StepId, timeout_s: float = CHUNKS_S) -> Images:
+        """Ask the sidecar where they are. One in memory that does not verify is left out: it comes
+        from the next place. Raises CoverageError, SidecarError."""
+        bad: tuple[str, ...] = ()
+        while True:
+            request = SourcesRequest(lease=link.lease, id=id, bad=bad)
+            found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
+            try:
+                return cls(link, found, timeout_s)
+            except _UnusableError as error:
+                if error.path in bad:
+                    raise SidecarError(f"step {id}: {error}", code="not-verified") from error
+                log.warning(
+                    "keepstep: rank %d: an image of step %s does not verify (%s): the next copy is"
+                    " asked for",
+                    *(link.rank, id, error),
+                )
+                bad = (*bad, error.path)
+
+    @property
+    def nearness(self) -> list[int]:
+        """Per saved rank, for the planner: a mapped image is nearest."""
+        near = [0] * self.index.world
+        for rank, source in self.found.items():
+            near[rank] = _MAPPED if source.path else _NEARNESS[source.tier]
+        return near
+
+    def flat(self, rank: int) -> Tensor | None:
+        """The bytes of a mapped image; None for one that comes in chunks."""
+        return self._mapped.get(rank)
+
+    def stand_in(self, rank: int) -> int:
+        """The saved rank whose values a running rank takes: its own, wherever it is there."""
+        rank %= self.index.world
+        if rank in self.found:
+            return rank
+        twins = (one.rank for one in self.found.values() if rank in one.twins)
+        return next(twins, min(self.found))
+
+    def skeleton(self, rank: int) -> str:
+        """The tree of a saved rank's state."""
+        return self._skeletons[rank]
+
+    def parameters(self, rank: int, optimizer: str) -> Parameters | None:
+        """Of an optimizer in a saved rank's image; None if that does not say."""
+        return self._parameters[rank].get(optimizer)
+
+    def all_parameters(self, optimizer: str) -> Parameters:
+        """Of an optimizer in all images, each distinct list once."""
+        rows = {id(one): one for one in self._parameters.values()}
+        return tuple(row for one in rows.values() for row in one.get(optimizer, ()))
+
+    def extras(self, rank: int) -> bytes:
+        """The bytes of all that is no tensor in a saved rank's image."""
+        begin, size = self._extras_begin[rank], self.found[rank].extras_bytes
+        mapped = self.flat(rank)
+        if mapped is not None:
+            return bytes(mapped[begin : begin + size].tolist())
+        chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
+        parts = []
+        for wanted, frame in self.stream(Chunk(rank=rank, chunk=one, frame=0) for one in chunks):
+            first = max(begin - wanted.chunk * CHUNK_BYTES, 0)
+            last = min(begin + size - wanted.chunk * CHUNK_BYTES, CHUNK_BYTES)
+            parts.append(bytes(frame[first:last].tolist()))
+        return b"".join(parts)
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """Each wanted chunk with its verified bytes, valid until the next one is asked for.
+
+        Raises SidecarError, `not-verified` for a chunk that is damaged everywhere.
+        """
+        chunks = iter(wanted)
+        for first in chunks:
+            yield from self._reader().stream(chain((first,), chunks))
+
+    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+        """Say what will be asked for, in this order: the sidecar reads what other ranks of the node
+        want, too, only once. Raises SidecarError."""
+        if runs:
+            self._reader().announce(runs)
+
+    def retract(self) -> None:
+        """Nothing will be asked for any more: nobody needs to wait for this rank."""
+        if self._window is not None:
+            with contextlib.suppress(KeepstepError):
+                self._window.announce(())
+
+    def _reader(self) -> WindowReader:
+        if self._window is None:
+            self._window = WindowReader(self._link, self._id, timeout_s=self._timeout_s)
+        return self._window
+
+    def close(self) -> None:
+        """Let go of the window and of what is mapped; nothing can be read any more."""
+        self._mapped.clear()
+        self._window = None
+
+    def _layouts(self) -> Iterator[Layout]:
+        distant = [one.rank for one in self.found.values() if not one.path]
+        for source in self.found.values():
+            if source.path:
+                yield self._map(source)
+        for at in range(0, len(distant), _HEADERS_AT_ONCE):
+            yield from self._headers(distant[at : at + _HEADERS_AT_ONCE])
+
+    def _map(self, source: Source) -> Layout:
+        try:
+            flat, view = map_image(source.path)
+            layout = Layout.parse(view, size_bytes=len(view))
+            control = ControlPage.from_bytes(view[layout.control_begin :])
+            check_control(control, layout, id=self._id, path=source.path)
+            self._check_rank(layout, source.rank)
+        except (ImageError, OSError) as error:
+            raise _UnusableError(source.path, error) from error
+        self._mapped[source.rank] = flat
+        return layout
+
+    def _headers(self, ranks: Sequence[int]) -> Iterator[Layout]:
+        request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=tuple(ranks))
+        answer = self._link.call("/v1/headers", request, Headers, timeout_s=_CALL_S)
+        for rank, text in zip(ranks, answer.headers, strict=True):
+            layout = Layout.parse(zlib.decompress(base64.b64decode(text)))
+            self._check_rank(layout, rank)
+            yield layout
+
+    def _check_rank(self, layout: Layout, rank: int) -> None:
+        if layout.rank != rank:
+            raise FormatError(
+                f"step {self._id}: the image of rank {layout.rank} was given as that of {rank}"
+            )
+
+
+class WindowReader:
+    """Verified chunks through shared memory, half of the frames ahead of the reader."""
+
+    def __init__(
+        self, link: Link, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
+    ) -> None:
+        request = WindowRequest(lease=link.lease, frames=frames)
+        window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
+        self._link, self._id, self._timeout_s = link, id, timeout_s
+        self._half = max(1, window.frames // 2)
+        self._frame_bytes = window.frame_bytes
+        self._flat, _ = map_image(window.path)
+
+    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+        """See `Images.announce`."""
+        request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
+        self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """See `Images.stream`. Leaves no request behind, also when the caller stops early."""
+        chunks = iter(wanted)
+        flying: deque[tuple[list[W], int, Future[None]]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="keepstep-fetch") as pool:
+            side = 0
+            while batch := list(islice(chunks, self._half)):
+                first = side * self._half
+                flying.append((batch, first, pool.submit(self._fetch, batch, first)))
+                side = 1 - side
+                # the other half is free only once everything in it was read
+                if len(flying) == 2:
+                    yield from self._arrived(*flying.popleft())
+            while flying:
+                yield from self._arrived(*flying.popleft())
+
+    def _arrived(
+        self, batch: list[W], first: int, done: Future[None]
+    ) -> Iterator[tuple[W, Tensor]]:
+        done.result()
+        for frame, one in enumerate(batch, first):
+            begin = frame * self._frame_bytes
+            yield one, self._flat[begin : begin + CHUNK_BYTES]
+
+    def _fetch(self, batch: list[W], first: int) -> None:
+        chunks = tuple(
+            Chunk(rank=one.rank, chunk=one.chunk, frame=frame)
+            for frame, one in enumerate(batch, first)
+        )
+        request = ChunksRequest(
+            lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=self._timeout_s
+        )
+        self._link.call("/v1/chunks", request, Chunks, timeout_s=self._timeout_s + 10)
+
+
+def map_image(path: str) -> tuple[Tensor, memoryview]:
+    """A file's bytes, read-only; tensor and view keep the mapping alive. Raises OSError, and
+    FormatError for an empty file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if not size:
+            raise FormatError("an empty file is no image", path=path)
+        mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        # torch cannot mark a tensor read-only; nothing here writes to it
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8), memoryview(mapped)

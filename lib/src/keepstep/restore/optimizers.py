@@ -1,0 +1,317 @@
+"""Optimizer state of a step that others saved: found by the names of the parameters it belongs to.
+
+Parameters are numbered differently on other ranks (pipeline stages, sharded optimizers), so state
+is stored under the parameter's own name: `optimizer.state.model.head.weight.exp_avg`. The tree of
+such a state, and what in it is no tensor, comes from the image whose values this rank takes, else
+from one that has it. State that is not there yet is made, placed as its parameter is. A parameter
+that no module here knows keeps its number as its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from keepstep.restore.boxes import Saved
+from keepstep.restore.images import Images
+from keepstep.restore.pairing import (
+    bring_in_order,
+    group_numbers,
+    is_capturable,
+    live_numbers,
+    load_exactly,
+    parameter_names,
+    saved_parameters,
+    state_device,
+)
+from keepstep.restore.targets import Live, Path, SavedTree, Target, base_of, describe_saved
+from keepstep.state import sharding
+from keepstep.state.leaves import Node, build, leaves_of
+
+if TYPE_CHECKING:
+    from keepstep.restore.load import Loader
+
+_Groups = Sequence[Sequence[int]]
+
+
+class OptimizerLoader:
+    """Plans one optimizer for a `Loader`."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        images: Images,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        components: Mapping[str, Any],
+        *,
+        movable: bool,
+    ) -> None:
+        """`movable`: whether its groups may be brought into another order."""
+        self._loader, self._images, self._name, self._optimizer = loader, images, name, optimizer
+        self._movable = movable
+        self._names = parameter_names(components)
+        self._called: dict[int, list[str]] = {}
+        for path, parameter in self._names.items():
+            self._called.setdefault(id(parameter), []).append(path)
+        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._at = {id(one): at for at, one in enumerate(self._parameters)}
+        self._state: list[tuple[Any, bool, Callable[[], Any]]] = []
+        self._found: set[int] = set()
+
+    def plan(self, saved: SavedTree, live: Live, *, rank: int) -> None:
+        """Compare and plan; the loader notes the differences. `saved`: of saved rank `rank`, whose
+        values this one takes."""
+        groups = group_numbers(saved.without_tensors()) or []
+        told = self._told(rank, saved)
+        numbers = live_numbers(self._parameters, groups, told, self._names)
+        self._check_parameters()
+        order = self._order(groups, numbers)
+        if order is None:
+            return
+        count = sum(map(len, groups))
+        branches = dict(_branches(saved, saved.node))
+        for key, node in _branches(saved, branches["state"]):
+            if key in numbers:
+                self._parameter(numbers[key], saved, node, live)
+            elif type(key) is not int or not 0 <= key < count:
+                self._other(key, saved, node, live)
+        self._state_of_others(live)
+        position = {at: number for number, at in numbers.items()}
+        members = [self._members(at, position) for at in order]
+        options = self._options(saved, branches["param_groups"], live, order)
+        self._loader.finish_with(lambda: self._finish(options(), order, members))
+
+    # --- who is who ----------------------------------------------------------------------------
+
+    def _told(self, rank: int, saved: SavedTree) -> dict[int, Any]:
+        told = self._images.parameters(rank, self._name)
+        return saved_parameters(self._name, saved.node, told)
+
+    def _check_parameters(self) -> None:
+        """Against what any of the images says: each may have only a part of the parameters."""
+        shapes = dict(self._images.all_parameters(self._name))
+        for at, parameter in enumerate(self._parameters):
+            names = self._called.get(id(parameter), [str(at)])
+            saved_as = next((one for one in names if one in shapes), None)
+            if saved_as is None and shapes:
+                self._loader.differ(
+                    f"{self._name}: has the parameter {names[0]} here, but not in the checkpoint"
+                )
+            elif saved_as is not None and shapes[saved_as] != tuple(parameter.shape):
+                self._loader.differ(
+                    f"{self._name}: its parameter {saved_as}: {list(shapes[saved_as])} in the"
+                    f" checkpoint, {list(parameter.shape)} here"
+                )
+
+    def _order(self, groups: _Groups, numbers: Mapping[int, int]) -> list[int] | None:
+        """The live group of each saved one; None after a difference was noted."""
+        sizes = [len(one) for one in groups]
+        here = [len(one["params"]) for one in self._optimizer.param_groups]
+        order = self._pairs(groups, here, numbers)
+        # by name, each rank may have a part of the parameters; by number it may not
+        if order is None or (sizes != [here[at] for at in order] and self._is_numbered()):
+            self._loader.differ(
+                f"{self._name}: parameter groups of {sizes} parameters in the checkpoint,"
+                f" of {here} here, or of other parameters"
+            )
+            return None
+        if not self._movable and order != list(range(len(order))):
+            self._loader.differ(f"{self._name}: its parameter groups come in another order here")
+            return None
+        return order
+
+    def _pairs(
+        self, groups: _Groups, here: Sequence[int], numbers: Mapping[int, int]
+    ) -> list[int] | None:
+        group_at = [at for at, size in enumerate(here) for _ in range(size)]
+        order: list[int | None] = []
+        for saved in groups:
+            found = {group_at[numbers[one]] for one in saved if one in numbers}
+            if len(found) > 1:
+                return None
+            order.append(found.pop() if found else None)
+        # with no parameter in both, its place is all that is known of a group
+        left = (at for at in range(len(here)) if at not in order)
+        pairs = [next(left, -1) if one is None else one for one in order]
+        return pairs if sorted(pairs) == list(range(len(here))) else None
+
+    def _is_numbered(self) -> bool:
+        return any(id(one) not in self._called for one in self._parameters) or any(
+            _is_number(key) for key in self._stored()
+        )
+
+    def _stored(self) -> Iterator[str]:
+        """Names of saved state, from the parameter's name on."""
+        prefix = f"{self._name}.state."
+        for name in sorted(self._loader.names.bases):
+            if name.startswith(prefix):
+                yield name[len(prefix) :]
+
+    def _members(self, group: int, position: Mapping[int, int]) -> list[Tensor]:
+        """A live group's parameters in the order of the checkpoint, as far as that is known."""
+        members = self._optimizer.param_groups[group]["params"]
+        places = [position.get(self._at[id(one)]) for one in members]
+        if any(one is None for one in places):
+            return list(members)
+        return [members[at] for at in sorted(range(len(members)), key=lambda at: places[at] or 0)]
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _state_of_others(self, live: Live) -> None:
+        """Of parameters whose state is not in the image whose values this rank takes."""
+        missing: dict[int, int] = {}
+        for stored in self._stored():
+            at = self._owner(stored)
+            if at is None and _is_number(stored):
+                self._loader.differ(
+                    f"{self._name}.state.{stored}: the optimizer here has"
+                    f" {len(self._parameters)} parameters"
+                )
+            elif at is not None and at not in self._found and at not in missing:
+                saved = self._loader.names.find(f"{self._name}.state.{stored}")
+                assert saved is not None, "a name of the index itself"
+                missing[at] = int(saved.ranks.min())
+        for at, rank in missing.items():
+            self._from(rank, at, live)
+
+    def _owner(self, stored: str) -> int | None:
+        """The live parameter that a stored name begins with: the longest such name."""
+        key = stored
+        while key:
+            parameter = self._names.get(key)
+            if parameter is not None:
+                return self._at.get(id(parameter))
+            if key.isdigit() and int(key) < len(self._parameters):
+                return int(key)
+            key = key.rpartition(".")[0]
+        return None
+
+    def _from(self, rank: int, at: int, live: Live) -> None:
+        saved = self._loader.tree(rank, self._name)
+        state = None if saved is None else dict(_branches(saved, saved.node)).get("state")
+        if saved is None or state is None:
+            return
+        told = self._told(rank, saved)
+        for key, node in _branches(saved, state):
+            name = told[key].name if key in told else None
+            if name is not None and self._owner(name) == at:
+                self._parameter(at, saved, node, live)
+
+    def _parameter(self, at: int, saved: SavedTree, node: Node, live: Live) -> None:
+        """The state of one parameter, from its node in a saved tree."""
+
+        def tensor(path: Path, name: str) -> Tensor | None:
+            here = live.get(("state", at, *path))
+            if here is not None:
+                return self._loader.kept(name, here)
+            return self._fresh(at, name, counter=path == ("step",))
+
+        self._found.add(at)
+        self._state.append((at, True, self._builder(saved, node, tensor)))
+
+    def _other(self, key: Any, saved: SavedTree, node: Node, live: Live) -> None:
+        """State that is of no parameter, under a key that the optimizer has chosen."""
+
+        def tensor(path: Path, name: str) -> Tensor | None:
+            return self._loader.kept(name, live.get(("state", key, *path)))
+
+        self._state.append((key, False, self._builder(saved, node, tensor)))
+
+    def _options(
+        self, saved: SavedTree, node: Node, live: Live, order: Sequence[int]
+    ) -> Callable[[], list[dict[str, Any]]]:
+        """The groups of the checkpoint; a learning rate may be a tensor."""
+
+        def tensor(path: Path, name: str) -> Tensor | None:
+            return self._loader.kept(name, live.get(("param_groups", order[path[0]], *path[1:])))
+
+        return self._builder(saved, node, tensor)
+
+    def _builder(
+        self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
+    ) -> Callable[[], Any]:
+        made = {
+            leaf[1]: tensor(path, base_of(leaf[1])[0])
+            for path, leaf in leaves_of(node)
+            if leaf[0] == "t"
+        }
+        values = saved.values if any(leaf[0] == "v" for _, leaf in leaves_of(node)) else []
+        tree = build(node, made.__getitem__, values.__getitem__)  # or it makes no sense
+        return lambda: tree
+
+    def _fresh(self, at: int, name: str, *, counter: bool) -> Tensor | None:
+        parameter = self._parameters[at]
+        saved = self._loader.names.find(name)
+        if saved is None:
+            return self._loader.fresh(name)  # which says so
+        device = state_device(
+            saved.device,
+            parameter.device,
+            home=self._home(parameter),
+            counter=counter and not is_capturable(self._optimizer, at),
+        )
+        if not sharding.is_dtensor(parameter):
+            # replicas of it are bit-equal: all ranks of a node take the same one
+            return self._loader.fresh(name, device, own=False)
+        if saved.shape == tuple(parameter.shape):
+            return self._placed_as(parameter, name, saved, device)
+        if saved.shape:
+            self._loader.differ(
+                f"{name}: {describe_saved(saved)} in the checkpoint, for a parameter of"
+                f" {list(parameter.shape)} that is sharded here: take one optimizer step before"
+                " restore(), so that its place is known"
+            )
+            return None
+        return self._loader.fresh(name, device)
+
+    def _home(self, parameter: Tensor) -> str | None:
+        """Where the parameter was when it was saved."""
+        found = (self._images.index.find(one) for one in self._called.get(id(parameter), ()))
+        return next((one.device for one in found if one is not None), None)
+
+    def _placed_as(
+        self, parameter: Tensor, name: str, saved: Saved, device: torch.device
+    ) -> Tensor:
+        made = self._loader.empty(saved, tuple(sharding.local_of(parameter).shape), device)
+        offsets = sharding.sharing_of(parameter, name).offsets
+        self._loader.want(Target(name, made, offsets, tuple(parameter.shape)))
+        return sharding.like(parameter, made)
+
+    def _finish(
+        self,
+        groups: list[dict[str, Any]],
+        order: Sequence[int],
+        members: Sequence[Sequence[Tensor]],
+    ) -> None:
+        bring_in_order(self._optimizer, order, members)
+        numbers = {id(one): at for at, one in enumerate(one for row in members for one in row)}
+        state = {
+            numbers[id(self._parameters[key])] if of_parameter else key: made()
+            for key, of_parameter, made in self._state
+        }
+        merged = []
+        for saved, here in zip(groups, self._optimizer.param_groups, strict=True):
+            own = {"params": [numbers[id(one)] for one in here["params"]]}
+            if "param_names" in here:
+                own["param_names"] = here["param_names"]
+            kept = {key: value for key, value in saved.items() if key != "param_names"}
+            merged.append({**kept, **own})
+        load_exactly(self._optimizer, {"state": state, "param_groups": merged})
+
+
+def _is_number(stored: str) -> bool:
+    """Whether state is stored under its parameter's number."""
+    return stored.partition(".")[0].isdigit()
+
+
+def _branches(saved: SavedTree, node: Node) -> Sequence[tuple[Any, Node]]:
+    """Keys and nodes of a dict. One without any tensor is a single value: its items become some."""
+    if node[0] == "v" and isinstance(value := saved.values[node[1]], dict):
+        first = len(saved.values)
+        saved.values.extend(value.values())
+        return [(key, ("v", first + at)) for at, key in enumerate(value)]
+    return node[1] if node[0] == "d" else ()

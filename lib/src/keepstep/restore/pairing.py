@@ -1,0 +1,280 @@
+"""An optimizer's parameters then and now: paired by their names, whatever their numbers are.
+
+torch numbers the parameters of an optimizer in the order of its groups, and its state by those
+numbers. Groups that are built from a set, or added in another order, number them differently; so
+the names that the image tells decide, and shapes must agree. Parameters that no module of the
+`Checkpointer` has are known by their numbers only.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepstep.image import Parameters
+from keepstep.restore.targets import base_of
+from keepstep.state.leaves import Node, device_of, leaves_of
+from keepstep.state.wrappers import unwrap
+
+log = logging.getLogger("keepstep")
+
+_CPU = torch.device("cpu")
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """None: the image does not say."""
+
+    name: str | None
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """`differences`: why the two do not go together; else each saved number has a live one, and
+    each saved group a live one of the same parameters."""
+
+    optimizer: torch.optim.Optimizer
+    differences: Sequence[str]
+    _live: Sequence[Tensor] = ()
+    _saved: Sequence[Sequence[int]] = ()
+    _numbers: Mapping[int, int] = field(default_factory=dict)
+    _groups: Sequence[int] = ()
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        *,
+        groups: Sequence[Sequence[int]],
+        saved: Mapping[int, SavedParameter],
+        names: Mapping[str, Tensor],
+        movable: bool,
+    ) -> Pairing:
+        """`groups`: of the checkpoint, the numbers in each. `names`: of the parameters here, see
+        `parameter_names`. `movable`: whether the groups here may be brought into another order."""
+        live = [one for group in optimizer.param_groups for one in group["params"]]
+        numbers = live_numbers(live, groups, saved, names)
+        differences = list(_differences(live, groups, saved, names, numbers))
+        if differences:
+            return cls(optimizer, differences)
+        order = _order(optimizer, groups, numbers)
+        if order is None:
+            here = [len(group["params"]) for group in optimizer.param_groups]
+            text = (
+                f"parameter groups of {[len(one) for one in groups]} parameters in the checkpoint,"
+                f" of {here} here, or of other parameters"
+            )
+            return cls(optimizer, [text])
+        if not movable and order != list(range(len(order))):
+            return cls(optimizer, ["its parameter groups come in another order than here"])
+        return cls(optimizer, [], live, groups, numbers, order)
+
+    def path(self, path: _Path) -> _Path:
+        """Where a saved path of the optimizer's tree is here."""
+        if path[0] == "state" and self._is_number(path):
+            return "state", self._numbers[path[1]], *path[2:]
+        if path[0] == "param_groups" and len(path) > 1:
+            return "param_groups", self._groups[path[1]], *path[2:]
+        return path
+
+    def parameter(self, path: _Path) -> Tensor | None:
+        """The parameter whose state a saved path is; None for anything else."""
+        return self._live[self._numbers[path[1]]] if self._is_number(path) else None
+
+    def capturable(self, path: _Path) -> bool:
+        """Whether by convention the step counter of that parameter lies on its device."""
+        return is_capturable(self.optimizer, self._numbers[path[1]])
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Hand the optimizer its state, numbered as it was saved."""
+        members = [[self._live[self._numbers[one]] for one in group] for group in self._saved]
+        bring_in_order(self.optimizer, self._groups, members)
+        load_exactly(self.optimizer, state)
+
+    def _is_number(self, path: _Path) -> bool:
+        return len(path) > 2 and path[0] == "state" and path[1] in self._numbers
+
+
+def bring_in_order(
+    optimizer: torch.optim.Optimizer, groups: Sequence[int], members: Sequence[Sequence[Tensor]]
+) -> None:
+    """Put the groups, and the parameters in them, into the order of the checkpoint: only so does
+    everything that goes by their numbers (a scheduler's rates, L-BFGS' flat vectors) mean the same.
+    `groups`: numbers of live ones in that order; `members`: of each."""
+    live = list(optimizer.param_groups)
+    for at, parameters in zip(groups, members, strict=True):
+        live[at]["params"][:] = parameters
+    if list(groups) != list(range(len(live))):
+        log.warning("keepstep: an optimizer's parameter groups come in the order of the save")
+        optimizer.param_groups[:] = [live[at] for at in groups]
+
+
+def is_capturable(optimizer: torch.optim.Optimizer, number: int) -> bool:
+    """Whether by convention the step counter of that parameter lies on its device."""
+    for group in optimizer.param_groups:
+        if number < len(group["params"]):
+            return bool(group.get("capturable") or group.get("fused"))
+        number -= len(group["params"])
+    return False
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict`, and then every value of the state as it was: torch casts what is nested to
+    the parameter's dtype, makes other strings of strings, and takes no arrays."""
+    kept = state.get("state", {})
+    handed = {**state, "state": {key: _plain(one) for key, one in kept.items()}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        optimizer.load_state_dict(handed)
+    owners: dict[Any, Any] = dict(
+        enumerate(one for group in optimizer.param_groups for one in group["params"])
+    )
+    for key, one in kept.items():
+        owner = owners.get(key, key)
+        if owner in optimizer.state:
+            optimizer.state[owner] = _exact(one, optimizer.state[owner])
+
+
+def group_numbers(tree: Any) -> list[list[int]] | None:
+    """The numbers of the parameters in each group of an optimizer's tree, from 0; None if it is
+    not made as torch makes them."""
+    groups = tree.get("param_groups") if isinstance(tree, dict) else None
+    if not isinstance(groups, list) or not isinstance(tree.get("state"), dict):
+        return None
+    rows = [one.get("params") if isinstance(one, dict) else None for one in groups]
+    if not all(isinstance(row, list) for row in rows):
+        return None
+    numbers = [number for row in rows for number in row or ()]
+    return [row or [] for row in rows] if numbers == list(range(len(numbers))) else None
+
+
+def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every name (component and name in the module) of every parameter of the modules."""
+    return {
+        f"{name}.{path}": parameter
+        for name, component in components.items()
+        if isinstance(module := unwrap(component), nn.Module)
+        for path, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def saved_parameters(
+    component: str, node: Node, told: Parameters | None
+) -> dict[int, SavedParameter]:
+    """By their numbers. `told`: what the image says; `node`: the optimizer's tree in it, from which
+    an older one tells the names of those that have a tensor."""
+    if told is not None:
+        return {at: SavedParameter(*one) for at, one in enumerate(told)}
+    return {
+        path[1]: SavedParameter(_parameter_of(component, leaf[1], path), None)
+        for path, leaf in leaves_of(node)
+        if leaf[0] == "t" and len(path) > 2 and path[0] == "state" and type(path[1]) is int
+    }
+
+
+def _parameter_of(component: str, tensor: str, path: _Path) -> str | None:
+    """The parameter after which a tensor of an optimizer's state is named; `path`: in its tree."""
+    name = base_of(tensor)[0].rstrip("~")
+    begin, end = f"{component}.state.", "." + ".".join(map(str, path[2:]))
+    if not name.startswith(begin) or not name.endswith(end):
+        return None
+    return name[len(begin) : -len(end)] or None
+
+
+def state_device(
+    saved: str | None, parameter: torch.device, *, home: str | None, counter: bool
+) -> torch.device:
+    """Where new state belongs. `saved`, `home`: where the state and its parameter were, None for
+    unknown; `counter`: torch.optim's convention leaves it on the CPU."""
+    if saved is None or home is None:
+        return _CPU if counter else parameter
+    return parameter if saved.partition(":")[0] == home.partition(":")[0] else device_of(saved)
+
+
+def live_numbers(
+    live: Sequence[Tensor],
+    groups: Iterable[Sequence[int]],
+    saved: Mapping[int, SavedParameter],
+    names: Mapping[str, Tensor],
+) -> dict[int, int]:
+    """The live number of each saved one that has any."""
+    at = {id(one): number for number, one in enumerate(live)}
+    numbers, unnamed = {}, []
+    for number in (one for group in groups for one in group):
+        name = saved[number].name if number in saved else None
+        parameter = None if name is None else names.get(name)
+        if parameter is not None and id(parameter) in at:
+            numbers[number] = at[id(parameter)]
+        elif name is None or name.isdigit():
+            unnamed.append(number)
+    taken = set(numbers.values())
+    return numbers | {one: one for one in unnamed if one < len(live) and one not in taken}
+
+
+def _differences(
+    live: Sequence[Tensor],
+    groups: Iterable[Sequence[int]],
+    saved: Mapping[int, SavedParameter],
+    names: Mapping[str, Tensor],
+    numbers: Mapping[int, int],
+) -> Iterable[str]:
+    unknown = SavedParameter(None, None)
+    for number in (one for group in groups for one in group):
+        one = saved.get(number, unknown)
+        if number not in numbers:
+            yield f"has the parameter {one.name or number} in the checkpoint, but not here"
+        elif one.shape not in (None, tuple(live[numbers[number]].shape)):
+            yield (
+                f"its parameter {one.name or number}: {list(one.shape or ())} in the checkpoint,"
+                f" {list(live[numbers[number]].shape)} here"
+            )
+    called = {id(parameter): name for name, parameter in names.items()}
+    for number in sorted(set(range(len(live))) - set(numbers.values())):
+        name = called.get(id(live[number]), str(number))
+        yield f"has the parameter {name} here, but not in the checkpoint"
+
+
+def _order(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Sequence[int]], numbers: Mapping[int, int]
+) -> list[int] | None:
+    """The live group for each saved one; None if they do not hold the same parameters."""
+    left = []
+    first = 0
+    for here in optimizer.param_groups:
+        left.append(set(range(first, first + len(here["params"]))))
+        first += len(here["params"])
+    order: list[int] = []
+    for saved in groups:
+        wanted = {numbers[one] for one in saved}
+        found = next((at for at, one in enumerate(left) if one == wanted and at not in order), None)
+        if found is None:
+            return None
+        order.append(found)
+    return order if len(order) == len(left) else None
+
+
+def _plain(value: Any) -> Any:
+    """What torch's load_state_dict can cast."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one) for one in value)
+    return value if isinstance(value, Tensor | int | float) else None
+
+
+def _exact(kept: Any, loaded: Any) -> Any:
+    """`kept`, but where the optimizer made something of another kind of it."""
+    if isinstance(kept, dict) and isinstance(loaded, dict):
+        if type(kept) is not dict:
+            return kept
+        exact = {key: _exact(one, loaded[key]) for key, one in kept.items() if key in loaded}
+        return exact | {key: one for key, one in loaded.items() if key not in kept}
+    return kept if isinstance(kept, Tensor) == isinstance(loaded, Tensor) else loaded

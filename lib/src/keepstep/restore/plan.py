@@ -1,0 +1,251 @@
+"""Which bytes of which image fill a rank's tensors: pure, and vectorised over the saved boxes.
+
+Every wanted box is intersected with the saved boxes of its name. Equal saved boxes hold equally
+good values (twins, replicas): the nearest is taken, and among equally near ones each node begins
+its search elsewhere, so that the load is spread, and yet all ranks of a node read the same images.
+Boxes that overlap without being equal are refused unless every element is held equally often: then
+they are whole replicas that were cut differently on different nodes, and any will do. Where images
+are absent that cannot be told any more, and the overlap is taken for such a replica.
+
+Nothing is copied here. A plan that exists covers every wanted element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keepstep.errors import CoverageError
+from keepstep.restore.boxes import Box, Coverage, Index, Saved, cover, intersect
+from keepstep.steps import shard_name
+
+_SHOWN = 20
+_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box to fill. `own`: the value of the same rank is better than an equal one of another, as
+    for buffers, which differ a little between replicas."""
+
+    name: str
+    box: Box
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one saved box and its place in a wanted one.
+
+    The saved box has `sizes` and begins at byte `begin` of the image of `rank`; the part begins at
+    `low` in it and has `extent`; in the wanted box number `want` it begins at `at`.
+    """
+
+    rank: int
+    begin: int
+    want: int
+    sizes: tuple[int, ...]
+    low: tuple[int, ...]
+    extent: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All pieces. A row of `columns`: rank, begin, want, then the four tuples of `Piece`, padded in
+    front to `dims`. Rows are sorted by rank and begin: the order of the files, and the same on all
+    ranks, so that those of a node can share what they read."""
+
+    wants: Sequence[Want]
+    columns: Tensor
+    dims: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """The rows as objects, made as they are asked for."""
+        for rows in self.columns.split(4096):
+            for row in rows.tolist():
+                yield self._piece(row)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose images are read."""
+        ranks: list[int] = self.columns[:, 0].unique().tolist()
+        return ranks
+
+    def _piece(self, row: list[int]) -> Piece:
+        dims = len(self.wants[row[2]].box.sizes)
+        parts = (
+            tuple(row[3 + (part + 1) * self.dims - dims : 3 + (part + 1) * self.dims])
+            for part in range(4)
+        )
+        return Piece(row[0], row[1], row[2], *parts)
+
+
+def make(
+    wants: Sequence[Want],
+    index: Index,
+    *,
+    rank: int,
+    nearness: Sequence[int],
+    reader: int | None = None,
+) -> Plan:
+    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer. `reader`: the rank
+    of which every rank of this node takes the order among equal boxes; None: this one.
+
+    Raises CoverageError that names every box that nobody holds, held twice, or contradictory.
+    """
+    planner = _Planner(index, rank, rank if reader is None else reader, nearness)
+    for number, want in enumerate(wants):
+        planner.add(number, want)
+    planner.raise_problems()
+    dims = max((len(want.box.sizes) for want in wants), default=0)
+    columns = [_padded(rows, dims) for rows in planner.rows]
+    joined = torch.cat(columns) if columns else torch.empty(0, 3 + 4 * dims, dtype=torch.int64)
+    order = joined[:, 1].argsort(stable=True)
+    order = order[joined[:, 0][order].argsort(stable=True)]
+    return Plan(wants, joined[order], dims)
+
+
+def _padded(rows: Tensor, dims: int) -> Tensor:
+    own = (rows.shape[1] - 3) // 4
+    wide = torch.zeros(len(rows), 3 + 4 * dims, dtype=torch.int64)
+    wide[:, :3] = rows[:, :3]
+    parts = wide[:, 3:].view(len(rows), 4, dims)
+    parts[:, :, dims - own :] = rows[:, 3:].view(len(rows), 4, own)
+    return wide
+
+
+class _Planner:
+    def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
+        self.rows: list[Tensor] = []
+        self._index = index
+        saved = torch.arange(index.world, dtype=torch.int64)
+        turn = (saved - reader) % index.world
+        self._order = torch.tensor(nearness, dtype=torch.int64) * index.world + turn
+        self._own_order = torch.where(saved == rank % index.world, -1, self._order)
+        self._problems: list[str] = []
+
+    def add(self, number: int, want: Want) -> None:
+        if want.box.empty:
+            return
+        saved = self._index.find(want.name)
+        if saved is None:
+            self._problems.append(f"{want.name}: no image holds it")
+            return
+        if saved.name in self._index.conflicts:
+            self._problems.append(f"{saved.name}: {self._index.conflicts[saved.name]}")
+            return
+        hit, lows, highs = intersect(saved, want.box)
+        order = (self._own_order if want.own else self._order)[saved.ranks[hit]]
+        keep = _distinct(saved, hit, order)
+        if len(keep) != 1 or not _fills(lows[keep], highs[keep], want.box):
+            checked = self._check(saved, want.box, hit, lows, highs, keep)
+            if checked is None:
+                return
+            keep = checked
+        self.rows.append(_rows(saved, number, want.box, hit[keep], lows[keep], highs[keep]))
+
+    def raise_problems(self) -> None:
+        if not self._problems:
+            return
+        shown = "\n  ".join(self._problems[:_SHOWN])
+        more = len(self._problems) - _SHOWN
+        raise CoverageError(
+            "the images of this step do not make up its tensors, nothing was changed:\n  "
+            + shown
+            + (f"\n  ... and {more} more" if more > 0 else "")
+            + _absent(self._index)
+        )
+
+    def _check(
+        self, saved: Saved, box: Box, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor
+    ) -> Tensor | None:
+        """Those of `keep` that are needed; None after a problem was noted."""
+        found = cover(lows[keep], highs[keep], box)
+        if found is None:
+            self._problems.append(f"{saved.name}: {len(keep)} boxes without any order")
+            return None
+        if not found.complete:
+            missing = list(found.gaps())
+            named = "; ".join(_named(one) for one in missing[:_SHOWN])
+            more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            self._problems.append(f"{saved.name}: nobody holds {named}{more}")
+            return None
+        if found.single:
+            return keep
+        everyone = cover(lows, highs, box)
+        if everyone is None or not (everyone.uniform or self._index.absent):
+            self._overlap(saved, hit, lows, highs, keep, next(found.overlaps()))
+            return None
+        return _needed(found, lows, highs, keep)
+
+    def _overlap(
+        self, saved: Saved, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor, box: Box
+    ) -> None:
+        low = torch.tensor(box.offsets, dtype=torch.int64)
+        inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
+        ranks = saved.ranks[hit[inside]].tolist()
+        files = " and ".join(shard_name(one, self._index.world) for one in ranks[:_RANKS_SHOWN])
+        self._problems.append(f"{saved.name}: {_named(box)} is in {files}: these boxes overlap")
+
+
+def _distinct(saved: Saved, hit: Tensor, order: Tensor) -> Tensor:
+    """Of equal boxes the first in `order`; positions in `hit`, ascending in `order`."""
+    ordered = order.argsort(stable=True)
+    if len(hit) < 2:
+        return ordered
+    boxes = saved.rows[hit[ordered]][:, 2:]
+    if not boxes.shape[1]:
+        return ordered[:1]
+    _, groups = torch.unique(boxes, dim=0, return_inverse=True)
+    first = torch.full((int(groups.max()) + 1,), len(hit), dtype=torch.int64)
+    first.scatter_reduce_(0, groups, torch.arange(len(hit)), "amin")
+    return ordered[first.sort().values]
+
+
+def _fills(lows: Tensor, highs: Tensor, box: Box) -> bool:
+    size = torch.tensor(box.sizes, dtype=torch.int64)
+    return bool((highs[0] - lows[0] == size).all())
+
+
+def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tensor:
+    """Of overlapping boxes so many, in their order, that everything is held."""
+    left = torch.ones_like(found.counts, dtype=torch.bool)
+    chosen = []
+    for one in keep.tolist():
+        place = tuple(
+            slice(int(torch.searchsorted(cut, low)), int(torch.searchsorted(cut, high)))
+            for cut, low, high in zip(found.cuts, lows[one], highs[one], strict=True)
+        )
+        if bool(left[place].any()):
+            left[place] = False
+            chosen.append(one)
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _rows(saved: Saved, number: int, box: Box, hit: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
+    head = torch.stack(
+        [saved.ranks[hit], saved.begins[hit], torch.full((len(hit),), number)], dim=1
+    )
+    low = lows - saved.offsets[hit]
+    at = lows - torch.tensor(box.offsets, dtype=torch.int64)
+    return torch.cat([head, saved.sizes[hit], low, highs - lows, at], dim=1)
+
+
+def _named(box: Box) -> str:
+    return f"offsets {list(box.offsets)}, sizes {list(box.sizes)}"
+
+
+def _absent(index: Index) -> str:
+    if not index.absent:
+        return ""
+    files = ", ".join(shard_name(one, index.world) for one in index.absent[:_RANKS_SHOWN])
+    more = len(index.absent) - _RANKS_SHOWN
+    return (
+        f"\nNo image was found of: {files}"
+        + (f" and {more} more" if more > 0 else "")
+        + ". Bring back the node or the volume that holds them, or restore an older step."
+    )

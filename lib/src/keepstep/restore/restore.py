@@ -1,0 +1,301 @@
+"""One rank's way back to a step that all ranks chose, in stages that all of them go through.
+
+A rank whose own image fits its live tensors maps that image and copies it (*direct*). Any other
+assembles its state from the images of all ranks that saved the step (`keepstep.restore`): after
+a change of world size or of layout, where its own image holds only its part of a replica, or where
+its own image is lost and a twin's is not. Ranks may differ in that; what counts is that all come to
+the same step. Nothing is changed before every rank knows that it can get all that it needs, and
+no component gets its values before every rank has filled its tensors: what a failure in between
+leaves behind are tensors that the next attempt fills, or nobody can train on (`Torn`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepstep.client.session import RESTORE_S, Link
+from keepstep.client.slot import SlotMapping
+from keepstep.core.vote import Decision
+from keepstep.errors import ForeignError, ImageError, MismatchError, RestoreError, SidecarError
+from keepstep.image import Layout, TensorSpec, check_control, extras
+from keepstep.restore import in_place
+from keepstep.restore.images import Images
+from keepstep.restore.load import Loader, check_unused
+from keepstep.state import rng
+from keepstep.state.leaves import values_of
+from keepstep.state.take import Taken, TensorLeaf
+from keepstep.state.wrappers import after_loading, unwrap
+from keepstep.steps import StepId, Tier
+from keepstep.wire.trainer import Opened, OpenRequest
+
+log = logging.getLogger("keepstep")
+
+_BAD_SLOTS = 3
+"""More than these, and the step is left out: a sidecar that hands out the same slot again."""
+
+Stage = Callable[[Sequence[Any]], Any]
+
+
+class Restoring:
+    """`stages` in this order, each with what all ranks returned from the one before. `tier` and
+    `bytes`: where the image came from (the farthest, of several) and what was copied."""
+
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        link: Link,
+        decision: Decision,
+        *,
+        rank: int,
+        take: Callable[[], Taken],
+        rng: bool,
+        trusted: bool,
+        torn: Torn,
+        reader: int | None = None,
+        timeout_s: float = RESTORE_S,
+    ) -> None:
+        """`timeout_s`: for fetching this rank's image, or one window of others'. `torn`: what
+        earlier attempts have changed. `reader`: the first rank of this node."""
+        assert decision.id is not None, "there is something to restore"
+        self.tier: Tier = decision.tiers[rank]
+        self.bytes = 0
+        self._timeout_s = timeout_s
+        self._components, self._link, self._take = components, link, take
+        self._id: StepId = decision.id
+        self._direct = decision.direct[rank]
+        self._rank, self._rng, self._trusted = rank, rng, trusted
+        self._torn, self._reader = torn, reader
+        self._slot: SlotMapping | None = None
+        self._loader: Loader | in_place.Loading
+        self._kept: dict[str, Any] = {}
+        self._rng_state: dict[str, Any] = {}
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Each may raise; then no rank goes on to the next."""
+        return self._open, self._plan, self._copy, self._finish
+
+    def _open(self, _: Sequence[Any]) -> None:
+        if not self._direct:
+            return
+        bad, failures = "", 0
+        while self._slot is None:
+            opened = self._ask(bad)
+            self.tier = opened.tier
+            try:
+                self._map(opened.path)
+            except (ImageError, OSError) as error:
+                failures += 1
+                if failures > _BAD_SLOTS:
+                    raise SidecarError(
+                        f"step {self._id}: no slot that the sidecar opened verifies; the last one"
+                        f" ({opened.tier}): {error}",
+                        code="not-verified",
+                    ) from error
+                log.warning(
+                    "keepstep: rank %d: step %s from %s does not verify (%s): the next copy is"
+                    " asked for",
+                    *(self._rank, self._id, opened.tier, error),
+                )
+                bad = opened.path
+
+    def _ask(self, bad: str) -> Opened:
+        request = OpenRequest(
+            lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
+        )
+        return self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
+
+    def _map(self, path: str) -> None:
+        """Map a slot and read all that is no tensor. Raises ImageError or OSError when it is not
+        the image that it should be, MismatchError for one of `keepstep.dcp`."""
+        slot = SlotMapping(path)
+        control = slot.control()
+        check_control(control, slot.layout, id=self._id, path=path)
+        if control.rank != self._rank:
+            raise ForeignError(f"it holds rank {control.rank}", path=path)
+        refuse_dcp(slot.layout.skeleton, self._id)
+        begin = slot.layout.extras_begin
+        text = bytes(slot.memory[begin : begin + control.extras_bytes])
+        self._kept = extras.decode(text, trusted=self._trusted)
+        self._slot = slot
+
+    def _plan(self, _: Sequence[Any]) -> bytes:
+        """Returns the names that this rank has no place for."""
+        taken = self._take()
+        unused = b""
+        if self._slot is not None and fits(self._slot.layout, taken):
+            self._loader = self._plan_direct(self._slot, taken)
+        else:
+            self._loader = loader = self._plan_assembly(taken)
+            unused = loader.unused()
+        # all else lives on only where it is filled: it gives way to what the step holds
+        modules = {
+            name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
+        }
+        live = [one.whole.detach() for path, one in taken.by_path.items() if path[0] in modules]
+        self._torn.check(self._id, live, self._loader.targets)
+        return unused
+
+    def _plan_assembly(self, taken: Taken) -> Loader:
+        images = Images.find(self._link, self._id, self._timeout_s)
+        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        loader = Loader(self._components, taken, images, rank=self._rank, reader=self._reader)
+        loader.plan(trusted=self._trusted)
+        self._rng_state = loader.rng or {}
+        return loader
+
+    def _plan_direct(self, slot: SlotMapping, taken: Taken) -> in_place.Loading:
+        plan = in_place.plan(self._components, slot, values_of(self._kept), taken)
+        self._rng_state = self._kept.get("rng", {})
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            slot.register()
+        return plan
+
+    def _copy(self, unused: Sequence[Any]) -> None:
+        # a rank that went on from its own image has compared all names with it already
+        if all(unused):
+            check_unused(unused)
+        self._torn.begin(self._loader.targets)
+        self.bytes = self._loader.copy()
+
+    def _finish(self, _: Sequence[Any]) -> None:
+        self._loader.finish()
+        after_loading(self._components)
+        if self._rng:
+            rng.apply(self._rng_state)
+        if self._rng and not self._rng_state and not self._direct:
+            log.warning(
+                "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
+                " random generators is out of reach, they stay as they are",
+                self._rank,
+                self._id,
+            )
+
+
+def fits(layout: Layout, taken: Taken) -> bool:
+    """Whether an image of this rank alone can fill the live tensors.
+
+    Not where it holds only this rank's part of a replica. Differences that are no matter of layout
+    (another shape of the whole tensor, another dtype) are left to the comparison in `in_place`.
+    """
+    for leaf, spec in zip(taken.tensors, taken.specs, strict=True):
+        entry = layout.entries.get(layout.aliases.get(spec.name, spec.name))
+        if entry is None:
+            if layout.world > 1:
+                return False
+            continue
+        if leaf.tensor.shape != leaf.whole.shape:
+            return False
+        saved = entry.spec
+        same_tensor = (saved.global_shape or saved.shape) == (spec.global_shape or spec.shape)
+        if same_tensor and (saved.shape, saved.offsets) != (spec.shape, spec.offsets):
+            return False
+    known = {leaf.name: leaf for leaf in taken.tensors}
+    missing = layout.entries.keys() - known.keys()
+    return all(_may_be_made(layout.entries[name].spec, known) for name in missing)
+
+
+def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
+    """State that does not exist yet is made like its parameter; a box must be the parameter's."""
+    if saved.global_shape is None:
+        return True
+    parameter = known.get(saved.name.partition(".state.")[2].rpartition(".")[0])
+    if parameter is None:
+        return False
+    shape = tuple(parameter.whole.shape)
+    return (saved.shape, saved.offsets) == (shape, parameter.whole_offsets)
+
+
+# --- tensors that an attempt has begun to fill -----------------------------------------------
+#
+# Live tensors that an attempt to restore has begun to fill.
+#
+# An attempt can fail half-way, on this rank or on another: a chunk that is damaged everywhere, a
+# sidecar that is gone. Then some tensors hold a mixture of what was there before and of a step
+# that is not used. The next attempt, at another step, must fill every one of them; and when there
+# is no next one, they are made useless, so that nobody trains on such a mixture, not even a
+# script that goes on after the error: every floating point number in them becomes NaN.
+
+
+_Place = tuple[torch.device, int, int]
+
+
+class Torn:
+    """Of one rank, for the time of one `restore()`: whoever leaves it with an error leaves nothing
+    in the tensors to train on."""
+
+    def __init__(self) -> None:
+        self._begun: dict[_Place, Tensor] = {}
+
+    def __enter__(self) -> Torn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if error is not None and self._begun:
+            self._spoil()
+
+    def begin(self, targets: Iterable[Tensor]) -> None:
+        """These are being filled from now on."""
+        self._begun.update({_place(one): one for one in targets if one.numel()})
+
+    def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+        """Raises RestoreError when step `id` would leave a live tensor as an earlier attempt at
+        another step has left it. `targets`: what it fills."""
+        stale = self._begun.keys() - {_place(one) for one in targets}
+        left = [one for one in live if _place(one) in stale]
+        if left:
+            shapes = ", ".join(str(list(one.shape)) for one in left[:4])
+            raise RestoreError(
+                f"step {id} does not hold {len(left)} tensors (of shapes {shapes}) that a newer"
+                " step, which failed while it was restored, has changed already; restart this job,"
+                " so that the model is built anew"
+            )
+
+    def _spoil(self) -> None:
+        with torch.no_grad():
+            for one in self._begun.values():
+                if one.is_floating_point() or one.is_complex():
+                    with contextlib.suppress(RuntimeError):  # a dtype that cannot be filled
+                        one.fill_(float("nan"))
+        log.error(
+            "keepstep: the restore failed while tensors were being filled; %d of them hold NaN now."
+            " Do not train on: restart this job, so that the model is built anew",
+            len(self._begun),
+        )
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+# --- Checkpointer's images and keepstep.dcp's ------------------------------------------------
+#
+# Which of the two ways to save made an image: `Checkpointer`, or `keepstep.dcp`.
+#
+# Both make the same images, of other names and trees. The header's skeleton tells them apart: a
+# list of a `Checkpointer`, an object of a `dcp.save` (docs/format.md).
+
+
+_DCP = '{"dcp"'
+
+
+def refuse_dcp(skeleton: str, id: StepId) -> None:
+    """Raises MismatchError for an image that a `Checkpointer` cannot restore."""
+    if skeleton.startswith(_DCP):
+        raise MismatchError(
+            f"step {id} was saved by dcp.save (keepstep.dcp.StorageWriter), which keepstep."
+            "Checkpointer cannot restore; nothing was changed. Load it with dcp.load and"
+            " keepstep.dcp.StorageReader(), or start a new run (keepstep run --run NAME)"
+        )

@@ -1,0 +1,148 @@
+"""Moves the bytes of a plan: mapped images in one go, all others chunk by chunk.
+
+Every needed chunk is asked for once, in the order of the files. Rows that lie close together in
+both tensors are moved at the speed of memory; columns go through torch's strided copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keepstep.client import copying
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.restore.blocks import Block, blocks, byte_range
+from keepstep.restore.images import Images
+from keepstep.restore.plan import Piece, Plan
+from keepstep.wire.trainer import ChunkRun
+
+_MOVES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All that is needed from one chunk: pairs of a wanted tensor's number and a block."""
+
+    rank: int
+    chunk: int
+    parts: list[tuple[int, Block]] = field(default_factory=list)
+
+
+def run(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
+    """Fill `targets` (one for each want, of its box's shape); returns the bytes copied.
+
+    Raises SidecarError when a chunk cannot be had: then some tensors are changed, and the caller
+    must restore another step, or stop.
+    """
+    total = _mapped(plan, targets, images)
+    distant = (one for one in plan.pieces() if images.flat(one.rank) is None)
+    for load, frame in images.stream(loads(distant, targets)):
+        for want, block in load.parts:
+            source = view_of(frame, targets[want].dtype, block, load.chunk * CHUNK_BYTES)
+            total += put(_place(targets[want], block), source)
+    for target in targets:
+        if copying.is_plain(target):
+            # memmove is no torch operation: whoever watches versions must see the change
+            torch.autograd.graph.increment_version(target)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return total
+
+
+def loads(pieces: Iterable[Piece], targets: Sequence[Tensor]) -> Iterator[Load]:
+    """The chunks that hold `pieces`, which are in the order of the files, each once."""
+    current: Load | None = None
+    for piece in pieces:
+        size = targets[piece.want].element_size()
+        begin, end = byte_range(piece, size)
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            parts = list(blocks(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
+            if not parts:
+                continue
+            if current is None or (current.rank, current.chunk) != (piece.rank, chunk):
+                if current is not None:
+                    yield current
+                current = Load(piece.rank, chunk)
+            current.parts.extend((piece.want, one) for one in parts)
+    if current is not None:
+        yield current
+
+
+def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Images) -> tuple[ChunkRun, ...]:
+    """The chunks that `run` may ask for, in its order: no less, and hardly more."""
+    columns, dims = plan.columns, plan.dims
+    element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
+    stride = element[columns[:, 2]]
+    first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
+    sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
+    for dim in reversed(range(dims)):
+        held = extent[:, dim] > 0  # padding has none
+        first += torch.where(held, low[:, dim] * stride, 0)
+        last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
+        stride = torch.where(held, stride * sizes[:, dim], stride)
+    spans = torch.stack([columns[:, 0], first // CHUNK_BYTES, last // CHUNK_BYTES + 1], dim=1)
+    runs: list[ChunkRun] = []
+    for rank, begin, end in torch.unique(spans, dim=0).tolist():
+        if images.flat(rank) is not None:
+            continue
+        if runs and runs[-1].rank == rank and begin <= runs[-1].end:
+            begin, end = runs[-1].first, max(end, runs[-1].end)
+            runs.pop()
+        runs.append(ChunkRun(rank=rank, first=begin, end=end))
+    return tuple(runs)
+
+
+def put(target: Tensor, source: Tensor) -> int:
+    """Copy one view into another; returns the bytes."""
+    size = source.numel() * source.element_size()
+    if copying.is_plain(target) and copying.is_plain(source):
+        copying.move(target.data_ptr(), source.data_ptr(), size)
+    else:
+        with torch.no_grad():
+            target.copy_(source)
+    return size
+
+
+def view_of(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
+    """What is needed of a block, in bytes that begin at byte `origin` of the image."""
+    begin = block.begin - origin
+    size = math.prod(block.sizes) * dtype.itemsize
+    whole = flat[begin : begin + size].view(dtype).view(block.sizes)
+    return _narrow(whole, block.low, block.extent)
+
+
+def _place(target: Tensor, block: Block) -> Tensor:
+    return _narrow(target, block.at, block.extent)
+
+
+def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
+    for dim, (first, size) in enumerate(zip(at, extent, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, first, size)
+    return tensor
+
+
+def _mapped(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
+    total, moves, copies = 0, [], []
+    for piece in plan.pieces():
+        flat = images.flat(piece.rank)
+        if flat is None:
+            continue
+        whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
+        target = _place(targets[piece.want], whole)
+        source = view_of(flat, target.dtype, whole, 0)
+        size = source.numel() * source.element_size()
+        total += size
+        if copying.is_plain(target) and copying.is_plain(source):
+            moves.append(copying.Move(target.data_ptr(), source.data_ptr(), size))
+        else:
+            copies.append(copying.Copy(target, source))
+        if len(moves) + len(copies) >= _MOVES_AT_ONCE:
+            copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+            moves, copies = [], []
+    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+    return total

@@ -1,0 +1,626 @@
+"""The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
+
+Everything here happens beside the training thread. When the sidecar is gone the thread keeps
+trying to come back to it; until then `take_slot` says so at once and the step is skipped.
+Invariants: at most one image is unsealed, and no slot is asked for before the last one was
+reported. Whatever raises, and wherever: the step in question is counted and told, and the next
+`save` finds a state in which a step can be kept (`heal`).
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from keepstep.client.http import Client
+from keepstep.client.session import Link
+from keepstep.client.slot import SlotMapping
+from keepstep.client.wakeups import Changes
+from keepstep.errors import (
+    FormatError,
+    NoMemoryError,
+    SidecarAbsent,
+    SidecarError,
+)
+from keepstep.image import Layout
+from keepstep.save.pending import Pending, Verdict
+from keepstep.save.stats import Stats
+from keepstep.wire.trainer import (
+    DiscardRequest,
+    LayoutAccepted,
+    LayoutRequest,
+    LeaseGranted,
+    SkippedRequest,
+    SlotGranted,
+    SlotRequest,
+    StagedRequest,
+)
+
+log = logging.getLogger("keepstep")
+
+_RETRY_S = 0.2
+_MOST_RETRY_S = 2.0
+_SLOT_WAIT_S = 20.0
+_LARGE_BYTES = 64 << 20
+_KNOWN_STEPS = 10_000
+_KINDS = 100
+_EAGER_WITHIN = 100
+_DRAIN_S = 2.0
+_COPY_S = 60.0
+
+
+class Agent:
+    """Owns the lease, the layout, the slot at hand and the image on its way.
+
+    `eager_next`: the last image was discarded, so the next is to be copied at once. `trains`: the
+    thread in which an optimizer was seen to step, if any.
+    """
+
+    def __init__(self, socket_path: str, *, rank: int, world: int) -> None:
+        self.stats = Stats()
+        self.staged_step: Pending | None = None
+        self.eager_next = False
+        self.trains: int | None = None
+        self._eager = False
+        self._discarded_at: int | None = None
+        # `with` on it is C code: no exception comes between taking it and having it
+        self._lock = threading.Lock()
+        self._changed = Changes()
+        self.link = Link(socket_path, rank=rank, world=world, changed=self._changed)
+        self._client = Client(socket_path)
+        self._layout: Layout | None = None
+        self._accepted: str = ""
+        self._refused: str = ""
+        self._ready: tuple[SlotGranted, SlotMapping] | None = None
+        self._taken: tuple[SlotGranted, SlotMapping] | None = None
+        self._mappings: dict[str, SlotMapping] = {}
+        self._pending: Pending | None = None
+        self._skips: dict[str, tuple[int, int]] = {}
+        self._outcomes: dict[int, str] = {}
+        self._retry_at = 0.0
+        self._failures = 0
+        self._patient = True
+        self._warned: set[str] = set()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._device: int | None = None
+
+    # --- called by the training thread -------------------------------------------------------
+
+    def connect(self, *, timeout_s: float) -> LeaseGranted:
+        """Get the lease now; see `Link.connect`. Starts the agent thread.
+
+        Raises SidecarError `rank-taken` at once where this very process has the rank already.
+        """
+        self._refuse_second()
+        granted = self.link.connect(timeout_s=timeout_s)
+        _STAGERS.add(self)
+        self._ensure_agent()
+        return granted
+
+    def _refuse_second(self) -> None:
+        if self._twin() is not None:
+            gc.collect()  # what an exception left behind may be a cycle
+        if self._twin() is not None:
+            raise SidecarError(
+                f"rank {self.link.rank} belongs to another Checkpointer (or keepstep.dcp session)"
+                f" of this process (pid {os.getpid()}): call close() on that one first, or let go"
+                " of all that refers to it",
+                code="rank-taken",
+            )
+
+    def _twin(self) -> Agent | None:
+        mine = (self.link.path, self.link.rank)
+        return next(
+            (
+                one
+                for one in list(_STAGERS)
+                if one is not self and (one.link.path, one.link.rank) == mine
+            ),
+            None,
+        )
+
+    def _ensure_agent(self) -> None:
+        if self._closing or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether it ever had the lease."""
+        return self._thread is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the rank was given back, or never was this process's."""
+        return self._closing
+
+    @property
+    def pending(self) -> Pending | None:
+        """The image on its way, if any."""
+        return self._pending
+
+    @property
+    def taken(self) -> tuple[SlotGranted, SlotMapping] | None:
+        """The slot that was taken and is neither submitted nor put back, if any."""
+        return self._taken
+
+    @property
+    def copies_eagerly(self) -> bool:
+        """Whether the next image is to be copied at once: tensors change where no fence is."""
+        return self.eager_next or self._eager
+
+    def use_layout(self, layout: Layout) -> None:
+        """From now on images look like this; slots for it are made in the background."""
+        with self._lock:
+            if self._layout is not None and self._layout.id == layout.id:
+                return
+            self._layout = layout
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self._device = torch.cuda.current_device()
+            self._accepted = self._refused = ""
+            self._ready = None
+            self._mappings.clear()
+            self._patient = True
+        self._changed.ring()
+
+    def take_slot(self) -> tuple[SlotGranted, SlotMapping] | str:
+        """The slot at hand, or why there is none. May wait a little, but does so again only
+        after a slot came: a slow sidecar costs one wait, not one a step."""
+        patience_s = self._patience_s() if self._patient and self.link.connected else 0.0
+        return self.await_slot(timeout_s=patience_s)
+
+    def await_slot(self, *, timeout_s: float) -> tuple[SlotGranted, SlotMapping] | str:
+        """`take_slot` for whoever cannot skip a step: waits until there is one, or none can be."""
+        self._changed.wait_for(self._knows, timeout_s=timeout_s)
+        with self._lock:
+            if self._ready and not self._pending:
+                # named until it is submitted: the agent must not ask for it a second time
+                self._taken, self._ready = self._ready, None
+                return self._taken
+        self._patient = False
+        if self._closing:
+            return "this process has given its rank back"
+        if self._refused:
+            return self._refused
+        return "no slot is free yet" if self.link.connected else "the sidecar is away"
+
+    def _knows(self) -> bool:
+        at_hand = self._ready is not None and self._pending is None
+        return at_hand or bool(self._refused) or self._closing
+
+    def _patience_s(self) -> float:
+        """Small slots are made in milliseconds, and worth a wait; large ones take seconds."""
+        return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
+
+    def submit(self, pending: Pending) -> None:
+        """Hand over an image: copied or not, the agent does the rest."""
+        with self._lock:
+            self._pending, self._taken = pending, None
+        self._changed.ring()
+
+    def put_back(self) -> None:
+        """The slot that was taken will not be submitted: whatever was written is no image."""
+        with self._lock:
+            taken, self._taken = self._taken, None
+            if taken is not None and not self._is_submitted(taken):
+                taken[1].erase()
+                self._ready = taken
+        self._changed.ring()
+
+    def _is_submitted(self, taken: tuple[SlotGranted, SlotMapping]) -> bool:
+        return self._pending is not None and self._pending.grant is taken[0]
+
+    def heal(self) -> None:
+        """Before a save: put right what an exception left in the middle of an earlier one, be it
+        in the training thread (a signal handler may raise anywhere) or in the agent."""
+        if self._taken is not None:
+            self.put_back()
+        self._ensure_agent()
+
+    def settle(self, *, timeout_s: float = _COPY_S) -> None:
+        """The fence: return when the pending image no longer reads the live tensors."""
+        pending = self._pending
+        if pending is None or pending.judged.is_set():
+            return
+        if pending.cuda_done is not None and pending.guard is not None:
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing runs now; docs: what a captured graph does at its replay
+            torch.cuda.current_stream().wait_event(pending.cuda_done)
+        elif not self._await_copy(pending, timeout_s):
+            self.warn("slow-copy", f"step {pending.id.step}: the copy takes over {timeout_s:.0f} s")
+            pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
+            return
+        pending.judge()
+
+    def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
+        if not pending.copied.is_set():
+            self._ensure_agent()
+            self._changed.ring()  # an exception in `submit` may have kept it from the agent
+        return pending.copied.wait(timeout_s)
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Wait until no image is on its way. False when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        pending = self._pending
+        if pending is not None:
+            on_gpu = pending.cuda_done is not None and pending.guard is not None
+            if on_gpu or self._await_copy(pending, timeout_s):
+                self.settle()
+        left_s = max(0.0, deadline - time.monotonic())
+        return self._changed.wait_for(lambda: self._pending is None, timeout_s=left_s)
+
+    def skip(self, step: int, reason: str) -> None:
+        """Count a step that could not be staged; the sidecar hears of it with the next call."""
+        self.stats.skipped += 1
+        self._note(step, reason)
+        self.warn(reason, f"step {step} is not kept: {reason}")
+        self._changed.ring()
+
+    def knows_of(self, step: int) -> bool:
+        """Whether this step is on its way, or has come to its end."""
+        pending = self._pending
+        return step in self._outcomes or (pending is not None and pending.id.step == step)
+
+    def outcome(self, step: int) -> str | None:
+        """'' for a step that was staged, why for one that was not, None for one that is on its way,
+        was never saved here, or longer ago than the last 10,000."""
+        return self._outcomes.get(step)
+
+    def _note(self, step: int, reason: str, *, tell: bool = True) -> None:
+        with self._lock:
+            self._end(step, reason)
+            reason = self.stats.note(reason)
+            if tell:
+                self._skips[reason] = (step, self._skips.get(reason, (0, 0))[1] + 1)
+
+    def _end(self, step: int, outcome: str) -> None:
+        self._outcomes[step] = outcome
+        while len(self._outcomes) > _KNOWN_STEPS:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def warn(self, key: str, message: str, *, traceback: bool = False) -> None:
+        """Log a warning once per kind; repetitions are only counted."""
+        if key not in self._warned and len(self._warned) < _KINDS:
+            self._warned.add(key)
+            log.warning("keepstep: rank %d: %s", self.link.rank, message, exc_info=traceback)
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Give the lease back and end the thread; waits for that so long at most."""
+        deadline = time.monotonic() + timeout_s
+        self._closing = True
+        _STAGERS.discard(self)
+        self._changed.ring()
+        # with an image on its way the agent thread may still write: then only our death counts
+        self.link.close(goodbye=self._pending is None, timeout_s=min(2.0, timeout_s))
+        self._client.end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """For the end of the process, or of whatever used it: stage what is on its way if that is
+        quick, then let go. The thread ends before the interpreter does, which would abort it in
+        the middle of a copy, and the process with it."""
+        if self._closing or not self.started:
+            return
+        if self._thread is threading.current_thread():  # collected in its own thread
+            self._closing = True
+            _STAGERS.discard(self)
+            self._changed.ring()
+            return
+        try:
+            self.drain(timeout_s=_DRAIN_S)
+        finally:
+            self.close(timeout_s=_COPY_S)
+
+    def disown(self) -> None:
+        """In a forked child: nothing here is this process's, and no lock can be trusted."""
+        self._closing = True
+        self._lock, self._thread = threading.Lock(), None
+        self._pending = self._ready = self._taken = None
+        self._mappings = {}
+        self.link.forget()
+
+    # --- the agent thread --------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not (self._closing and self._pending is None):
+            self._changed.wait_for(self._is_due, timeout_s=self._nap())
+            task = self._next()
+            if task is None:
+                continue
+            try:
+                task()
+            except SidecarError as error:
+                self._failed(error)
+            except BaseException as error:  # whatever it is: without this thread nothing is kept
+                self._stumbled(task, error)
+        if self._closing:
+            self.link.close(goodbye=False)
+            self._client.close()
+
+    def _is_due(self) -> bool:
+        return self._closing or self._next() is not None
+
+    def _nap(self) -> float | None:
+        """Until the sidecar is asked again; None while nothing stands in the way."""
+        left_s = self._retry_at - time.monotonic()
+        return left_s if left_s > 0 else None
+
+    def _next(self) -> Callable[[], None] | None:
+        """The most urgent thing to do, or None to sleep."""
+        pending = self._pending
+        if pending is not None and not _is_ready_to_report(pending):
+            return self._copy
+        if self._closing:
+            return None if pending is None else self._abandon
+        if time.monotonic() < self._retry_at:
+            return None
+        if not self.link.connected:
+            return self._reconnect
+        if self._layout is not None and not self._accepted and not self._refused:
+            return self._register
+        if pending is not None:
+            return self._report
+        if self._accepted and self._ready is None and self._taken is None:
+            return self._fetch
+        return self._tell_skips if self._skips else None
+
+    def _copy(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        try:
+            if not pending.copied.is_set():
+                pending.copy()
+            pending.judge_after_progress(lambda: self._closing)
+            if not pending.judged.is_set():
+                pending.finish(Verdict.LOST, "the trainer ended before it was certain to be whole")
+            if pending.verdict is Verdict.VALID and not pending.sealed:
+                pending.seal()
+        except BaseException as error:
+            pending.finish(Verdict.LOST, f"it could not be copied: {error!r}")
+            self.warn("copy", f"step {pending.id.step} was not copied", traceback=True)
+        finally:
+            pending.copied.set()
+
+    def _report(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        if pending.verdict is Verdict.VALID:
+            granted = self._report_staged(pending)
+        else:
+            granted = self._report_discarded(pending)
+        self._clear(pending)
+        self._failures, self._retry_at = 0, 0.0
+        if granted is not None:
+            self._keep(granted)
+
+    def _clear(self, pending: Pending) -> None:
+        """No image is on its way any more."""
+        with self._lock:
+            if self._taken is not None and self._is_submitted(self._taken):
+                self._taken = None  # an exception in `submit` left it
+            if self._pending is pending:
+                self._pending = None
+        self._changed.ring()
+
+    def _report_staged(self, pending: Pending) -> SlotGranted | None:
+        request = StagedRequest(
+            lease=self.link.lease,
+            slot=str(pending.grant.slot),
+            generation=pending.grant.generation,
+            epoch=pending.epoch,
+            step=pending.id.step,
+            copy_s=pending.copy_s,
+            blocked_s=pending.blocked_s,
+        )
+        try:
+            granted = self._client.call("/v1/staged", request, SlotGranted)
+        except SidecarAbsent:
+            raise
+        except SidecarError as error:
+            if error.code in _ASK_AGAIN:
+                raise
+            self._lose(pending, f"the sidecar did not take it ({error.code}): {error}")
+            self._accepted = ""
+            return None
+        self.stats.staged += 1
+        self.stats.copy_s += pending.copy_s
+        self.stats.last_copy_s = pending.copy_s
+        with self._lock:
+            self._end(pending.id.step, "")
+        pending.finish(Verdict.STAGED)
+        self.staged_step = pending
+        return granted
+
+    def _lose(self, pending: Pending, reason: str) -> None:
+        """An image that the sidecar will not hear of as such: its step is counted and told."""
+        pending.finish(Verdict.LOST, reason)
+        if not pending.counted:
+            pending.counted = True
+            self.stats.discarded += 1
+            self._note(pending.id.step, reason)
+            self.warn(reason, f"step {pending.id.step} is lost: {reason}")
+
+    def _report_discarded(self, pending: Pending) -> SlotGranted:
+        reason = pending.why_lost()
+        if not pending.counted:  # a lost connection may bring us here again
+            pending.counted = True
+            self.stats.discarded += 1
+            pending.slot.erase()
+            self._note(pending.id.step, reason, tell=False)
+            self.warn(reason, f"step {pending.id.step} is discarded: {reason}")
+            if pending.verdict is Verdict.MUTATED:
+                self._be_eager(pending)
+            pending.finish(pending.verdict)
+        request = DiscardRequest(
+            lease=self.link.lease,
+            slot=str(pending.grant.slot),
+            generation=pending.grant.generation,
+            step=pending.id.step,
+            reason=reason,
+        )
+        return self._client.call("/v1/discard", request, SlotGranted)
+
+    def _be_eager(self, pending: Pending) -> None:
+        """Copy the next image at once; all of them when this is no exception, as with an optimizer
+        that is none of torch's and so runs no hook."""
+        self.eager_next = True
+        saves, before = self.stats.saves, self._discarded_at
+        self._discarded_at = saves
+        if before is not None and saves - before <= _EAGER_WITHIN and not self._eager:
+            self._eager = True
+            self.warn(
+                "eager",
+                f"step {pending.id.step} is the second of {saves - before} saves that changed"
+                " before it was copied: from now on every step is copied before save() returns."
+                " An optimizer that is no torch.optim.Optimizer needs `with"
+                " checkpointer.mutating():` around its step to be copied beside it",
+            )
+
+    def _fetch(self) -> None:
+        assert self._layout is not None
+        request = SlotRequest(lease=self.link.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S)
+        self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
+
+    def _keep(self, granted: SlotGranted) -> None:
+        """Map a granted slot and put it at hand."""
+        layout = self._layout
+        if granted.slot is None or layout is None:
+            return
+        try:
+            mapping = self._mapped(granted.path, layout)
+        except (OSError, FormatError) as error:
+            if not self._accepted:
+                # granted for the layout before; the registration of the new one comes next
+                log.debug("slot %s: %s", granted.path, error)
+                return
+            raise SidecarError(f"slot {granted.path} cannot be mapped: {error}") from error
+        with self._lock:
+            if self._layout is not layout:
+                return  # the training thread changed it while the slot was mapped
+            self._mappings[granted.path] = mapping
+            self._ready = (granted, mapping)
+            self._patient = True
+        self._failures, self._retry_at = 0, 0.0
+        self._changed.ring()
+
+    def _mapped(self, path: str, layout: Layout) -> SlotMapping:
+        """The slot at `path`. A sidecar that lost its memory makes other files of the same name."""
+        mapping = self._mappings.get(path)
+        if mapping is not None and not mapping.is_replaced():
+            return mapping
+        for known, one in list(self._mappings.items()):
+            if one.is_replaced():
+                self._mappings.pop(known, None)
+        mapping = SlotMapping(path, layout)
+        mapping.populate()
+        if self._device is not None:
+            # this thread has no current device of its own: it would take the first GPU
+            with torch.cuda.device(self._device):
+                mapping.register()
+        return mapping
+
+    def _register(self) -> None:
+        layout = self._layout
+        assert layout is not None
+        header = base64.b64encode(layout.header).decode()
+        try:
+            accepted = self._client.call(
+                "/v1/layout", LayoutRequest(lease=self.link.lease, header=header), LayoutAccepted
+            )
+        except NoMemoryError as error:
+            with self._lock:
+                if self._layout is layout:
+                    self._refused = str(error)
+            self._changed.ring()
+            return
+        if accepted.warning:
+            self.warn(accepted.warning, accepted.warning)
+        with self._lock:
+            if self._layout is layout:
+                self._accepted = accepted.layout
+
+    def _tell_skips(self) -> None:
+        with self._lock:
+            reason, (step, count) = next(iter(self._skips.items()))
+        request = SkippedRequest(lease=self.link.lease, step=step, reason=reason, count=count)
+        self._client.call("/v1/skipped", request, dict)
+        with self._lock:
+            newest, now = self._skips.pop(reason)
+            if now > count:
+                self._skips[reason] = (newest, now - count)
+
+    def _holding(self) -> tuple[str, ...]:
+        """Slots that are ours to fill, as far as we know."""
+        pending, ready, taken = self._pending, self._ready, self._taken
+        grants = (pending and pending.grant, ready and ready[0], taken and taken[0])
+        return tuple(grant.slot for grant in grants if grant and grant.slot)
+
+    def _reconnect(self) -> None:
+        granted = self.link.take(self._holding())
+        with self._lock:
+            if self._ready and self._ready[0].slot not in granted.held:
+                self._ready = None
+            self._accepted = self._refused = ""
+        log.info("keepstep: rank %d: the sidecar is back", self.link.rank)
+        self._warned.discard("the sidecar is away")
+        self._patient = True
+
+    def _failed(self, error: SidecarError) -> None:
+        absent = isinstance(error, SidecarAbsent)
+        self._failures = 0 if absent or error.code in _ASK_AGAIN else min(self._failures + 1, 10)
+        pause_s = min(_RETRY_S * 2.0**self._failures, _MOST_RETRY_S)
+        self._retry_at = time.monotonic() + pause_s
+        if not absent:
+            self.warn(error.code, str(error))
+            self.link.drop()  # whatever we disagree about: begin anew
+
+    def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
+        """An exception that nobody foresaw costs the step that it struck, and no other one."""
+        self.warn(repr(error), f"the agent thread failed: {error!r}", traceback=True)
+        pending = self._pending
+        if pending is not None and task == self._report:
+            if pending.verdict is not Verdict.STAGED:
+                self._lose(pending, f"it could not be reported: {error!r}")
+                pending.slot.erase()
+            self._clear(pending)
+        if self._failures:  # not only once: begin anew, and not too fast
+            self._failed(SidecarError(str(error)))
+        self._failures += 1
+
+    def _abandon(self) -> None:
+        pending = self._pending
+        if pending is not None:
+            self._lose(pending, "the trainer ended before it was reported")
+            self._clear(pending)
+
+
+_ASK_AGAIN = ("starting", "stopping", "no-lease")
+"""Problems of a sidecar that comes or goes: the same is said again to the next one."""
+
+_STAGERS: weakref.WeakSet[Agent] = weakref.WeakSet()
+"""Those that hold a rank of this process."""
+
+
+def _is_ready_to_report(pending: Pending) -> bool:
+    done = pending.copied.is_set() and pending.judged.is_set()
+    return done and (pending.sealed or pending.verdict is not Verdict.VALID)
+
+
+def _disown_in_child() -> None:
+    for agent in list(_STAGERS):
+        agent.disown()
+    _STAGERS.clear()
+
+
+os.register_at_fork(after_in_child=_disown_in_child)

@@ -1,0 +1,217 @@
+"""One image on its way from live tensors into a slot.
+
+Life: made by the training thread at `save`; copied by the agent thread; *judged* once, when it is
+certain that nobody changed the tensors before they were copied; then sealed, or discarded.
+
+Judging compares version counters, addresses and fingerprints with those at `save`. It must happen
+while the training thread is not inside an operation: an in-place kernel that still runs has not
+moved its version counter yet. That holds when the training thread judges itself (the fence), and
+also once it has been seen to execute Python after the copy was done: whatever ran at that moment
+has returned. The second way lets an image be sealed in the middle of the next forward pass, so a
+kill then loses only the step in flight.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
+from keepstep.client.wakeups import Gate
+from keepstep.image import ControlPage
+from keepstep.state.take import TensorLeaf
+from keepstep.steps import Epoch, StepId
+from keepstep.wire.trainer import SlotGranted
+
+
+class Verdict(enum.Enum):
+    """What became of an image."""
+
+    OPEN = "open"
+    VALID = "valid"
+    MUTATED = "mutated"
+    STAGED = "staged"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What must be the same before and after a lazy copy."""
+
+    leaves: tuple[TensorLeaf, ...]
+    versions: tuple[int, ...]
+    pointers: tuple[int, ...]
+    fingerprint: Fingerprint
+    samples: list[torch.Tensor]
+
+    @classmethod
+    def take(cls, leaves: Sequence[TensorLeaf], fingerprint: Fingerprint) -> Guard:
+        """Remember the leaves as they are now."""
+        return cls(
+            tuple(leaves),
+            tuple(leaf.tensor._version for leaf in leaves),
+            tuple(leaf.tensor.data_ptr() for leaf in leaves),
+            fingerprint,
+            fingerprint.take(),
+        )
+
+    def changed(self) -> str:
+        """The name of a tensor that changed, `?` when only a fingerprint did, or ''."""
+        for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
+            if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:
+                return leaf.name
+        return "" if same(self.fingerprint.take(), self.samples) else "?"
+
+
+@dataclass(eq=False)
+class Pending:
+    """One image on its way; see the module.
+
+    `transfers`: what is left to copy, worked out on the agent thread. `late`: bytes for the slot
+    that must wait for the GPU. `thread`: the one that trains.
+    """
+
+    id: StepId
+    epoch: Epoch
+    grant: SlotGranted
+    slot: SlotMapping
+    control: ControlPage
+    guard: Guard | None
+    transfers: Callable[[], copying.Transfers] | None = None
+    late: list[Callable[[], None]] = field(default_factory=list)
+    cuda_done: torch.cuda.Event | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    copied: Gate = field(default_factory=Gate)
+    judged: Gate = field(default_factory=Gate)
+    verdict: Verdict = Verdict.OPEN
+    culprit: str = ""
+    reason: str = ""
+    sealed: bool = False
+    counted: bool = False
+    copy_s: float = 0.0
+    blocked_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def copy(self) -> None:
+        """Move the bytes (agent thread)."""
+        started = time.perf_counter()
+        if self.transfers is not None:
+            # Shared out even beside busy cores: compute on all of them is as late as its latest
+            # thread, so one whole core taken away costs twice what half of two costs.
+            copying.run(self.transfers(), threads=copying.default_threads())
+        if self.cuda_done is not None:
+            self.cuda_done.synchronize()
+        for write in self.late:
+            write()
+        self.copy_s += time.perf_counter() - started
+        self.copied.set()
+
+    def judge(self) -> None:
+        """Decide, once, whether the tensors kept still. See the module for when this is sound."""
+        with self._lock:
+            if self.verdict is Verdict.OPEN:
+                guard = self.guard
+                self.culprit = guard.changed() if guard is not None else ""
+                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+        self.judged.set()
+
+    def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
+        """Judge as soon as the training thread has been seen to go on (agent thread)."""
+        if self.guard is None:
+            self.judge()
+            return
+        if self.cuda_done is not None:
+            # a write through `.data` may still be queued on the GPU: only the fence can tell
+            while not self.judged.wait(1.0) and not give_up():
+                pass
+            return
+        before, pause_s = _position(self.thread), 0.0005
+        while not self.judged.wait(pause_s) and not give_up():
+            # a thread that has ended has no position
+            if not before or _position(self.thread) != before:
+                self.judge()
+            pause_s = min(pause_s * 1.5, 0.01)
+
+    def seal(self) -> None:
+        """Write the control page: from here on, the image is complete."""
+        self.slot.seal(self.control)
+        self.sealed = True
+
+    def why_lost(self) -> str:
+        """In words, for the log and the sidecar's counters."""
+        if self.verdict is Verdict.LOST:
+            return self.reason or "it could not be copied"
+        culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
+        return (
+            f"{culprit} changed before it was copied, outside an optimizer step; wrap such code in"
+            " `with checkpointer.mutating():`. The next save copies eagerly"
+        )
+
+    def finish(self, verdict: Verdict, reason: str = "") -> None:
+        """The end of this image, whatever it was; lets go of all tensors."""
+        self.verdict, self.reason = verdict, reason or self.reason
+        self.guard = None
+        self.transfers, self.late = None, []
+        self.judged.set()
+
+
+def _position(thread: int) -> tuple[tuple[int, int], ...]:
+    """Where a thread stands in its Python code; a change proves that it executed something."""
+    frame = sys._current_frames().get(thread)
+    position: list[tuple[int, int]] = []
+    while frame is not None and len(position) < 8:
+        position.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(position)
+
+
+# --- fingerprint -----------------------------------------------------------------------------
+#
+# Sees that a tensor changed although its version counter did not (`tensor.data.add_(1)`).
+#
+# Copying lazily is safe only while nobody writes. In-place operations move the version counter
+# that autograd keeps; writes through `.data` do not. So a few elements of every tensor are
+# compared as well: the first, the last-but-few, at least 16 of each and one in every 256 KiB. Any
+# dense update changes them. A sparse write past the counter (through `.data`, numpy, another
+# process) between save and fence may hide; docs say to wrap such in `checkpointer.mutating()`.
+
+
+_SAMPLES = 16
+_STRIDE_BYTES = 256 << 10
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """Sample positions of a set of dense tensors; `take` reads them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Prepare views; holds no copy. Tensors must be dense and non-overlapping."""
+        groups: dict[tuple[torch.device, int], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            size = tensor.element_size()
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            if size not in _BITS:  # complex128: two doubles
+                flat = torch.view_as_real(flat).view(-1)
+                size = 8
+            stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
+            groups.setdefault((tensor.device, size), []).append(flat.view(_BITS[size])[::stride])
+        self._groups = list(groups.values())
+
+    def take(self) -> list[Tensor]:
+        """The samples now, one small tensor per device and element size."""
+        return [torch.cat(group) for group in self._groups]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two readings agree, bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,349 @@
+"""What a state consists of once it is taken apart, see `keepstep.state.take`."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepstep.errors import FormatError
+from keepstep.image import fields, strictjson
+from keepstep.image.arrays import ArrayForm
+from keepstep.image.layout import Parameters, Section, TensorSpec
+from keepstep.state import sharding
+from keepstep.state.dtypes import code_of
+from keepstep.state.sharding import Sharing
+from keepstep.state.topology import Claim
+
+log = logging.getLogger("keepstep")
+
+MAX_DEPTH = 200
+"""Of a tree; deeper than any that a walk at save can have come back from."""
+
+Node = tuple[Any, ...]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A live tensor. `lazy`: only an optimizer step changes it, so the copy may come later.
+
+    `tensor` is what this rank stages: the box at `offsets` of `global_shape` (None: all of it).
+    `whole` is what a restore must fill: all that lies here, the box at `whole_offsets`. `live` is
+    what the user has, a DTensor perhaps. `sharing` None: the tensor belongs to this rank alone;
+    `lenient`: but another rank's value does as well (buffers under DistributedDataParallel).
+    `fresh`: it cannot be filled where it is; a restore makes a new one, as of any value.
+    """
+
+    name: str
+    tensor: Tensor
+    section: Section
+    lazy: bool
+    whole: Tensor
+    live: Tensor
+    offsets: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] | None = None
+    whole_offsets: tuple[int, ...] = ()
+    sharing: Sharing | None = None
+    lenient: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """All of a state at one moment; `tensors` alias the live ones. `claims`: what to agree on with
+    other ranks. `twins`: ranks whose images of this state hold the very same boxes. `parameters`:
+    of each optimizer, by its component's name."""
+
+    tensors: tuple[TensorLeaf, ...]
+    aliases: dict[str, str]
+    values: list[Any]
+    skeleton: Node
+    claims: frozenset[Claim] = frozenset()
+    twins: tuple[int, ...] = ()
+    parameters: dict[str, Parameters] = field(default_factory=dict)
+
+    @cached_property
+    def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:
+        """The tensors, by the component and the keys in it that lead to them."""
+        leaves = {leaf.name: leaf for leaf in self.tensors}
+        leaves |= {alias: leaves[name] for alias, name in self.aliases.items()}
+        return {path: leaves[leaf[1]] for path, leaf in leaves_of(self.skeleton) if leaf[0] == "t"}
+
+    @cached_property
+    def specs(self) -> list[TensorSpec]:
+        """What the layout needs to know of each tensor. Raises UsageError for odd dtypes."""
+        return [
+            TensorSpec(
+                name=leaf.name,
+                dtype=code_of(leaf.tensor.dtype, name=leaf.name),
+                shape=tuple(leaf.tensor.shape),
+                section=leaf.section,
+                offsets=leaf.offsets,
+                global_shape=leaf.global_shape,
+                dim_order=dim_order(leaf.whole),
+                device=device_name(leaf.tensor.device),
+            )
+            for leaf in self.tensors
+        ]
+
+    def signature(self) -> Any:
+        """Equal for two states exactly when one layout fits both."""
+        return (
+            self.skeleton,
+            [
+                (
+                    leaf.name,
+                    leaf.tensor.dtype,
+                    leaf.tensor.shape,
+                    leaf.tensor.device,
+                    leaf.whole.stride(),
+                    leaf.section,
+                    leaf.offsets,
+                    leaf.global_shape,
+                )
+                for leaf in self.tensors
+            ],
+            self.aliases,
+            self.parameters,
+        )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it is a subclass that keeps its values in other tensors, and says in which; but for
+    DTensor, which is kept as boxes."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter or tensor.layout is not torch.strided:
+        return False
+    return hasattr(kind, "__tensor_flatten__") and not sharding.is_dtensor(tensor)
+
+
+def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensor itself, or those that a wrapper keeps its values in; with their names."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, part), f"{name}.{part}")
+
+
+def parse(skeleton: str) -> dict[str, Node]:
+    """The trees of an image's components by their names, and nothing in them that is no node: who
+    walks them need not look again. Raises FormatError."""
+    root = strictjson.loads(skeleton, what="the tree of this image")
+    if not isinstance(root, list) or root[:1] != ["d"]:
+        raise _senseless(root)
+    nodes: list[tuple[Any, int]] = [(root, MAX_DEPTH)]
+    while nodes:
+        node, depth = nodes.pop()
+        nodes += [(child, depth - 1) for child in _children(node)]
+        if depth == 0:
+            raise FormatError(f"the tree of this image is nested deeper than {MAX_DEPTH}")
+    return {str(name): node for name, node in root[1]}
+
+
+def _children(node: Any) -> list[Any]:
+    match node:
+        case ["t", str()] | ["v", _]:  # a value's number is judged where it is known how many are
+            return []
+        case ["x", int(), child]:
+            return [child]
+        case ["l" | "u", list(children)]:
+            return children
+        case ["d", list(items)] if all(map(_is_item, items)):
+            if len({key for key, _ in items}) == len(items):
+                return [child for _, child in items]
+    raise _senseless(node)
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)
+
+
+def _senseless(node: Any) -> FormatError:
+    return FormatError(f"the tree of this image makes no sense: {fields.quoted(node)}")
+
+
+def check_values(node: Node, *, count: int) -> None:
+    """Every value that the tree names is there: known before anything is copied."""
+    for path, leaf in leaves_of(node):
+        if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
+            where = "/".join(map(str, path))
+            raise FormatError(
+                f"the tree of this image names value {leaf[1]!r} at {where}, but it holds {count}"
+            )
+
+
+def values_of(kept: Any) -> list[Any]:
+    """The values of an image, of what its extras hold. Raises FormatError."""
+    values = kept.get("values") if isinstance(kept, dict) else None
+    if not isinstance(values, list):
+        raise FormatError("the extras of this image hold no values")
+    return values
+
+
+def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions as they lie in memory, the outermost first; None for row-major.
+
+    Of equal strides the dimension with more elements is the outer one: so `empty` gives back the
+    very strides, also of dimensions of one element, by which torch tells its memory formats apart.
+    """
+    strides = tensor.stride()
+    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
+        return None
+    shape = tensor.shape
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+    return None if order == list(range(len(shape))) else tuple(order)
+
+
+def empty(
+    shape: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A new dense tensor whose dimensions lie in memory as `dim_order` said."""
+    if order is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+
+
+def device_name(device: torch.device) -> str:
+    """The process's own GPU has no number: that may be another one in the next life."""
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return "cuda"
+    return str(device)
+
+
+def device_of(name: str | None) -> torch.device:
+    """Inverse of `device_name`, as near as this machine comes; the CPU where nothing is known."""
+    if name is None or not name.startswith("cuda") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device(name)
+    if device.index is None or device.index >= torch.cuda.device_count():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
+    """Every tensor and value node with the keys that lead to it."""
+    left = [(path, node)]
+    while left:
+        path, node = left.pop()
+        kind = node[0]
+        if kind == "t" or kind == "v":
+            yield path, node
+        elif kind == "x":
+            yield path, ("v", node[1])
+            left.append((path, node[2]))
+        elif kind == "d":
+            left += [((*path, key), child) for key, child in reversed(node[1])]
+        else:
+            left += [((*path, at), node[1][at]) for at in reversed(range(len(node[1])))]
+
+
+def arrays_of(node: Any) -> Iterator[str]:
+    """Names of the tensors that are bytes of arrays: no live tensor is one of those."""
+    if node[0] == "x" and node[2][0] == "t":
+        yield node[2][1]
+    elif node[0] == "x":
+        yield from arrays_of(node[2])
+    elif node[0] not in ("t", "v"):
+        for child in node[1]:
+            yield from arrays_of(child[1] if node[0] == "d" else child)
+
+
+def is_extra(path: tuple[Any, ...]) -> bool:
+    """Whether a module made it in `get_extra_state`: of any kind, and of another each time."""
+    return str(path[0]).rpartition(".")[2] == "_extra_state"
+
+
+def build(node: Any, tensor: Any, value: Any) -> Any:
+    """Put a tree together again: `tensor(name)` and `value(index)` make the leaves."""
+    kind = node[0]
+    if kind == "t":
+        return tensor(node[1])
+    if kind == "v":
+        return value(node[1])
+    if kind == "x":
+        return _formed(value(node[1]), build(node[2], tensor, value))
+    if kind == "d":
+        return {key: build(child, tensor, value) for key, child in node[1]}
+    children = [build(child, tensor, value) for child in node[1]]
+    return children if kind == "l" else tuple(children)
+
+
+def _formed(form: Any, plain: Any) -> Any:
+    """What `plain` was: `form` says the kind, and is an empty one of it. None stays None."""
+    if plain is None:
+        return None
+    if type(form) is ArrayForm and isinstance(plain, Tensor):
+        return form.over(plain)
+    if type(form) is deque and type(plain) is list:
+        return deque(plain, form.maxlen)
+    if type(form) in (OrderedDict, defaultdict) and type(plain) is dict:
+        made = form.copy()
+        made.update(plain)
+        return made
+    raise FormatError(
+        f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"
+    )
+
+
+def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Make the component `live` what was saved: the same keys in the same order, nothing else.
+
+    Dicts, lists and deques that are there on both sides are refilled, so that whoever holds one
+    sees what was restored; anything else is replaced.
+    """
+    dropped = [repr(key) for key in live if key not in saved]
+    if dropped:
+        log.warning(
+            "keepstep: %s: %s%s: not in the restored step, so removed here; set it after restore()"
+            " if this script needs it",
+            name,
+            ", ".join(dropped[:_SHOWN]),
+            f" and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else "",
+        )
+    _refill(live, saved, {})
+
+
+def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
+    """What to put where `live` is: `live` itself with what `saved` holds, or `saved`.
+
+    `used`: what was refilled before; a second place of it may need other content.
+    """
+    if id(live) in used or not _same_kind(live, saved):
+        return saved
+    used[id(live)] = live
+    if isinstance(live, dict):
+        pairs = [(key, _refill(live.get(key), one, used)) for key, one in saved.items()]
+        live.clear()
+        for key, one in pairs:  # not `update`: a Counter's counts the pairs
+            live[key] = one
+    else:
+        here = [*live, *[None] * (len(saved) - len(live))]
+        items = [_refill(old, new, used) for old, new in zip(here, saved, strict=False)]
+        live.clear()
+        live.extend(items)
+    return live
+
+
+def _same_kind(live: Any, saved: Any) -> bool:
+    if isinstance(live, dict):
+        # a plain one says nothing against the kind that the script has chosen
+        return type(saved) is dict or (
+            type(saved) is type(live)
+            and getattr(saved, "default_factory", None) is getattr(live, "default_factory", None)
+        )
+    if type(live) is deque:
+        return type(saved) is deque and saved.maxlen == live.maxlen
+    return type(live) is list and type(saved) is list

@@ -1,0 +1,144 @@
+"""The state of a training script, taken apart: tensors with names, values, and the tree they form.
+
+`take` walks what the user gave to `Checkpointer` (modules, optimizers, anything with `state_dict`,
+plain dicts) without copying a byte. A container without tensors is one value, however deep, so a
+growing list of losses never changes the layout.
+
+Tensors that other ranks have, too, are boxes of one global tensor: what a DTensor's placements say,
+or the same everywhere under DistributedDataParallel. Optimizer state is named after its parameter,
+as parameters are numbered differently on other ranks.
+
+The tree ("skeleton") is a nested tuple that JSON can hold: `("t", name)` a tensor, `("v", i)` the
+i-th value, `("d", ((key, node), ...))` a dict, `("l", (node, ...))` a list, `("u", ...)` a tuple;
+`("x", i, node)` what `node` is, in the form of the i-th value: an array, deque or another dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from keepstep.errors import FormatError, UsageError
+from keepstep.image import extras
+from keepstep.state import parts
+from keepstep.state.leaves import Node, Taken, TensorLeaf, build, leaves_of
+from keepstep.state.topology import ALONE, Topology
+from keepstep.state.walk import Walker
+from keepstep.state.wrappers import tree_of, unwrap
+
+__all__ = [
+    "Node",
+    "Taken",
+    "TensorLeaf",
+    "build",
+    "check_components",
+    "encode",
+    "leaves_of",
+    "take",
+    "tree_of",
+    "unwrap",
+]
+
+
+def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same mapping, so that replacing an entry later is seen.
+
+    Raises UsageError for what can be neither taken nor put back.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise UsageError(
+            'Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}'
+        )
+    for name, component in state.items():
+        if not isinstance(name, str) or not name or name == "keepstep":
+            raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
+        if isinstance(component, dict):
+            continue
+        if not (hasattr(component, "state_dict") and hasattr(component, "load_state_dict")):
+            raise UsageError(
+                f"{name!r} is a {type(component).__name__} without state_dict() and"
+                " load_state_dict(); wrap it in a dict, or give it the two methods"
+            )
+    return state
+
+
+def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
+    """Walk all components. Raises UsageError for tensors that cannot be kept."""
+    walker = Walker(components, topology)
+    branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    leaves = share(walker.tensors, topology)
+    return Taken(
+        leaves,
+        walker.aliases,
+        walker.values,
+        ("d", tuple(branches)),
+        frozenset(walker.claims),
+        _twins(leaves, topology),
+        walker.parameters,
+    )
+
+
+def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:
+    """The extras of an image: all of a state that is no tensor. Raises UsageError that names the
+    component and the keys of what cannot be held."""
+    kept: dict[str, Any] = {"values": taken.values}
+    if rng is not None:
+        kept["rng"] = rng
+    try:
+        return extras.encode(kept, trusted=trusted)
+    except FormatError as error:
+        raise UsageError(_named(taken, trusted) or str(error)) from None
+
+
+def _named(taken: Taken, trusted: bool) -> str:
+    for path, leaf in leaves_of(taken.skeleton):
+        if leaf[0] == "v":
+            try:
+                extras.encode(taken.values[leaf[1]], trusted=trusted)
+            except extras.Unheld as error:
+                return f"{'.'.join(map(str, path))}{error.place}: {error.why}"
+    return ""
+
+
+def share(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:
+    """Leave of what is replicated only this rank's part. Scalars are not worth a part: all ranks
+    stage them, so an image of one shard has all that its rank needs."""
+    if topology.world == 1:
+        return tuple(leaves)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, leaf in enumerate(leaves):
+        if leaf.sharing is not None and leaf.whole.dim() and leaf.whole.numel():
+            groups.setdefault(leaf.sharing.replicas, []).append(at)
+    for replicas, places in groups.items():
+        sharers = topology.sharers(replicas)
+        if len(sharers) > 1:
+            _cut(leaves, places, sharers.index(topology.rank), len(sharers))
+    return tuple(leaves)
+
+
+def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int) -> None:
+    """Replace the leaves at `places` by part `number` of `sharers`. The order on the line of bytes
+    is that of their names: ranks may number their parameters differently."""
+    places = sorted(places, key=lambda at: leaves[at].name)
+    bulks = tuple(
+        parts.Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places
+    )
+    for at, bulk, rows in zip(places, bulks, parts.cut(bulks, sharers), strict=True):
+        leaf, dim, begin, end = leaves[at], bulk.dim, rows[number], rows[number + 1]
+        assert leaf.sharing is not None
+        offsets = list(leaf.sharing.offsets)
+        offsets[dim] += begin
+        with torch.no_grad():
+            part = leaf.whole.narrow(dim, begin, end - begin)
+        leaves[at] = replace(
+            leaf, tensor=part, offsets=tuple(offsets), global_shape=leaf.sharing.global_shape
+        )
+
+
+def _twins(leaves: tuple[TensorLeaf, ...], topology: Topology) -> tuple[int, ...]:
+    if topology.world == 1 or any(leaf.sharing is None and not leaf.lenient for leaf in leaves):
+        return ()
+    return topology.twins(leaf.sharing.replicas for leaf in leaves if leaf.sharing is not None)

@@ -1,0 +1,164 @@
+"""Which ranks run where and what they have in common: agreed once, in `restore()`.
+
+Every rank claims the tensors that it has or will have, by name: as its own, or as one that several
+ranks (`members`) make up together. From all claims follows, without another word between them, the
+name under which each rank stores a tensor, and who stages which part of what is replicated.
+
+A name belongs to the claim with the lowest rank; whoever has another tensor of that name stores it
+as `name@rank-00001`, so rank 0's buffers keep their bare names, and so do those of pipeline stages.
+What was not claimed (made after `restore`) carries its rank, for others may have made it too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.errors import RestoreError, UsageError
+from keepstep.image.xxh3 import xxh3_128
+
+Members = tuple[int, ...] | None
+"""The ranks that make up one tensor; None: each has one for itself."""
+
+Claim = tuple[str, Members]
+
+_Declaration = tuple[tuple[Members, ...], tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """`nodes`: for each rank the number of its node. `spread`: replicas are shared by all ranks
+    that have them, not by those of each node. `holders`: who claims what."""
+
+    rank: int = 0
+    world: int = 1
+    nodes: tuple[int, ...] = (0,)
+    spread: bool = False
+    holders: dict[Claim, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    lowest: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def first_here(self) -> int:
+        """The lowest rank of this node."""
+        return self.nodes.index(self.nodes[self.rank])
+
+    def owner(self, claim: Claim) -> int | None:
+        """The rank that a stored name must carry; None: the bare name is this rank's to use."""
+        name, members = claim
+        mine = self.rank if members is None else members[0]
+        if self.world == 1 or (members is not None and len(members) == self.world):
+            return None
+        return None if claim in self.holders and self.lowest[name] == mine else mine
+
+    def sharers(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ranks with the very same box, those that stage it together with this one."""
+        if self.spread:
+            return replicas
+        return tuple(one for one in replicas if self.nodes[one] == self.nodes[self.rank])
+
+    def twins(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """Ranks of other nodes that stage the very same parts. `groups`: `replicas` of all that
+        this rank stages."""
+        if self.spread:
+            return ()
+        distinct = set(groups)
+        common = set.intersection(*map(set, distinct)) if distinct else set()
+        return tuple(
+            one
+            for one in sorted(common)
+            if self.nodes[one] != self.nodes[self.rank]
+            and all(self._place(one, group) == self._place(self.rank, group) for group in distinct)
+        )
+
+    def _place(self, rank: int, group: tuple[int, ...]) -> tuple[int, int]:
+        together = [one for one in group if self.nodes[one] == self.nodes[rank]]
+        return together.index(rank), len(together)
+
+
+ALONE = Topology()
+
+
+def node_name(socket_path: str) -> str:
+    """Equal for ranks of one sidecar: they share one memory."""
+    return f"{socket.gethostname()}:{os.path.realpath(socket_path)}"
+
+
+def agree(
+    claims: Callable[[], Iterable[Claim]],
+    gather: Callable[[Any], list[Any]],
+    *,
+    rank: int,
+    world: int,
+    node: str,
+    spread: bool,
+) -> Topology:
+    """A collective: what all ranks claim. `gather` brings one value of every rank to all.
+
+    Ranks with equal claims send them once, so this stays small for thousands of ranks. When
+    `claims` fails on a rank, its error is raised there, and on the others UsageError where it was
+    one, else RestoreError.
+    """
+    declaration, failure = _declare(claims)
+    digest = xxh3_128(repr(declaration).encode("utf-8", "surrogatepass"))
+    said = f"rank {rank}: {failure}" if failure else ""
+    told = gather((node, digest, said, isinstance(failure, UsageError)))
+    if failure is not None:
+        raise failure
+    if errors := [text for _, _, text, _ in told if text]:
+        usage = any(usage for _, _, _, usage in told)
+        raise (UsageError if usage else RestoreError)("; ".join(errors))
+    answers = [(node, digest) for node, digest, _, _ in told]
+    ranks: dict[bytes, list[int]] = {}
+    for one, (_, its) in enumerate(answers):
+        ranks.setdefault(its, []).append(one)
+    declared = [declaration]
+    if len(ranks) > 1:
+        declared = [one for one in gather(declaration if ranks[digest][0] == rank else None) if one]
+    holders = _holders(declared, list(ranks.values()))
+    names = {one: at for at, one in enumerate(dict.fromkeys(node for node, _ in answers))}
+    return Topology(
+        rank=rank,
+        world=world,
+        nodes=tuple(names[node] for node, _ in answers),
+        spread=spread,
+        holders=holders,
+        lowest=_lowest(holders),
+    )
+
+
+def _declare(claims: Callable[[], Iterable[Claim]]) -> tuple[_Declaration, Exception | None]:
+    try:
+        return _declaration(claims()), None
+    except Exception as error:  # whatever it is, the other ranks are waiting
+        return ((), ()), error
+
+
+def _declaration(claims: Iterable[Claim]) -> _Declaration:
+    numbers: dict[Members, int] = {}
+    names = tuple(
+        (name, numbers.setdefault(members, len(numbers)))
+        for name, members in sorted(set(claims), key=lambda one: (one[0], one[1] or ()))
+    )
+    return tuple(numbers), names
+
+
+def _holders(
+    declared: Sequence[_Declaration], ranks: Sequence[Sequence[int]]
+) -> dict[Claim, tuple[int, ...]]:
+    """`ranks`: of each declaration. Both are ordered by the first rank that made it."""
+    holders: dict[Claim, list[int]] = {}
+    for (members, names), those in zip(declared, ranks, strict=True):
+        for name, number in names:
+            holders.setdefault((name, members[number]), []).extend(those)
+    return {claim: tuple(sorted(those)) for claim, those in holders.items()}
+
+
+def _lowest(holders: dict[Claim, tuple[int, ...]]) -> dict[str, int]:
+    lowest: dict[str, int] = {}
+    for (name, members), those in holders.items():
+        first = those[0] if members is None else members[0]
+        lowest[name] = min(first, lowest.get(name, first))
+    return lowest

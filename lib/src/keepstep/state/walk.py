@@ -1,0 +1,394 @@
+"""The walk over a training script's state: names, sections, and who else has each tensor.
+
+A parameter is known by its name in the module, and its optimizer state by that name. Module trees
+are asked for first: FSDP puts its sharded parameters back in place when its state is read, and only
+those are the ones that the optimizer knows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.image.arrays import LARGE_BYTES, ArrayForm
+from keepstep.image.extras import MAX_DEPTH
+from keepstep.image.layout import Parameters, Section, local_name
+from keepstep.state import sharding
+from keepstep.state.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
+from keepstep.state.memory import check_memory
+from keepstep.state.sharding import Sharing
+from keepstep.state.topology import Claim, Members, Topology
+from keepstep.state.wrappers import replication_of, tree_of, unwrap
+
+_PLAIN = frozenset({int, float, str, bool, type(None)})
+
+
+_FORMS = frozenset({OrderedDict, defaultdict, deque})
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A parameter as its optimizer state sees it. `path`: what the names of its state begin with.
+    `members`: the ranks that have the parameter, too; None: this one alone."""
+
+    path: str
+    members: Members
+    sharded: bool
+
+
+_NOBODY = _Owner("", None, False)
+
+
+class Walker:
+    """One walk: collects leaves, and sees tensors that appear under several names."""
+
+    def __init__(self, components: Mapping[str, Any], topology: Topology) -> None:
+        self.tensors: list[TensorLeaf] = []
+        self.aliases: dict[str, str] = {}
+        self.values: list[Any] = []
+        self.claims: set[Claim] = set()
+        self.parameters: dict[str, Parameters] = {}
+        self._topology = topology
+        self._names: set[str] = set()
+        self._seen: dict[Any, str] = {}
+        self._trees: dict[str, Any] = {}
+        self._known: dict[int, tuple[str, Members]] = {}
+        self._parameters: dict[str, Members] = {}
+        self._pointers: set[int] = set()
+        self._wrapped = False
+        self._inner: Any = None
+        self._there: set[int] | None = None
+        self._owners: dict[str, _Owner] = {}
+        self._owner = _NOBODY
+        self._section = Section.REST
+        self._lazy = self._lenient = self._module = self._formed = False
+        self._open: list[tuple[int, str]] = []
+        for name, component in components.items():
+            if isinstance(unwrap(component), nn.Module):
+                self._know(name, component)
+
+    def component(self, name: str, component: Any) -> Node:
+        """Walk one of them; its branch of the tree."""
+        inner = unwrap(component)
+        self._inner, self._there = inner, None
+        self._lazy = isinstance(inner, torch.optim.Optimizer)
+        self._section = Section.OPTIMIZER if self._lazy else Section.REST
+        self._module = isinstance(inner, nn.Module)
+        # what modules and optimizers make of their state is theirs to know
+        self._formed = not (self._module or self._lazy)
+        self._lenient = replication_of(component) is not None
+        self._owners = self._owners_of(name, inner) if self._lazy else {}
+        tree = self._trees[name] if name in self._trees else _tree_of(name, component)
+        if isinstance(inner, dict):  # refilled where it is, whatever kind of dict that is
+            tree = dict(tree)
+        node = self._branch(tree, name)
+        return self._value(tree) if node is None else node
+
+    # --- who is who ----------------------------------------------------------------------------
+
+    def _know(self, name: str, component: Any) -> None:
+        self._trees[name] = _tree_of(name, component)
+        replication = replication_of(component)
+        for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
+            members: Members = None
+            if replication is not None and path not in replication.ignored:
+                members = replication.ranks
+            full = f"{name}.{path}"
+            self._known.setdefault(id(parameter), (full, members))
+            if is_wrapper(parameter):
+                parts = dict(plain_tensors(parameter, full))
+                self._parameters |= dict.fromkeys(parts, members)
+                self._pointers |= {_pointer(plain, part) for part, plain in parts.items()}
+            else:
+                self._parameters[full] = members
+                self._pointers.add(_pointer(parameter, full))
+
+    def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
+        """By the path that the state of each parameter has in the optimizer's tree."""
+        owners = {}
+        named: list[tuple[str, tuple[int, ...]]] = []
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        for index, parameter in enumerate(parameters):
+            full, members = self._known.get(id(parameter), (str(index), None))
+            sharded = sharding.is_dtensor(parameter)
+            if sharded:
+                members = sharding.sharing_of(parameter, full).members
+            owner = _Owner(f"{name}.state.{full}", members, sharded)
+            owners[f"{name}.state.{index}"] = owner
+            self.claims.add((owner.path, members))
+            named.append((full, parameter.shape))
+        self.parameters[name] = tuple(named)
+        return owners
+
+    # --- the tree ------------------------------------------------------------------------------
+
+    def _branch(self, tree: Any, path: str) -> Node | None:
+        """A node if there is a tensor at or below `tree`, else None."""
+        if isinstance(tree, Tensor):
+            if self._module and is_wrapper(tree):
+                return self._parts(tree, path)
+            return ("t", self._tensor(tree, path))
+        kind = type(tree)
+        if isinstance(tree, Mapping):
+            return self._with_form(self._container("d", tree, path), tree)
+        if kind is list or kind is tuple:
+            return self._container("l" if kind is list else "u", tree, path)
+        if not self._formed:
+            return None
+        if kind is deque and any(map(_is_large, tree)):
+            return self._with_form(self._container("l", tree, path), tree)
+        form = ArrayForm.of(tree)
+        if form is None:
+            return None
+        return ("x", self._value(form)[1], ("t", self._tensor(form.take(tree), path, fresh=True)))
+
+    def _parts(self, tree: Any, path: str) -> Node:
+        """What a wrapper keeps its values in, copied at once: torch moves no version of them."""
+        was, self._wrapped = self._wrapped, True
+        if not was:
+            self._check_parts(tree, path)
+        names = tree.__tensor_flatten__()[0]
+        nodes = tuple((one, self._branch(getattr(tree, one), f"{path}.{one}")) for one in names)
+        self._wrapped = was
+        return ("d", nodes)
+
+    def _check_parts(self, tree: Any, path: str) -> None:
+        """A restore fills the parts, so they must be those that the module has."""
+        if self._there is None:  # once a walk: there may be many
+            tensors = (*self._inner.parameters(), *self._inner.buffers())
+            plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
+            self._there = {_pointer(plain, path) for plain in plains}
+        for part, plain in plain_tensors(tree, path):
+            if plain.numel() and _pointer(plain, part) not in self._there:
+                raise UsageError(
+                    f"{part}: state_dict() gives a copy of this part of a {type(tree).__name__},"
+                    " so it cannot be filled where it is"
+                )
+
+    def _with_form(self, node: Node | None, tree: Any) -> Node | None:
+        """`node`, and what kind of container it was; a plain dict is none of its own."""
+        kind = type(tree)
+        if node is None or kind not in _FORMS or not self._formed:
+            return node
+        form: Any = OrderedDict()
+        if kind is not OrderedDict:
+            form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
+        return ("x", self._value(form)[1], node)
+
+    def _container(self, kind: str, tree: Any, path: str) -> Node | None:
+        children: list[tuple[Any, Any, Node | None]] = []
+        found = False
+        self._enter(tree, path)
+        for key, child in tree.items() if kind == "d" else enumerate(tree):
+            node = None
+            if type(child) not in _PLAIN:
+                node = self._child(child, f"{path}.{key}")
+                found = found or node is not None
+            children.append((key, child, node))
+        self._open.pop()
+        if not found:
+            return None
+        if kind == "d":
+            return ("d", tuple(self._item(key, child, node, path) for key, child, node in children))
+        return (kind, tuple(node or self._value(child) for _, child, node in children))
+
+    def _enter(self, tree: Any, path: str) -> None:
+        self._open.append((id(tree), path))
+        if len(self._open) <= MAX_DEPTH:
+            return
+        first: dict[int, str] = {}
+        for one, at in self._open:
+            if first.setdefault(one, at) != at:
+                raise UsageError(f"{at}: this is {first[one]} again, which contains itself")
+        raise UsageError(f"{path}: nested deeper than {MAX_DEPTH}")
+
+    def _child(self, child: Any, path: str) -> Node | None:
+        owner = self._owners.get(path)
+        if owner is None:
+            return self._branch(child, path)
+        self._owner = owner
+        try:
+            return self._branch(child, owner.path)
+        finally:
+            self._owner = _NOBODY
+
+    def _item(self, key: Any, child: Any, node: Node | None, path: str) -> tuple[Any, Node]:
+        if type(key) is not str and type(key) is not int:
+            raise UsageError(f"{path}: a dict with tensors needs str or int keys, not {key!r}")
+        return key, node or self._value(child)
+
+    def _value(self, value: Any) -> Node:
+        self.values.append(value)
+        return ("v", len(self.values) - 1)
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _tensor(self, live: Tensor, path: str, *, fresh: bool = False) -> str:
+        local = sharding.local_of(live) if sharding.is_dtensor(live) else live
+        check_tensor(local, path)
+        strides = local.stride()
+        if 0 in strides and _is_expanded(local):
+            self._check_expanded(path)
+            fresh = True
+        while path in self._names:
+            path += "~"
+        self._names.add(path)
+        sharing, claim = self._common(live, local, path)
+        self.claims.add(claim)
+        carried = self._topology.owner(claim)
+        name = path if carried is None else local_name(path, carried)
+        pointer = local.data_ptr()
+        if not pointer or local.is_cuda:  # else it is looked at where it is copied
+            check_memory(local, path)
+        if pointer:
+            identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
+            first = self._seen.setdefault(identity, name)
+            if first != name:
+                self.aliases[name] = first
+                return name
+        self._add(name, path, live, local, sharing, fresh=fresh, pointer=pointer)
+        return name
+
+    def _check_expanded(self, path: str) -> None:
+        if self._module:  # is filled where it is
+            raise UsageError(
+                f"{path}: the elements of this expanded tensor share memory, so it cannot be filled"
+                " at a restore (nor by load_state_dict); make it with .clone()"
+            )
+
+    def _add(
+        self,
+        name: str,
+        path: str,
+        live: Tensor,
+        local: Tensor,
+        sharing: Sharing | None,
+        *,
+        fresh: bool,
+        pointer: int,
+    ) -> None:
+        parameter = path in self._parameters or (
+            pointer in self._pointers and pointer != 0 and not fresh
+        )
+        whole = sharing is None or sharing.global_shape == tuple(local.shape)
+        self.tensors.append(
+            TensorLeaf(
+                name=name,
+                tensor=local,
+                section=Section.PARAMS if parameter else self._section,
+                lazy=(self._lazy or parameter) and not self._wrapped,
+                whole=local,
+                live=live,
+                offsets=() if sharing is None or whole else sharing.offsets,
+                global_shape=None if sharing is None or whole else sharing.global_shape,
+                whole_offsets=(0,) * local.dim() if sharing is None else sharing.offsets,
+                sharing=sharing,
+                lenient=self._lenient and not parameter,
+                fresh=fresh,
+            )
+        )
+
+    def _common(self, live: Tensor, local: Tensor, path: str) -> tuple[Sharing | None, Claim]:
+        """Who else has (a box of) this tensor, and the claim that its name rests on."""
+        owner = self._owner
+        if live is not local:
+            sharing = sharding.sharing_of(live, path)
+            return sharing, (owner.path or path, sharing.members)
+        if owner is _NOBODY:
+            members = self._parameters.get(path)
+            return _same_on(members, local), (path, members)
+        if not owner.sharded:
+            return self._beside(owner, local)
+        if local.dim() == 0:  # a step counter
+            return _same_on(owner.members, local), (owner.path, owner.members)
+        return None, (path, None)
+
+    def _beside(self, owner: _Owner, local: Tensor) -> tuple[Sharing | None, Claim]:
+        """State of a parameter that is the same everywhere: so is its state where several ranks
+        have any; a sharded optimizer has it on one rank only."""
+        holders = self._topology.holders.get((owner.path, owner.members))
+        if owner.members is None or holders is None:
+            return None, (owner.path, None)
+        if len(holders) == 1:
+            return None, (owner.path, owner.members)
+        return _same_on(holders, local), (owner.path, owner.members)
+
+
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raises UsageError for tensors that have no plain bytes."""
+    plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    if not plain:
+        _check_subclass(tensor, name)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise UsageError(f"{name}: only dense tensors can be kept, this one is {tensor.layout}")
+    if tensor.is_quantized:
+        raise UsageError(
+            f"{name}: a quantized tensor ({tensor.dtype}) cannot be kept; keep its int_repr(), its"
+            " scale and its zero point"
+        )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
+
+
+def _check_subclass(tensor: Tensor, name: str) -> None:
+    kind = type(tensor).__name__
+    if is_lazy(tensor):
+        raise UsageError(
+            f"{name}: this lazy parameter has no shape yet; pass one batch through the module"
+            " before restore()"
+        )
+    if hasattr(tensor, "device_mesh") or hasattr(tensor, "_local_tensor"):
+        raise UsageError(f"{name}: a {kind} cannot be kept; of sharded tensors DTensor can")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise UsageError(
+            f"{name}: a {kind} keeps its values in other tensors, which is kept in a module only;"
+            " keep those tensors"
+        )
+
+
+def _is_large(value: Any) -> bool:
+    """Whether it is nothing for the extras. Of small tensors a growing deque may hold any number
+    without another layout."""
+    if isinstance(value, Tensor):
+        return not value.is_cpu or value.nbytes >= LARGE_BYTES
+    return ArrayForm.of(value) is not None
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one in memory, as `Tensor.expand` makes them."""
+    return tensor.numel() > 0 and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _tree_of(name: str, component: Any) -> Any:
+    try:
+        return tree_of(component)
+    except KeepstepError:
+        raise
+    except Exception as error:  # a foreign state_dict may raise anything
+        raise UsageError(f"{name}: its state_dict() fails: {error!r}") from error
+
+
+def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
+    """A tensor that all of `ranks` have whole."""
+    if ranks is None or len(ranks) == 1:
+        return None
+    shape = tuple(local.shape)
+    return Sharing((0,) * len(shape), shape, ranks, ranks)
+
+
+def _pointer(parameter: Tensor, name: str) -> int:
+    local = sharding.local_of(parameter) if sharding.is_dtensor(parameter) else parameter
+    try:
+        return local.data_ptr()
+    except ValueError:
+        _check_subclass(parameter, name)
+        raise

@@ -1,0 +1,196 @@
+"""What a sidecar tells the operator, and what it hears back: JSON over HTTPS, on Kubernetes only.
+
+A report is level-triggered and whole: it says what *is* there, so one that is lost or repeated
+changes nothing. It names no namespace, run or node rank: the operator takes those from its own
+record of the pod whose token came with it. A field may be added with a default; nothing may be
+removed or change its meaning (the sidecar is pinned per run, the operator is upgraded under it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.core.ledger import Held, RankReport, Reported
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+PATH = "/v1/reports"
+AUDIENCE = "reports.keepstep.dev"
+"""Of the projected service-account token that a sidecar shows."""
+
+STILL_USED_EXIT = 3
+"""Exit status of a pod that was to remove a run's directories, and found that the run lived after
+the operator had taken it for gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRank:
+    """One rank on this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
+    started; `staged_at` unix seconds. `peer`: copies kept here for another pod, of its ranks, so
+    such a rank is never `alive` here. `archive`: what the archive was seen to hold of it.
+
+    A tier whose answer is None does not exist on this pod, or is not spoken of in this report.
+    """
+
+    rank: int
+    world: int
+    alive: bool
+    memory: tuple[Held, ...] = ()
+    local: tuple[Held, ...] = ()
+    memory_answer: Answer = Answer.UNKNOWN
+    local_answer: Answer = Answer.UNKNOWN
+    staged: StepId | None = None
+    staged_at: float | None = None
+    saves: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    peer: tuple[Held, ...] = ()
+    archive: tuple[Held, ...] = ()
+    peer_answer: Answer | None = None
+    archive_answer: Answer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRestore:
+    """One restore that a rank finished: `epoch.parent` is the step, None for a start at step 0.
+
+    `lost_steps`: steps that this rank had staged or reported beyond it. `at` unix seconds.
+    """
+
+    rank: int
+    epoch: Epoch
+    tier: Tier | None
+    seconds: float
+    at: float
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedVolume:
+    """One volume of the pod. `failed`: why it takes no writes, '' when it does."""
+
+    name: str
+    engine: str
+    used_bytes: int
+    free_bytes: int
+    capacity_bytes: int | None = None
+    failed: str = ""
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedDepot:
+    """How it goes with what is beyond the pod: `tier` peer or archive, `where` it is.
+
+    `backlog`: shards not there yet, `behind_s`: for how long the oldest of them waits. Counters
+    since the sidecar started. `trouble`: the last error, '' when the last attempt went well.
+    """
+
+    tier: Tier
+    where: str
+    sent: int = 0
+    sent_bytes: int = 0
+    failures: int = 0
+    backlog: int = 0
+    behind_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another pod of the run. `address`: `host:port` of its sidecar, for mutual TLS.
+
+    `buddy`: send it the shards of this pod. Of all others only what is missing is fetched.
+    """
+
+    node_rank: int
+    address: str
+    buddy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """POST /v1/reports. `sequence` grows with every report of one sidecar process; `sent_at` is the
+    sidecar's clock in unix seconds, and only ever shown, never compared with another clock.
+
+    `library`: version of the library in the training image, '' while no trainer came. `pinned`:
+    "locked", or why slots may be swapped. `ready`: the volumes were scanned. `peer_address`: where
+    other pods of the run find this one, '' when it serves none.
+    """
+
+    sidecar: str
+    started_at: float
+    sequence: int
+    sent_at: float
+    ready: bool = False
+    library: str = ""
+    pinned: str = ""
+    epochs: tuple[Epoch, ...] = ()
+    ranks: tuple[ReportedRank, ...] = ()
+    restores: tuple[ReportedRestore, ...] = ()
+    volumes: tuple[ReportedVolume, ...] = ()
+    warnings: tuple[str, ...] = ()
+    persisted: int = 0
+    persist_skipped: int = 0
+    persist_bytes: int = 0
+    persist_seconds: float = 0.0
+    flushing: bool = False
+    peer_address: str = ""
+    depots: tuple[ReportedDepot, ...] = ()
+
+    def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
+        """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
+        in the run (a restarted one begins its `sequence` anew)."""
+        return Reported(
+            node_rank=node_rank,
+            ranks={one.rank: _rank_report(one) for one in self.ranks},
+            epochs=self.epochs,
+            sequence=ordered,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportReply:
+    """What the operator knows of the whole run, and how often it wants to hear.
+
+    `committed`: watermark by tier. `commits`: the steps on this pod's volumes that all ranks have:
+    it may hear of several at a time, and not all between two of them are whole. `plan`: the step
+    that a restart would restore, a hint to fetch and hash it now. `retire`: steps of which no local
+    copy is needed on this pod any more.
+    `pinned`: steps that stay even when a volume is full.
+    `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
+    `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
+    candidate; of another run's archive where `restore_run` names one. None: nobody wants that.
+    `awaits`: shards of this pod's ranks that are being made reachable, '' when none are: a vote
+    waits for them a while, and does not say "nothing is there" meanwhile.
+    `all_peers`: every pod of the run has reported, so `peers` names all that serve; else a pod that
+    it does not name may hold something, too.
+    `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
+    """
+
+    interval_s: float = 30.0
+    least_gap_s: float = 1.0
+    committed: dict[str, StepId] = field(default_factory=dict)
+    commits: tuple[StepId, ...] = ()
+    plan: StepId | None = None
+    retire: tuple[StepId, ...] = ()
+    pinned: tuple[StepId, ...] = ()
+    peers: tuple[Peer, ...] = ()
+    restore_from: StepId | None = None
+    restore_run: str = ""
+    awaits: str = ""
+    all_peers: bool = False
+
+
+def _rank_report(one: ReportedRank) -> RankReport:
+    said = {
+        Tier.MEMORY: (one.memory, one.memory_answer),
+        Tier.LOCAL: (one.local, one.local_answer),
+        Tier.PEER: (one.peer, one.peer_answer),
+        Tier.ARCHIVE: (one.archive, one.archive_answer),
+    }
+    known = {tier: held for tier, held in said.items() if held[1] is not None}
+    return RankReport(
+        sealed={tier: held for tier, (held, _) in known.items()},
+        answers={tier: answer for tier, (_, answer) in known.items() if answer is not None},
+    )

@@ -1,0 +1,339 @@
+"""What trainers ask for while they train: a lease, slots, and that their images are noted.
+
+Runs once per training step and rank, so nothing here touches a disk or lists a directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field, replace
+
+from keepstep.core.slot_table import SlotState
+from keepstep.errors import NoMemoryError, SidecarError
+from keepstep.steps import StepId
+from keepstep.wire.trainer import (
+    DiscardRequest,
+    LayoutAccepted,
+    LayoutRequest,
+    LeaseGranted,
+    LeaseRequest,
+    ReleaseRequest,
+    SkippedRequest,
+    SlotGranted,
+    SlotRequest,
+    StagedRequest,
+)
+from keepstep_sidecar import __version__, leases
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.persister import Persister
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.leases import Lease, Leases
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.allocator import Allocator
+from keepstep_sidecar.memory.budget import Sizing
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.restore.restorer import Restorer
+
+
+class Trainers:
+    """The trainer's side of the protocol, apart from restore and waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        keeper: SlotPool,
+        committer: Committer,
+        persister: Persister,
+        maker: Allocator,
+        changes: Changes,
+    ) -> None:
+        self.leases = Leases(changes)
+        self.counters: dict[int, RankCounters] = {}
+        self.library = ""
+        self.refused: dict[int, str] = {}
+        self.changed_at = time.monotonic()
+        self.restorer: Restorer
+        self._config = config
+        self._keeper = keeper
+        self._committer = committer
+        self._persister = persister
+        self._maker = maker
+        self._changes = changes
+        self._last: dict[int, Lease] = {}
+        self._sizing = Sizing(config, keeper)
+
+    # --- lease -------------------------------------------------------------------------------
+
+    async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
+        """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
+        leases.check_rank(request)
+        try:
+            version = leases.common_version(request)
+        except SidecarError as error:
+            self.refused[request.rank] = str(error)
+            self._changes.ring()
+            raise
+        self.refused.pop(request.rank, None)
+        self.library, self.changed_at = request.library, time.monotonic()
+        ranks_here = leases.local_world(
+            request, environment=os.environ, alone=self._config.reporting is None
+        )
+        request = replace(request, local_world=ranks_here)
+        lease = await self.leases.take(request, peer_pid=peer_pid)
+        try:
+            held = await self._settle(lease)
+        except BaseException:  # cancelled, as the trainer has gone already
+            self.leases.end(lease)
+            raise
+        say("lease", rank=lease.rank, world=lease.world, pid=request.pid, attempt=lease.attempt)
+        return lease, LeaseGranted(
+            lease=lease.token,
+            run=self._config.run,
+            protocol=version,
+            sidecar=__version__,
+            memory_dir=str(self._config.memory_dir),
+            stage_every=self._config.stage_every,
+            held=held,
+            archive=self._config.archive is not None,
+        )
+
+    async def _settle(self, lease: Lease) -> tuple[str, ...]:
+        """Find out which slots this trainer fills, and take back what its predecessor filled."""
+        slots = self._keeper.rank(lease.rank)
+        before = self._last.get(lease.rank)
+        self._last[lease.rank] = lease
+        same = before is not None and before.attempt == lease.attempt
+        filling = slots.filling()
+        if filling is not None and before is not None:
+            slot_set, index = filling
+            if same and slot_set.files[index].name in lease.request.holding:
+                pass
+            elif same or await self.leases.certain_death(before):
+                self._take_back(lease.rank)
+            else:
+                self._keeper.unlink([slot_set.abandon(index)])
+                self._maker.fill(slot_set)
+        if before is not None:
+            self.leases.unwatch(before)
+        slots.world = self._keeper.world = lease.world
+        held = self._keeper.settle(
+            lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
+        )
+        self.plan_persists()
+        self._persister.settled(lease.rank)
+        self._changes.ring()
+        return held
+
+    async def ended(self, lease: Lease) -> None:
+        """A trainer's connection or process is gone."""
+        if not self.leases.end(lease):
+            return
+        self.changed_at = time.monotonic()
+        say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
+        self.restorer.let_go(lease.rank)
+        self._persister.gone(lease.rank)
+        if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
+            self._take_back(lease.rank)
+
+    def _take_back(self, rank: int) -> None:
+        kept = self._keeper.take_back(rank)
+        if kept is not None and not self._committer.ledger.is_dead(kept):
+            self._persister.sealed(rank, kept)
+        self._changes.ring()
+
+    def plan_persists(self) -> None:
+        """The ranks of this machine: those with a trainer, and those with something in memory."""
+        ranks = {rank for rank, slots in self._keeper.ranks.items() if slots.slot_sets}
+        ranks |= {rank for rank in self._last if self.leases.of(rank)}
+        worlds = [lease.world for lease in self._last.values() if not lease.ended]
+        fewest = min(
+            (one.current.wanted for one in self._keeper.ranks.values() if one.current),
+            default=self._config.slots,
+        )
+        self._persister.plan_for(
+            (rank for rank in ranks if not worlds or rank < max(worlds)), slots=fewest
+        )
+
+    # --- layout ------------------------------------------------------------------------------
+
+    def layout(self, request: LayoutRequest) -> LayoutAccepted:
+        """This rank's images look like this from now on; its slots are made in the background.
+
+        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
+        """
+        lease = self.leases.require(request.lease)
+        layout = leases.parse_layout(request.header)
+        if (layout.rank, layout.world) != (lease.rank, lease.world):
+            raise refuse(
+                "bad-image",
+                f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
+                f" {lease.rank} of {lease.world}",
+            )
+        slots = self._keeper.rank(lease.rank)
+        slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
+        try:
+            slots.warning = self._sizing.fit(slots, slot_set, lease)
+        except NoMemoryError as error:
+            slots.warning = str(error)
+            self._changes.ring()
+            raise
+        slots.slot_sets[layout.id] = slots.current = slot_set
+        self._maker.fill(slot_set)
+        self.plan_persists()
+        return LayoutAccepted(
+            layout=layout.id,
+            slots=slot_set.wanted,
+            slot_bytes=layout.size_bytes,
+            warning=slots.warning,
+        )
+
+    def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
+        """One more slot to restore into, unless one is on its way already."""
+        lease = self.leases.of(slots.rank)
+        self._maker.grow(slot_set, most=self._sizing.most(slots, slot_set, lease))
+
+    # --- slots -------------------------------------------------------------------------------
+
+    async def slot(self, request: SlotRequest) -> SlotGranted:
+        """The next slot to fill; waits for one. Asked again, the same one."""
+        lease = self.leases.require(request.lease)
+        slots = self._keeper.rank(lease.rank)
+        if slots.current is None or slots.current.layout.id != request.layout:
+            raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
+        granted = SlotGranted(slot=None)
+
+        def given() -> bool:
+            nonlocal granted
+            if lease.ended:
+                return True
+            granted = self._next(slots)
+            return granted.slot is not None
+
+        await self._changes.until(given, timeout_s=request.timeout_s)
+        if granted.slot is None and slots.current.failure:
+            raise refuse("no-memory", slots.current.failure)
+        return granted
+
+    def _next(self, slots: RankSlots) -> SlotGranted:
+        """The slot that is being filled, or a new one, or none for now."""
+        slot_set, filling = slots.current, slots.filling()
+        if slot_set is None:
+            return SlotGranted(slot=None)
+        if filling is not None and filling[0] is not slot_set:
+            self._take_back(slots.rank)  # of the layout before: the trainer has moved on
+        assigned = slot_set.assigned() or slot_set.assign()
+        if assigned is None:
+            return SlotGranted(slot=None)
+        if assigned.lost is not None and slots.find(assigned.lost) is None:
+            self._persister.overwritten(slots.rank, assigned.lost)
+        file = slot_set.files[assigned.index]
+        return SlotGranted(slot=file.name, path=str(file.path), generation=assigned.generation)
+
+    def staged(self, request: StagedRequest) -> SlotGranted:
+        """An image is complete. Returns the next slot, if there is one right now.
+
+        Raises SidecarError `stale-slot` (not this trainer's to fill any more) or `bad-image`.
+        """
+        lease = self.leases.require(request.lease)
+        lease.training = True
+        try:
+            slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
+        except ValueError as error:
+            raise refuse("bad-request", str(error)) from None
+        slot_set, index = self._filled(slots, request, id)
+        if slot_set.table.slots[index].state is SlotState.ASSIGNED:
+            self._seal(slots, request, slot_set, index)
+        return self._next(slots)
+
+    def _filled(self, slots: RankSlots, request: StagedRequest, id: StepId) -> tuple[SlotSet, int]:
+        found = slots.named(request.slot)
+        if found is None:
+            raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
+        slot_set, index = found
+        known = slot_set.fills(request.slot, request.generation) is not None or (
+            slot_set.table.slots[index].live == id and slot_set.used(index, request.generation)
+        )
+        if not known:
+            raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
+        control = slot_set.files[index].control()
+        if control is None or control.id != id or control.run != self._config.run:
+            raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
+        return slot_set, index
+
+    def _seal(
+        self, slots: RankSlots, request: StagedRequest, slot_set: SlotSet, index: int
+    ) -> None:
+        id = StepId(request.epoch.id, request.step)
+        slot_set.seal(index, id)
+        counters = self.of(slots.rank)
+        counters.saves += 1
+        counters.blocked_s += request.blocked_s
+        counters.copy_s += request.copy_s
+        counters.staged, counters.staged_at = id, time.time()
+        self._committer.see_epoch(request.epoch)
+        say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
+        common = self._keeper.protect_common()
+        if common is not None and self._keeper.holds_old_layouts(slots):
+            alive = [rank for rank in self._keeper.ranks if self.leases.of(rank)]
+            self._keeper.drop_old_layouts(common, alive=alive)
+        self._persister.sealed(slots.rank, id)
+        self._changes.ring()
+
+    def discard(self, request: DiscardRequest) -> SlotGranted:
+        """The image is not valid; the slot is free. Returns the next one, as `staged` does."""
+        lease = self.leases.require(request.lease)
+        slots = self._keeper.rank(lease.rank)
+        found = slots.named(request.slot)
+        if found is not None and found[0].fills(request.slot, request.generation) is not None:
+            slot_set, index = found
+            slot_set.files[index].erase()
+            slot_set.table.release(index)
+            self.of(lease.rank).discarded += 1
+            warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
+            self._changes.ring()
+        return self._next(slots)
+
+    async def release(self, request: ReleaseRequest) -> None:
+        """A clean goodbye: whatever slot it was given holds what it held before."""
+        lease = self.leases.require(request.lease)
+        lease.died = True
+        await self.ended(lease)
+
+    def skipped(self, request: SkippedRequest) -> None:
+        """Saves that could not be staged."""
+        lease = self.leases.require(request.lease)
+        reasons = self.of(lease.rank).skipped
+        reasons[request.reason] = reasons.get(request.reason, 0) + request.count
+
+    def restores(self, rank: int) -> bool:
+        """Whether the rank is about to restore, or will be when its trainer comes."""
+        lease = self.leases.of(rank)
+        return lease is None or not lease.training
+
+    def of(self, rank: int) -> RankCounters:
+        """A rank's counters."""
+        return self.counters.setdefault(rank, RankCounters())
+
+
+# --- counters --------------------------------------------------------------------------------
+#
+# What is counted of each rank, for the status, the reports and the metrics.
+
+
+@dataclass
+class RankCounters:
+    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed, at
+    `staged_at` (unix seconds)."""
+
+    saves: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    copy_s: float = 0.0
+    staged: StepId | None = None
+    staged_at: float | None = None
+    skipped: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,194 @@
+"""The routes: JSON in, one call to the service, JSON or a `Problem` out. Nothing else.
+
+Types are those of `keepstep.wire.trainer`, decoded strictly by msgspec; a field that this version
+does not know is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from keepstep.errors import KeepstepError
+from keepstep.wire.trainer import (
+    CandidatesRequest,
+    ChunksRequest,
+    DiscardRequest,
+    FlushRequest,
+    HeadersRequest,
+    LayoutRequest,
+    LeaseRequest,
+    OpenRequest,
+    OwnerRequest,
+    Problem,
+    ReleaseRequest,
+    RestoredRequest,
+    SkippedRequest,
+    SlotRequest,
+    SourcesRequest,
+    StagedRequest,
+    StopRequest,
+    WaitRequest,
+    WindowRequest,
+)
+from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.api.status import status, troubles
+from keepstep_sidecar.concurrency import Tasks
+from keepstep_sidecar.errors import answer, refuse
+from keepstep_sidecar.leases import Lease
+
+_LARGEST_REQUEST_BYTES = 256 << 20
+"""A layout's header, base64: a hundred bytes a tensor."""
+
+_PING_S = 10.0
+_log = logging.getLogger("keepstep.sidecar")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+
+def application(service: Service, tasks: Tasks) -> web.Application:
+    """All routes of protocol version 1."""
+    app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_problems])
+    routes = _Routes(service, tasks)
+    app.add_routes(
+        [
+            web.post("/v1/lease", routes.lease),
+            _post("/v1/layout", LayoutRequest, service.trainers.layout),
+            _post("/v1/slot", SlotRequest, service.trainers.slot),
+            _post("/v1/staged", StagedRequest, service.trainers.staged),
+            _post("/v1/discard", DiscardRequest, service.trainers.discard),
+            _post("/v1/release", ReleaseRequest, service.trainers.release),
+            _post("/v1/skipped", SkippedRequest, service.trainers.skipped),
+            _post("/v1/candidates", CandidatesRequest, service.candidates),
+            _post("/v1/restore", OpenRequest, service.open),
+            _post("/v1/restored", RestoredRequest, service.restored),
+            _post("/v1/sources", SourcesRequest, service.reads.sources),
+            _post("/v1/headers", HeadersRequest, service.reads.headers),
+            _post("/v1/window", WindowRequest, service.windows.window),
+            _post("/v1/chunks", ChunksRequest, service.windows.chunks),
+            _post("/v1/wait", WaitRequest, service.progress.wait),
+            _post("/v1/flush", FlushRequest, service.flush),
+            _post("/v1/owner", OwnerRequest, service.own),
+            _post("/v1/stop", StopRequest, service.stop),
+            web.get("/v1/status", routes.status),
+            *metric_routes(service),
+        ]
+    )
+    return app
+
+
+def public_application(service: Service) -> web.Application:
+    """What the TCP port shows: nothing that trainers may do, nothing that changes anything."""
+    app = web.Application(middlewares=[_problems])
+    app.add_routes(metric_routes(service))
+    return app
+
+
+def metric_routes(service: Service) -> list[web.RouteDef]:
+    """Metrics, and whether the sidecar can do its work: any answer says that the process lives."""
+
+    async def metrics(request: web.Request) -> web.Response:
+        from keepstep_sidecar.api import metrics
+
+        text = metrics.render(await status(service))
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def healthz(request: web.Request) -> web.Response:
+        found = troubles(service)
+        return web.Response(text="\n".join(found or ("ok",)) + "\n", status=503 if found else 200)
+
+    return [web.get("/metrics", metrics), web.get("/healthz", healthz)]
+
+
+def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDef:
+    """A route that decodes a `kind`, calls, and encodes what comes back."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+
+    async def handle(request: web.Request) -> web.Response:
+        result = call(await _read(request, decoder))
+        if isinstance(result, Awaitable):
+            result = await result
+        return _json(result if result is not None else {})
+
+    return web.post(path, handle)
+
+
+async def _read(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The request's body. Raises SidecarError `bad-request`."""
+    data = await request.read()
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:  # a DecodeError, or not UTF-8, or too deep
+        raise refuse("bad-request", f"{request.path}: {error}") from None
+
+
+class _Routes:
+    """The routes that do not fit the pattern."""
+
+    def __init__(self, service: Service, tasks: Tasks) -> None:
+        self._service = service
+        self._tasks = tasks
+        self._lease_decoder = msgspec.json.Decoder(LeaseRequest)
+
+    async def lease(self, request: web.Request) -> web.StreamResponse:
+        """Stream until the trainer's connection or process ends; aiohttp then cancels this."""
+        service = self._service
+        service.require_running()
+        wanted = await _read(request, self._lease_decoder)
+        lease, granted = await service.trainers.lease(wanted, peer_pid=_peer_pid(request))
+        try:
+            response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+            await response.prepare(request)
+            await response.write(msgspec.json.encode(granted) + b"\n")
+            while not await service.changes.until(lambda: self._over(lease), timeout_s=_PING_S):
+                await response.write(b"{}\n")
+        except ConnectionResetError:
+            _log.debug("a lease's connection is gone")
+        finally:
+            self._tasks.spawn(service.trainers.ended(lease), f"lease of rank {lease.rank} ended")
+        return response
+
+    def _over(self, lease: Lease) -> bool:
+        return lease.ended or lease.died or self._service.ending
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(await status(self._service))
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves as a `Problem`."""
+    try:
+        return await handler(request)
+    except KeepstepError as error:
+        answered = answer(error)
+        return _json(answered.problem, status=answered.status)
+    except web.HTTPException as error:
+        problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
+        return _json(problem, status=error.status)
+    except Exception as error:
+        _log.exception("request failed", extra={"fields": {"route": request.path}})
+        problem = Problem(code="internal", message=f"{type(error).__name__}: {error}")
+        return _json(problem, status=500)
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )
+
+
+def _peer_pid(request: web.Request) -> int:
+    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace
+    (unix(7), pid_namespaces(7)), as in a pod."""
+    assert request.transport is not None
+    peer = request.transport.get_extra_info("socket")
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])

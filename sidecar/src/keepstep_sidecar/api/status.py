@@ -1,0 +1,209 @@
+"""`GET /v1/status`: one look at everything, as `wire.status.Status`."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+
+from keepstep.core.slot_table import SlotState
+from keepstep.steps import StepId, Tier
+from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
+from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN
+from keepstep_sidecar import __version__
+from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.memory.slot_file import locking, may_swap
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
+from keepstep_sidecar.tiers.source import RemoteOrigin
+from keepstep_sidecar.volume.volume import Volume
+
+
+async def status(service: Service) -> Status:
+    """The state now. Asks the volumes for their space, so it may take a few milliseconds."""
+    volumes = await volume_status(service)
+    committer, persister = service.committer, service.persister
+    ledger = committer.look()
+    marks = {
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.run_view.memory),
+        Tier.LOCAL: committer.last_commit(),
+        **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
+    }
+    newest = max(
+        (one.staged.step for one in service.trainers.counters.values() if one.staged), default=0
+    )
+    return Status(
+        run=service.config.run,
+        sidecar=__version__,
+        pid=os.getpid(),
+        started_at=service.started_at,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        locked=locked(service),
+        epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
+        watermarks={str(tier): id for tier, id in marks.items() if id is not None},
+        committed_at=committer.committed_at,
+        reported_at=service.reporter.heard_at if service.reporter is not None else None,
+        persist_every=persister.planner.grid.interval(newest),
+        stage_every=service.config.stage_every,
+        persisted=persister.counts.persisted,
+        persist_skipped=persister.counts.skipped + persister.counts.abandoned,
+        persist_seconds=persister.totals.seconds,
+        persist_bytes=persister.totals.bytes,
+        evicted=committer.evictions.count,
+        ranks=tuple(_rank(service, one) for _, one in sorted(service.keeper.ranks.items())),
+        volumes=volumes,
+        depots=service.beyond.statuses(),
+        steps=tuple(_steps(service)),
+        survives=survives(marks),
+        warnings=warnings(service),
+        window_bytes={str(tier): size for tier, size in service.windows.read_bytes.items()},
+        window_shared_bytes=service.windows.shared_bytes,
+    )
+
+
+def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
+    """What the run would outlive now, beyond the loss of a step; `marks`: watermarks. Pure.
+
+    One machine without a peer or an archive never survives its own loss.
+    """
+    beyond = marks.get(Tier.PEER) or marks.get(Tier.ARCHIVE)
+    local = marks.get(Tier.LOCAL) or beyond
+    outlived = {
+        "ContainerRestart": marks.get(Tier.MEMORY) or local,
+        "PodRestart": local,
+        "NodeLoss": beyond,
+    }
+    return tuple(name for name, id in outlived.items() if id is not None)
+
+
+def newest_of(*ids: StepId | None) -> StepId | None:
+    """The newest step of those that are known."""
+    return max((id for id in ids if id is not None), default=None)
+
+
+async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
+    """Every volume, its space counted anew. May wait for a slow drive."""
+    volumes = service.committer.volumes.volumes
+    return await service.committer.blocking(lambda: tuple(_volume(one, service) for one in volumes))
+
+
+def _volume(volume: Volume, service: Service) -> VolumeStatus:
+    reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
+    return VolumeStatus(
+        path=str(volume.root),
+        engine=f"{volume.engine}{reason}",
+        used_bytes=volume.used_bytes(),
+        free_bytes=volume.free_bytes(),
+        capacity_bytes=service.config.capacity_bytes,
+        failed=volume.failed,
+        quarantined=volume.quarantined(),
+    )
+
+
+def _rank(service: Service, slots: RankSlots) -> RankStatus:
+    lease = service.trainers.leases.of(slots.rank)
+    counters = service.trainers.of(slots.rank)
+    return RankStatus(
+        rank=slots.rank,
+        world=slots.world,
+        alive=lease is not None,
+        pid=lease.request.pid if lease else 0,
+        staged=counters.staged or max(slots.sealed(), default=None),
+        durable=max(
+            (id for id, held in service.committer.shards.items() if slots.rank in held),
+            default=None,
+        ),
+        slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
+        slots=tuple(one for slot_set in slots.slot_sets.values() for one in _slots(slot_set)),
+        saves=counters.saves,
+        skipped=sum(counters.skipped.values()),
+        discarded=counters.discarded,
+        blocked_s=counters.blocked_s,
+        copy_s=counters.copy_s,
+        warning=slots.warning,
+    )
+
+
+def _slots(slot_set: SlotSet) -> list[SlotStatus]:
+    orphans = [SlotStatus(slot=name, state="orphan") for name in slot_set.orphans]
+    table = slot_set.table.slots
+    return orphans + [
+        SlotStatus(
+            slot=file.name,
+            state=str(table[index].state),
+            id=table[index].id if table[index].state is SlotState.SEALED else None,
+            pinned=table[index].pinned,
+        )
+        for index, file in slot_set.present()
+    ]
+
+
+def _steps(service: Service) -> list[StepStatus]:
+    """Newest first."""
+    return [_step(service, id) for id in sorted(service.committer.reach.ids(), reverse=True)]
+
+
+def _step(service: Service, id: StepId) -> StepStatus:
+    committer, ranks = service.committer, service.keeper.ranks
+    local = committer.shards.get(id, {})
+    memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
+    sizes = {rank: slot_set.layout.size_bytes for rank, (slot_set, _) in memory.items()}
+    sizes |= {rank: found.bytes for rank, found in local.items()}
+    far = committer.remotes.of(id)
+    sizes = {rank: places[0].bytes for rank, places in far.items()} | sizes
+    worlds = [found.world for found in local.values()]
+    worlds += [slot_set.layout.world for slot_set, _ in memory.values()]
+    worlds += [places[0].world for places in far.values()]
+    return StepStatus(
+        id=id,
+        world=max(worlds),
+        memory_ranks=tuple(sorted(memory)),
+        local_ranks=tuple(sorted(local)),
+        peer_ranks=_on(far, Tier.PEER),
+        archive_ranks=_on(far, Tier.ARCHIVE),
+        bytes=sum(sizes.values()),
+        committed=id in committer.published,
+        path=committer.published.get(id, ""),
+        dead=committer.ledger.is_dead(id),
+    )
+
+
+def _on(far: Mapping[int, Sequence[RemoteOrigin]], tier: Tier) -> tuple[int, ...]:
+    return tuple(
+        sorted(rank for rank, places in far.items() if any(one.tier is tier for one in places))
+    )
+
+
+def locked(service: Service) -> str:
+    """Whether slots can be swapped out, and what to do about it."""
+    files = list(service.keeper.files())
+    if not files:
+        return "no slots yet"
+    reasons = {file.locked for file in files if file.locked}
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return locking(reasons, swap=may_swap(), limit_bytes=limit_bytes)
+
+
+def troubles(service: Service) -> tuple[str, ...]:
+    """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
+    volumes = service.committer.volumes.volumes
+    found = [service.committer.scan_failed]
+    found += [f"{one.root}: {one.failed}" for one in volumes if one.failed]
+    return tuple(dict.fromkeys(one for one in found if one))
+
+
+def warnings(service: Service) -> tuple[str, ...]:
+    """What somebody should look at, each once."""
+    found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]
+    committer = service.committer
+    found += [service.persister.trouble, committer.evictions.warning, committer.unreadable]
+    found += committer.alarms
+    found += [one.failed for one in service.committer.volumes.volumes]
+    found += service.trainers.refused.values()
+    found += [f"{one.where}: {one.trouble}" for one in service.beyond.statuses() if one.trouble]
+    found += [
+        slot_set.failure
+        for slots in service.keeper.ranks.values()
+        for slot_set in slots.slot_sets.values()
+    ]
+    return tuple(dict.fromkeys(one for one in found if one))

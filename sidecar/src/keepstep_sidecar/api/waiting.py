@@ -1,0 +1,166 @@
+"""Waiting for steps to become staged, durable, committed; and the flush before an end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from keepstep.steps import State, StepId, Tier
+from keepstep.wire.trainer import Flushed, Waited, WaitRequest
+from keepstep_sidecar.api.saving import Trainers
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.persister import Persister
+from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.leases import Lease
+from keepstep_sidecar.memory.slot_pool import SlotPool
+
+_NEWEST = 2
+"""Two: whatever dies in between, one of them was sealed by every rank."""
+
+
+class Progress:
+    """Long polls on the state of steps."""
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        *,
+        keeper: SlotPool,
+        committer: Committer,
+        persister: Persister,
+        beyond: RemoteTiers,
+        changes: Changes,
+    ) -> None:
+        self._trainers = trainers
+        self._keeper = keeper
+        self._committer = committer
+        self._persister = persister
+        self._beyond = beyond
+        self._changes = changes
+        self.awaited = 0
+        """Trainers that wait for a commit now."""
+
+    async def wait(self, request: WaitRequest) -> Waited:
+        """Until the step has the state. Raises SidecarError `bad-request` for no such state."""
+        lease = self._trainers.leases.require(request.lease)
+        reached = self._predicate(lease, request)
+        if request.flush and not reached():
+            self._persister.flush({request.id})
+        counters = self._trainers.of(lease.rank)
+
+        def settled() -> bool:
+            # a step that could not be written is not tried again: only a later one can help
+            failed = self._persister.failed == request.id == counters.staged
+            return reached() or failed or self._overtaken(lease.rank, request.id)
+
+        deadline = time.monotonic() + request.timeout_s
+        with self._counted(request):
+            await self._changes.until(settled, timeout_s=request.timeout_s)
+        if reached() and request.state == State.ARCHIVED:
+            self._beyond.want(request.id)
+            return await self._archived(deadline - time.monotonic())
+        if reached():
+            return Waited(reached=True)
+        if self._overtaken(lease.rank, request.id):
+            reason = f"step {request.id} was overwritten by later ones before it was written"
+            return Waited(reached=False, reason=reason, final=True)
+        return Waited(reached=False, reason=self._missing(request.id))
+
+    async def _archived(self, left_s: float) -> Waited:
+        """What is committed was told to the archive: wait until it has what it wants of it."""
+        if await self._beyond.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
+            return Waited(reached=True)
+        behind = [one for one in self._beyond.statuses() if one.tier is Tier.ARCHIVE]
+        reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
+        return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
+
+    @contextmanager
+    def _counted(self, request: WaitRequest) -> Iterator[None]:
+        """A commit that somebody waits for may be one of which only the operator knows."""
+        commits = int(request.state in (State.COMMITTED, State.ARCHIVED))
+        self.awaited += commits
+        if commits:
+            self._changes.ring()
+        try:
+            yield
+        finally:
+            self.awaited -= commits
+
+    def _predicate(self, lease: Lease, request: WaitRequest) -> Callable[[], bool]:
+        rank, id = lease.rank, request.id
+        try:
+            state = State(request.state)
+        except ValueError as error:
+            raise refuse("bad-request", str(error)) from error
+        if state is State.STAGED:
+            return lambda: self._staged(rank, id)
+        if state is State.DURABLE:
+            return lambda: self._committer.stock.was_durable(rank, id)
+        if state is State.ARCHIVED and not self._beyond.has(Tier.ARCHIVE):
+            raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
+        return lambda: self._committer.was_committed(id)
+
+    def _overtaken(self, rank: int, id: StepId) -> bool:
+        """It is neither in memory nor on a volume, and never will be."""
+        newest = self._trainers.of(rank).staged
+        later = newest is not None and newest.epoch == id.epoch and newest > id
+        gone = later and not self._staged(rank, id) and not self._persister.busy(id)
+        return gone and not self._committer.stock.was_durable(rank, id)
+
+    def _staged(self, rank: int, id: StepId) -> bool:
+        return (
+            self._trainers.of(rank).staged == id
+            or self._keeper.rank(rank).find(id) is not None
+            or self._committer.stock.holds(rank, id) is not None
+        )
+
+    def _missing(self, id: StepId) -> str:
+        """Why the step is not where it should be."""
+        if self._persister.trouble:
+            return self._persister.trouble
+        unstaged: list[int] = []
+        unwritten: list[int] = []
+        for rank in sorted(self._keeper.ranks):
+            if self._committer.stock.holds(rank, id) is None:
+                (unwritten if self._staged(rank, id) else unstaged).append(rank)
+        if unstaged:
+            return f"step {id} was not staged, or not kept, by ranks {unstaged}"
+        if unwritten:
+            return f"step {id} is staged, but not yet durable for ranks {unwritten}"
+        if self._committer.run_view.silent:
+            return f"step {id} is durable here; nobody can tell whether it is on the other pods"
+        return f"step {id} is durable here, but not committed: some rank of the run lacks it"
+
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """Make the newest two steps that all ranks hold durable. Best effort, in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
+            return Flushed(reason="the volumes are still being scanned")
+        self._settle_orphaned()
+        wanted = self._persister.planner.common()[-_NEWEST:]
+        self._persister.flush(newest=_NEWEST)
+        left_s = deadline - asyncio.get_running_loop().time()
+        await self._changes.until(lambda: self._persister.idle, timeout_s=left_s)
+        durable = tuple(id for id in wanted if self._durable(id))
+        missing = [id for id in wanted if id not in durable]
+        return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
+
+    def _settle_orphaned(self) -> None:
+        """Ranks whose trainer never came back: what they left is final."""
+        for rank, slots in self._keeper.ranks.items():
+            if not slots.settled and self._trainers.leases.of(rank) is None:
+                slots.settled = True
+                self._persister.settled(rank)
+        self._trainers.plan_persists()
+
+    def _durable(self, id: StepId) -> bool:
+        ranks = [rank for rank, slots in self._keeper.ranks.items() if slots.slot_sets]
+        return all(self._committer.stock.holds(rank, id) is not None for rank in ranks)
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is being written. False when the time is up."""
+        return await self._changes.until(lambda: self._persister.idle, timeout_s=timeout_s)

@@ -1,0 +1,270 @@
+"""`keepstep archive`: what lies in the archive; without a sidecar, from any machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
+from keepstep_sidecar.cli.options import Command, directory_option, json_option, run_option
+from keepstep_sidecar.cli.quantities import format_duration, format_size
+from keepstep_sidecar.cli.run_dir import checked_name, find_service
+from keepstep_sidecar.config.archive import ArchiveConfig, of_plain
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.tiers.archive.browse import Holding
+    from keepstep_sidecar.tiers.archive.index import ArchivedStep
+
+T = TypeVar("T")
+
+
+def _which_archive(command: Command) -> Command:
+    """Add the options that name an archive: told, or that of a run which is kept here."""
+    options = (
+        click.option(
+            "--archive",
+            "url",
+            envvar="KEEPSTEP_ARCHIVE",
+            metavar="URL",
+            help="Where it is, like s3://ckpt/runs.  [default: what the run in DIR was started"
+            " with]",
+        ),
+        click.option(
+            "--archive-endpoint", "endpoint", envvar="KEEPSTEP_ARCHIVE_ENDPOINT", metavar="URL"
+        ),
+        click.option(
+            "--archive-region", "region", envvar="KEEPSTEP_ARCHIVE_REGION", metavar="NAME"
+        ),
+        directory_option,
+        run_option(default="the only one in the archive"),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _config(
+    url: str | None, endpoint: str | None, region: str | None, directory: Path, run: str | None
+) -> tuple[ArchiveConfig, str | None]:
+    """The archive and the run that are meant. Raises UsageError."""
+    if url is not None:
+        url = url if "://" in url else os.path.abspath(url)
+        return ArchiveConfig(url=url, endpoint=endpoint, region=region), run
+    service = find_service(directory, run)
+    config = of_plain(service.options.archive)
+    if config is None:
+        raise UsageError(
+            f"run {service.places.run!r} was started without an archive; name one with --archive"
+        )
+    return config, service.places.run
+
+
+def _with_archive(
+    config: ArchiveConfig, run: str | None, work: Callable[[Holding], Awaitable[T]]
+) -> T:
+    """Open the archive, find the run, do the work."""
+    from keepstep_sidecar.tiers.archive import browse
+
+    async def main() -> T:
+        async with browse.opened(config, run and checked_name(run)) as holding:
+            return await work(holding)
+
+    return asyncio.run(main())
+
+
+@click.group()
+def archive() -> None:
+    """List, verify and fetch the steps of an archive. Needs no sidecar.
+
+    \b
+    Examples:
+      keepstep archive ls --archive s3://ckpt/runs
+      keepstep archive verify 12000
+      keepstep archive pull 12000 ./restored
+    """
+
+
+@archive.command()
+@_which_archive
+@json_option
+def ls(as_json: bool, **where: Any) -> None:
+    """List the steps of a run, complete or not, and say what is wrong.
+
+    \b
+    Examples:
+      keepstep archive ls
+      keepstep archive ls --archive /mnt/archive --run gpt --json
+    """
+    from keepstep_sidecar.cli import output
+
+    config, run = _config(**where)
+
+    async def work(holding: Holding) -> tuple[str, Any]:
+        return holding.run, await holding.survey()
+
+    name, survey = _with_archive(config, run, work)
+    if as_json:
+        steps = list(map(_document, survey.steps))
+        about = {"run": name, "origin": survey.origin, "conflict": survey.conflict}
+        output.print_json({**about, "steps": steps})
+        return
+    table = output.table("EPOCH", "STEP", "RANKS", "BYTES", "WRITTEN", "ARCHIVED", right=("BYTES",))
+    for step in survey.steps:
+        table.add_row(*_row(step))
+    console = output.console()
+    console.print(table if survey.steps else f"no step of run {name!r} is archived")
+    if survey.origin:
+        console.print(f"run {name} began from {survey.origin}")
+    for text in filter(None, [survey.conflict, *survey.faults]):
+        console.print(f"warning: {text}")
+
+
+def _bytes(step: ArchivedStep) -> int:
+    return sum(one.bytes for name, one in step.files.items() if name.endswith(".safetensors"))
+
+
+def _shards(step: ArchivedStep) -> int:
+    return sum(name.endswith(".safetensors") for name in step.files)
+
+
+def _state(step: ArchivedStep) -> str:
+    return "yes" if step.complete else "damaged" if step.fault else "in part"
+
+
+def _row(step: ArchivedStep) -> tuple[str, ...]:
+    written = "" if step.record is None else _utc(step.record.written_at)
+    world = f"all {step.record.world}" if step.complete and step.record else f"{_shards(step)}"
+    size = format_size(_bytes(step))
+    return str(step.id.epoch), str(step.id.step), world, size, written, _state(step)
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+
+
+def _document(step: ArchivedStep) -> dict[str, object]:
+    return {
+        "id": step.id,
+        "step": step.id.step,
+        "epoch": step.id.epoch,
+        "world": step.record.world if step.record else None,
+        "shards": _shards(step),
+        "bytes": _bytes(step),
+        "written_at": step.record.written_at if step.record else None,
+        "complete": step.complete,
+        "fault": step.fault,
+    }
+
+
+@archive.command()
+@_which_archive
+@json_option
+@click.argument("word", required=False, metavar="[STEP]")
+def verify(word: str | None, as_json: bool, **where: Any) -> None:
+    """Read every byte of STEP, or of all archived steps, and compare it with its digest.
+
+    Exit code 1 when anything is wrong; each thing is named. Nothing is changed.
+
+    \b
+    Examples:
+      keepstep archive verify
+      keepstep archive verify 12000 --archive s3://ckpt/runs --run gpt
+    """
+    from keepstep_sidecar.cli import output
+
+    config, run = _config(**where)
+    began = time.monotonic()
+
+    async def work(holding: Holding) -> tuple[list[str], list[str], int]:
+        steps = await holding.chosen(word, sound=False)
+        faults = [one.fault for one in steps if one.fault]
+        sound = [one for one in steps if one.complete]
+        total = sum(map(_bytes, sound))
+        with _Progress("verify", total, quiet=as_json) as advance:
+            for step in sound:
+                faults += await holding.verify(step, on_chunk=advance)
+        return [str(one.id) for one in steps], faults, total
+
+    names, faults, total = _with_archive(config, run, work)
+    seconds = time.monotonic() - began
+    if as_json:
+        result = {"verified": not faults, "steps": names, "faults": faults, "bytes": total}
+        output.print_json({**result, "seconds": seconds})
+        raise SystemExit(1 if faults else 0)
+    if faults:
+        raise StorageError("\n".join(faults))
+    steps = "1 step" if len(names) == 1 else f"{len(names)} steps"
+    click.echo(f"{steps}, {format_size(total)}: every digest is right ({format_duration(seconds)})")
+
+
+@archive.command()
+@_which_archive
+@click.argument("word", metavar="STEP")
+@click.argument("target", type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
+def pull(word: str, target: Path, **where: Any) -> None:
+    """Fetch STEP into DIR, verified, as DIR/<step>: a committed step's directory.
+
+    Stock safetensors and torch.distributed.checkpoint read it. Started again after an
+    interruption it fetches what is missing only.
+
+    \b
+    Examples:
+      keepstep archive pull 12000 ./restored
+      keepstep archive pull 12000 ./restored --archive s3://ckpt/runs --run gpt
+    """
+    config, run = _config(**where)
+
+    async def work(holding: Holding) -> Path:
+        from keepstep_sidecar.tiers.archive.browse import pull_step
+
+        (step,) = await holding.chosen(word, sound=True)
+        with _Progress(f"step {step.id.step}", _bytes(step), quiet=False) as advance:
+            return await pull_step(holding, step, target, on_chunk=advance)
+
+    try:
+        path = _with_archive(config, run, work)
+    except ImageError as error:
+        raise RestoreError(f"not fetched: {error}") from error
+    click.echo(str(path))
+
+
+class _Progress:
+    """A bar on a terminal; called with the bytes that are done."""
+
+    def __init__(self, text: str, total: int, *, quiet: bool) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        from keepstep_sidecar.cli import output
+
+        console = output.console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=quiet or not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task(text, total=total)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._bar.start()
+        return lambda done: self._bar.advance(self._task, done)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,170 @@
+"""`keepstep inspect`: what one image says of itself."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from keepstep_sidecar.cli.options import json_option
+from keepstep_sidecar.cli.quantities import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from keepstep.errors import ImageError
+    from keepstep.image import ControlPage, Layout
+
+
+@click.command("inspect")
+@json_option
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def inspect_file(file: Path, as_json: bool) -> None:
+    """Show control page, layout, sections and tensors of FILE: a shard, or a slot in memory.
+
+    Reads header and control page only; `keepstep verify` checks the rest.
+
+    \b
+    Examples:
+      keepstep inspect .keepstep/train/0001.4be1a09c-000001200/rank-00000-of-00002.safetensors
+    """
+    from keepstep.errors import ImageError
+    from keepstep.image import read_control
+    from keepstep_sidecar.cli import output
+
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        layout = _named(file, fd)
+        control: ControlPage | ImageError
+        try:
+            control = read_control(fd, layout)
+        except ImageError as error:
+            control = error  # a slot that is being filled, or a torn shard, still has a layout
+    finally:
+        os.close(fd)
+    if as_json:
+        output.print_json(_document(file, layout, control))
+    else:
+        _print(file, layout, control)
+    if isinstance(control, ImageError):
+        raise SystemExit(1)
+
+
+def _named(file: Path, fd: int) -> Layout:
+    from keepstep.errors import ImageError
+    from keepstep.image import read_layout
+
+    try:
+        return read_layout(fd)
+    except ImageError as error:
+        raise type(error)(error.reason, path=file) from None
+
+
+def _document(file: Path, layout: Layout, control: ControlPage | ImageError) -> dict[str, object]:
+    from keepstep.errors import ImageError
+
+    bad = isinstance(control, ImageError)
+    return {
+        "path": file,
+        "sealed": not bad,
+        "error": control.reason if isinstance(control, ImageError) else None,
+        "control": None if bad else control,
+        "layout": {
+            "id": layout.id,
+            "rank": layout.rank,
+            "world": layout.world,
+            "bytes": layout.size_bytes,
+            "header_bytes": len(layout.header),
+            "extras_begin": layout.extras_begin,
+            "extras_capacity_bytes": layout.extras_capacity_bytes,
+            "digests_begin": layout.digests_begin,
+            "control_begin": layout.control_begin,
+            "chunks": layout.chunk_count,
+            "aliases": layout.aliases,
+        },
+        "sections": {section.value: extents for section, extents in layout.section_extents.items()},
+        "tensors": [
+            {
+                "name": name,
+                "dtype": entry.spec.dtype,
+                "shape": entry.spec.shape,
+                "section": entry.spec.section,
+                "offsets": entry.spec.offsets,
+                "global_shape": entry.spec.global_shape,
+                "begin": entry.begin,
+                "end": entry.end,
+            }
+            for name, entry in layout.entries.items()
+        ],
+    }
+
+
+def _print(file: Path, layout: Layout, control: ControlPage | ImageError) -> None:
+    from keepstep_sidecar.cli import output
+
+    console = output.console()
+    for name, text in [("file", str(file)), *_control_facts(control), *_layout_facts(layout)]:
+        console.print(f"{name:<9}{text}", soft_wrap=True)
+    _print_sections(console, layout)
+    _print_tensors(console, layout)
+
+
+def _control_facts(control: ControlPage | ImageError) -> list[tuple[str, str]]:
+    from keepstep.errors import ImageError
+
+    if isinstance(control, ImageError):
+        return [("seal", f"NONE: {control.reason}")]
+    parent = control.epoch.parent
+    origin = "from the beginning" if parent is None else f"went on from {parent}"
+    facts = [
+        ("run", control.run),
+        ("step", f"{control.step} of epoch {control.epoch.id}, which {origin}"),
+        ("rank", f"{control.rank} of {control.world}"),
+        ("staged", _moment(control.staged_at)),
+        ("extras", f"{control.extras_bytes} bytes"),
+    ]
+    if control.root is None:
+        return [*facts, ("digests", "none: the image was staged only")]
+    written = "" if control.written_at is None else f", written {_moment(control.written_at)}"
+    return [*facts, ("digests", f"root {control.root}{written}")]
+
+
+def _moment(unix_s: float) -> str:
+    at = datetime.datetime.fromtimestamp(unix_s, tz=datetime.timezone.utc)
+    return at.isoformat(sep=" ", timespec="milliseconds")
+
+
+def _layout_facts(layout: Layout) -> list[tuple[str, str]]:
+    count, chunks = len(layout.entries), layout.chunk_count
+    aliases = f", {len(layout.aliases)} tied" if layout.aliases else ""
+    return [
+        ("layout", f"{layout.id}, {count} tensors{aliases}"),
+        ("bytes", f"{layout.size_bytes} ({format_size(layout.size_bytes)}), {chunks} chunks"),
+    ]
+
+
+def _print_sections(console: Console, layout: Layout) -> None:
+    from keepstep_sidecar.cli import output
+
+    table = output.table("SECTION", "BYTES", "EXTENTS", right=("BYTES",))
+    for section, extents in layout.section_extents.items():
+        total = sum(end - begin for begin, end in extents)
+        table.add_row(section.value, format_size(total), str(len(extents)))
+    console.print(table)
+
+
+def _print_tensors(console: Console, layout: Layout) -> None:
+    from keepstep_sidecar.cli import output
+
+    table = output.table(
+        "TENSOR", "DTYPE", "SHAPE", "SECTION", "BEGIN", "BYTES", right=("BEGIN", "BYTES")
+    )
+    for name, entry in layout.entries.items():
+        shape = " x ".join(map(str, entry.spec.shape)) or "scalar"
+        size = format_size(entry.end - entry.begin)
+        row = (entry.spec.dtype, shape, entry.spec.section.value, str(entry.begin), size)
+        table.add_row(name, *row)
+    console.print(table)

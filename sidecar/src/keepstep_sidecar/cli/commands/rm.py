@@ -1,0 +1,92 @@
+"""`keepstep rm`: delete steps from the volumes of a run that is not running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from keepstep.errors import UsageError
+from keepstep_sidecar.cli.inventory import Step
+from keepstep_sidecar.cli.options import json_option, which_run
+from keepstep_sidecar.cli.quantities import format_size
+from keepstep_sidecar.cli.run_dir import Places, find_service
+
+
+@click.command()
+@which_run
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Delete the only committed step too.")
+@json_option
+@click.argument("words", nargs=-1, required=True, metavar="STEP...")
+def rm(
+    directory: Path, run: str | None, yes: bool, force: bool, as_json: bool, words: tuple[str, ...]
+) -> None:
+    """Delete steps from the volumes.
+
+    STEP is a number, or a full name as in `keepstep steps` when several epochs have that number.
+    The run must not be running: its sidecar deletes old steps by itself (`run --keep`).
+
+    \b
+    Examples:
+      keepstep rm 1200
+      keepstep rm --yes 0003.1f9c2d7a-000001200
+    """
+    from keepstep_sidecar.cli import inventory, launcher, output
+
+    places = find_service(directory, run).places
+    with launcher.supervising(places):
+        held = inventory.read(places)
+        if held.live is not None:
+            raise UsageError(
+                f"the sidecar of run {places.run!r} (pid {held.live.pid}) owns its steps; end it"
+                " first with `keepstep stop`"
+            )
+        doomed = inventory.chosen(held.steps, words)
+        if not force:
+            _refuse_the_last(held.steps, doomed)
+        if not yes:
+            _confirm(places, doomed)
+        freed_bytes = _retire(places, doomed)
+    if as_json:
+        output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
+    else:
+        names = ", ".join(str(one.id) for one in doomed)
+        where = ", ".join(map(str, places.roots))
+        output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
+
+
+def _refuse_the_last(steps: Sequence[Step], doomed: Sequence[Step]) -> None:
+    """Raises UsageError when no live committed step would be left though there is one now."""
+    committed = {step.id for step in steps if step.committed and not step.dead}
+    lost = committed & {step.id for step in doomed}
+    if lost and lost == committed:
+        raise UsageError(
+            f"{', '.join(map(str, sorted(lost)))} would leave no committed step to restore; pass"
+            " --force to delete it all the same"
+        )
+
+
+def _confirm(places: Places, doomed: Sequence[Step]) -> None:
+    from keepstep_sidecar.cli import output
+
+    output.echo(f"run {places.run!r} in {', '.join(map(str, places.roots))}:", err=True)
+    for step in doomed:
+        state = "dead" if step.dead else "committed" if step.committed else "not committed"
+        output.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
+    click.confirm("Delete?", abort=True, err=True)
+
+
+def _retire(places: Places, doomed: Sequence[Step]) -> int:
+    """Returns the bytes freed. Raises StorageError."""
+    from keepstep_sidecar.volume.volume import Volume
+
+    with ExitStack() as stack:
+        volumes = []
+        for root in places.roots:
+            if root.is_dir():
+                volumes.append(Volume(root, run=places.run))
+                stack.callback(volumes[-1].close)
+        return sum(volume.retire(step.id) for step in doomed for volume in volumes)

@@ -1,0 +1,485 @@
+"""The durable shards of this machine, by step and rank, and which steps readers see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep.core.candidates import Offer
+from keepstep.core.ledger import NEAREST_FIRST, Held, RankReport, Reported
+from keepstep.errors import ImageError
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.tiers.source import LocalOrigin, LocalReader, Origin, RemoteOrigin
+from keepstep_sidecar.tiers.tier import Ancestor, Depot, Inventory, Remote
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume import Written
+
+_PAST_STEPS = 10_000
+
+Known = Mapping[tuple[StepId, int], Found]
+
+
+class Stock:
+    """What the last scan found, and what was written, shown and deleted since."""
+
+    def __init__(self) -> None:
+        self.shards: dict[StepId, dict[int, Found]] = {}
+        self.published: dict[StepId, str] = {}
+        self._past: dict[StepId, tuple[frozenset[int], bool]] = {}
+
+    # --- changing ----------------------------------------------------------------------------
+
+    def known(self) -> Known:
+        """What is here as a scan begins."""
+        return {(one.id, one.rank): one for one in self.all()}
+
+    def replace(self, found: Iterable[Found], *, before: Known) -> None:
+        """A scan that began with `before` has found these, and nothing else. What was written,
+        shown or deleted meanwhile is known better than the scan can."""
+        now, scanned = self.known(), {(one.id, one.rank): one for one in found}
+        newer = {key: one for key, one in now.items() if before.get(key) is not one}
+        gone = before.keys() - now.keys()
+        self.shards.clear()
+        for key, one in {**scanned, **newer}.items():
+            if key not in gone or key in newer:
+                self.add(one)
+        for id in self.published.keys() - self.shards.keys():
+            del self.published[id]
+
+    def add(self, one: Found) -> None:
+        self.shards.setdefault(one.id, {})[one.rank] = one
+
+    def show(self, id: StepId, path: Path) -> None:
+        """Readers see the step in this directory; its shards moved there."""
+        self.published[id] = str(path)
+        self.shards[id] = {
+            rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
+        }
+
+    def drop(self, id: StepId) -> None:
+        """The step is about to be deleted. What it was is remembered for those who ask late."""
+        self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
+        self.published.pop(id, None)
+        while len(self._past) > _PAST_STEPS:
+            del self._past[next(iter(self._past))]
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def all(self) -> list[Found]:
+        return [one for held in self.shards.values() for one in held.values()]
+
+    def holds(self, rank: int, id: StepId) -> Found | None:
+        """This rank's durable shard of the step."""
+        return self.shards.get(id, {}).get(rank)
+
+    def of_rank(self, rank: int) -> tuple[Held, ...]:
+        """What the ledger hears of a rank, oldest first."""
+        return tuple(_held(held[rank]) for _, held in sorted(self.shards.items()) if rank in held)
+
+    def world(self, rank: int) -> int:
+        """The world size that the rank's newest shard names, 0 for none."""
+        newest = max((id for id, held in self.shards.items() if rank in held), default=None)
+        return self.shards[newest][rank].world if newest is not None else 0
+
+    def was_durable(self, rank: int, id: StepId) -> bool:
+        """Whether this step is durable for the rank, or was until it was deleted."""
+        return rank in self.shards.get(id, ()) or rank in self._past.get(id, ((), False))[0]
+
+    def was_published(self, id: StepId) -> bool:
+        """Whether readers see this step, or saw it until it was deleted."""
+        return id in self.published or self._past.get(id, ((), False))[1]
+
+    def ever_published(self) -> set[StepId]:
+        """Steps that were committed, whether or not all of their shards are still there."""
+        return {id for id, held in self.shards.items() if any(f.published for f in held.values())}
+
+
+def as_found(written: Written, layout: Layout, control: ControlPage) -> Found:
+    """A shard that was just made durable, as a scan would find it."""
+    return Found(
+        path=written.path,
+        id=written.id,
+        rank=written.rank,
+        world=control.world,
+        run=control.run,
+        bytes=written.bytes,
+        layout=layout,
+        root=written.root,
+        params_digest=written.sections.get("params"),
+        published=False,
+        written_at=written.written_at,
+    )
+
+
+def _held(found: Found) -> Held:
+    return Held(
+        id=found.id,
+        world=found.world,
+        root=found.root,
+        params_digest=found.params_digest,
+        written_at=found.written_at,
+        twins=found.layout.twins,
+        bytes=found.bytes,
+    )
+
+
+def _as_published(found: Found) -> Found:
+    """The same shard where `publish` moved it: out of `pending/`."""
+    directory = found.path.parent
+    if directory.parent.name != "pending":
+        return replace(found, published=True)
+    return replace(
+        found, path=directory.parent.parent / directory.name / found.path.name, published=True
+    )
+
+
+# --- what the ledger is told -----------------------------------------------------------------
+#
+# What the ledger is told: everything that slots, volumes and depots hold, rank by rank.
+#
+# A rank that lost its last copy must be told of as empty: silence would leave the ledger with
+# what it heard before. So nobody is forgotten who was here once.
+
+
+class Telling:
+    """`silent`: what is on the volumes is not known, or not all of it."""
+
+    def __init__(self, keeper: SlotPool, stock: Stock, remotes: Remotes) -> None:
+        self.silent = True
+        self._keeper = keeper
+        self._stock = stock
+        self._remotes = remotes
+        self._ranks: set[int] = set()
+        self._remote_ranks: set[int] = set()
+        self._index_told = remotes.index
+
+    # --- reports -----------------------------------------------------------------------------
+
+    def here(self) -> Reported:
+        """All that this machine holds, of every rank that is known here."""
+        return Reported(ranks={rank: self.of_rank(rank) for rank in self.ranks()})
+
+    def of_rank(self, rank: int) -> RankReport:
+        """One rank, wherever it is held."""
+        memory, local = self._memory(rank), self._stock.of_rank(rank)
+        nothing = Answer.UNKNOWN if self.silent else Answer.NONE
+        beyond = self._remotes.report(rank)
+        return RankReport(
+            sealed={Tier.MEMORY: memory, Tier.LOCAL: local, **beyond.sealed},
+            answers={
+                Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
+                Tier.LOCAL: Answer.STEPS if local else nothing,
+                **beyond.answers,
+            },
+        )
+
+    def beyond(self) -> Reported:
+        """What depots hold or held. Of ranks that are here it is told with everything else, too."""
+        self._index_told = self._remotes.index
+        self._remote_ranks.update(self._remotes.ranks)
+        ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
+        return Reported(ranks=ranks, epochs=self._remotes.epochs)
+
+    @property
+    def beyond_is_stale(self) -> bool:
+        """Depots were looked at since `beyond` was told."""
+        return self._index_told != self._remotes.index
+
+    # --- ranks -------------------------------------------------------------------------------
+
+    def ranks(self) -> list[int]:
+        """Every rank of which something is or was here."""
+        self._ranks.update(self._keeper.ranks, *self._stock.shards.values())
+        return sorted(self._ranks)
+
+    def world(self, rank: int) -> int:
+        """The world size that the rank's trainer or its newest image names, 0 for none."""
+        slots = self._keeper.ranks.get(rank)
+        if slots is not None and slots.world:
+            return slots.world
+        return self._stock.world(rank)
+
+    def newest_in_memory(self, rank: int, default: StepId) -> StepId:
+        slots = self._keeper.ranks.get(rank)
+        return max(slots.sealed() if slots is not None else (), default=default)
+
+    def _memory(self, rank: int) -> tuple[Held, ...]:
+        if (slots := self._keeper.ranks.get(rank)) is None:
+            return ()
+        return tuple(_in_slot(*at) for id in slots.sealed() if (at := slots.find(id)))
+
+
+def _in_slot(slot_set: SlotSet, index: int) -> Held:
+    id, layout = slot_set.table.slots[index].id, slot_set.layout
+    assert id is not None
+    return Held(id=id, world=layout.world, twins=layout.twins, bytes=layout.size_bytes)
+
+
+# --- remote tiers ----------------------------------------------------------------------------
+#
+# What depots hold, as last seen, in the order in which a restore prefers it.
+#
+# A depot that does not answer keeps what it was last seen to hold (a restore will find out), but
+# its answer is UNKNOWN: no run starts anew because an archive was away.
+
+
+_NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
+_TOO_EARLY = Inventory(
+    answer=Answer.UNKNOWN, reason="not before it is known what this run has of its own"
+)
+
+
+class Remotes:
+    """The depots of this sidecar. `looked`: all of them were asked at least once. `index`: grows
+    when something is seen to be different."""
+
+    def __init__(self, depots: Sequence[Depot] = ()) -> None:
+        self.depots = tuple(
+            sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
+        )  # nearest first
+        self.ancestor = next((one for one in depots if isinstance(one, Ancestor)), None)
+        self.looked = not depots
+        self.index = 0
+        self._inventories = [_NOT_ASKED for _ in self.depots]
+        self._refused: set[tuple[Tier, str, StepId, int]] = set()
+        self._at: dict[StepId, dict[int, list[RemoteOrigin]]] = {}
+        self._of_rank: dict[int, dict[Tier, list[Held]]] = {}
+        self._looking: asyncio.Task[bool] | None = None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that there are, nearest first."""
+        return tuple(dict.fromkeys(one.tier for one in self.depots))
+
+    def has(self, tier: Tier) -> bool:
+        return tier in self.tiers
+
+    # --- looking -----------------------------------------------------------------------------
+
+    async def look(self, *, anew: bool = False) -> bool:
+        """Ask every depot what it holds. Returns whether anything is different from before.
+
+        Whoever asks meanwhile waits for the same answers; `anew`: only for those to a question that
+        begins from now on.
+        """
+        if anew and self._looking is not None and not self._looking.done():
+            await asyncio.wait({self._looking})
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="look at depots")
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> bool:
+        found = self._ancestor_last(await asyncio.gather(*(one.look() for one in self.depots)))
+        before = (self._inventories, self.looked)
+        self._inventories = [
+            _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
+        ]
+        self.looked = True
+        for depot, old, new in zip(self.depots, before[0], self._inventories, strict=True):
+            if new.answer is Answer.UNKNOWN and new.reason != old.reason:
+                warn("depot does not answer", tier=str(depot.tier), reason=new.reason)
+        if changed := before != (self._inventories, True):
+            self._index()
+        return changed
+
+    def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
+        """Another run's step counts once all others have told what this run has of its own."""
+        pairs = list(zip(self.depots, found, strict=True))
+        silent = any(
+            one.answer is Answer.UNKNOWN for depot, one in pairs if depot is not self.ancestor
+        )
+        return [_TOO_EARLY if silent and depot is self.ancestor else one for depot, one in pairs]
+
+    def distrust(self, origin: RemoteOrigin, error: Exception) -> None:
+        """This copy could not be used. One that did not pass its verification is not offered any
+        more; one that was out of reach may be there the next time."""
+        one, damaged = origin.remote, isinstance(error, ImageError)
+        warn(
+            "copy refused" if damaged else "copy out of reach",
+            tier=str(one.tier),
+            where=one.where,
+            rank=one.rank,
+            step=str(one.id),
+            reason=str(error),
+        )
+        if damaged:
+            self._refused.add((one.tier, one.where, one.id, one.rank))
+            self._index()
+
+    def _index(self) -> None:
+        self.index += 1
+        self._at, self._of_rank = {}, {}
+        for depot, inventory in zip(self.depots, self._inventories, strict=True):
+            for one in inventory.shards:
+                if (one.tier, one.where, one.id, one.rank) not in self._refused:
+                    places = self._at.setdefault(one.id, {}).setdefault(one.rank, [])
+                    places.append(RemoteOrigin(remote=one, depot=depot))
+                    tiers = self._of_rank.setdefault(one.rank, {})
+                    tiers.setdefault(one.tier, []).append(held(one))
+
+    # --- asking ------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> Iterable[StepId]:
+        return self._at.keys()
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        """Every rank of which a depot holds something."""
+        return self._of_rank.keys()
+
+    def of(self, id: StepId) -> dict[int, list[RemoteOrigin]]:
+        """rank -> its copies of this step, nearest first."""
+        return self._at.get(id, {})
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        """Every epoch that a depot knows of, oldest first."""
+        known = {epoch.id: epoch for each in self._inventories for epoch in each.epochs}
+        return tuple(known[id] for id in sorted(known))
+
+    def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
+        """The epochs that depots of this tier know of."""
+        pairs = zip(self.depots, self._inventories, strict=True)
+        return tuple(epoch for depot, one in pairs if depot.tier is tier for epoch in one.epochs)
+
+    @property
+    def complete(self) -> frozenset[StepId]:
+        """Steps of which a depot itself says that all shards are there."""
+        return frozenset().union(*(one.complete for one in self._inventories))
+
+    @property
+    def unknown(self) -> str:
+        """Why it is not known what is there; '' when it is."""
+        return "; ".join(
+            f"{depot.status().where}: {one.reason or 'it does not answer'}"
+            for depot, one in zip(self.depots, self._inventories, strict=True)
+            if one.answer is Answer.UNKNOWN
+        )
+
+    def report(self, rank: int) -> RankReport:
+        """What depots hold of a rank, for the ledger."""
+        sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
+        return RankReport(
+            sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
+        )
+
+    def _answer(self, tier: Tier, found: Sequence[Held]) -> Answer:
+        said = [
+            one.answer
+            for depot, one in zip(self.depots, self._inventories, strict=True)
+            if depot.tier is tier
+        ]
+        if Answer.UNKNOWN in said:
+            return Answer.UNKNOWN
+        return Answer.STEPS if found else Answer.NONE
+
+
+def held(one: Remote) -> Held:
+    """A copy in a depot as the ledger hears of it."""
+    return Held(
+        id=one.id,
+        world=one.world,
+        root=one.root,
+        params_digest=one.params_digest,
+        twins=one.twins,
+        bytes=one.bytes,
+    )
+
+
+def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
+    """A depot that is away tells nothing: what it held before is still to be tried."""
+    if new.answer is not Answer.UNKNOWN or new.shards:
+        return new
+    return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)
+
+
+# --- where copies are ------------------------------------------------------------------------
+#
+# Which image can be had from where: slots, volumes, depots. Asks nobody, decides nothing.
+
+
+Shards = Mapping[StepId, Mapping[int, Found]]
+"""step -> rank -> the shard on a volume of this machine."""
+
+
+class Reach:
+    """Of one sidecar. `shards` is the committer's own, as it is at any moment."""
+
+    def __init__(
+        self, shards: Shards, keeper: SlotPool, remotes: Remotes, reader: LocalReader
+    ) -> None:
+        self._shards = shards
+        self._keeper = keeper
+        self._remotes = remotes
+        self._reader = reader
+
+    def origins(self, id: StepId, rank: int) -> list[Origin]:
+        """Where the saved rank's shard lies beyond memory, nearest first."""
+        local = self._shards.get(id, {}).get(rank)
+        here: list[Origin] = []
+        if local is not None:
+            here.append(LocalOrigin(found=local, reader=self._reader))
+        return [*here, *self._remotes.of(id).get(rank, ())]
+
+    def nearest(self, id: StepId, rank: int) -> Tier | None:
+        """The nearest tier that holds the image."""
+        slots = self._keeper.ranks.get(rank)
+        if slots is not None and slots.find(id) is not None:
+            return Tier.MEMORY
+        origins = self.origins(id, rank)
+        return origins[0].tier if origins else None
+
+    def ranks_with(self, id: StepId) -> list[int]:
+        """Saved ranks of which a shard lies somewhere beyond memory."""
+        return sorted({*self._shards.get(id, {}), *self._remotes.of(id)})
+
+    def ids(self) -> set[StepId]:
+        """Every step of which something is within reach."""
+        sealed = (id for slots in self._keeper.ranks.values() for id in slots.sealed())
+        return {*self._shards, *self._remotes.ids, *sealed}
+
+    def world_of(self, id: StepId) -> int | None:
+        """How many ranks saved the step; None when nobody knows, or copies disagree."""
+        worlds = {found.world for found in self._shards.get(id, {}).values()}
+        worlds |= {each[0].world for each in self._remotes.of(id).values()}
+        worlds |= {
+            at[0].layout.world for one in self._keeper.ranks.values() if (at := one.find(id))
+        }
+        return worlds.pop() if len(worlds) == 1 else None
+
+    def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
+        """Of the steps that the ledger calls whole, those of which every byte of every rank is
+        within reach, oldest first.
+
+        A rank whose own image is gone is covered by a twin: its image has the very same boxes.
+        """
+        found = [self._offer(id) for id in sorted(self.ids().intersection(whole))]
+        return tuple(one for one in found if one is not None)
+
+    def _offer(self, id: StepId) -> Offer | None:
+        if (world := self.world_of(id)) is None:
+            return None
+        nearest: dict[int, Tier] = {}
+        for tier, rank, twins in self._copies(id):
+            for covered in (rank, *twins):
+                nearest[covered] = min(nearest.get(covered, tier), tier, key=NEAREST_FIRST.index)
+        if not set(range(world)).issubset(nearest):
+            return None
+        farthest = max((nearest[rank] for rank in range(world)), key=NEAREST_FIRST.index)
+        return Offer(id=id, tier=farthest, world=world)
+
+    def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, tuple[int, ...]]]:
+        """(tier, rank, twins) of all copies."""
+        for rank, slots in self._keeper.ranks.items():
+            if (at := slots.find(id)) is not None:
+                yield at[0].tier(at[1]), rank, at[0].layout.twins
+        for rank, found in self._shards.get(id, {}).items():
+            yield Tier.LOCAL, rank, found.layout.twins
+        for rank, places in self._remotes.of(id).items():
+            yield places[0].tier, rank, places[0].twins

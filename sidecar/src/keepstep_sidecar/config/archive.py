@@ -1,0 +1,88 @@
+"""Where the archive is and what goes there: `--archive` and its companions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from keepstep.core.retention import Retention
+from keepstep.errors import UsageError
+
+SCHEMES = ("s3", "gs", "az", "file")
+_OBJECT_STORES = SCHEMES[:3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveConfig:
+    """`url`: `s3://bucket/prefix`, `gs://...`, `az://container/prefix`, `file:///dir` or a path.
+
+    `every`: steps; those that are multiples of it are sent (see `base`). `endpoint` and `region`:
+    of an S3 store that is not Amazon's. Credentials are never told here: they come from the
+    environment, in the words of each store (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
+    AZURE_STORAGE_ACCOUNT_KEY), or from the machine's own identity.
+    """
+
+    url: str
+    every: int = 1000
+    endpoint: str | None = None
+    region: str | None = None
+    retention: Retention = field(default_factory=lambda: Retention(last=3))
+
+    def __post_init__(self) -> None:
+        """Raises UsageError when the values cannot work together."""
+        if self.every < 1:
+            raise UsageError(f"--archive-every {self.every}: starts at 1")
+        if self.scheme not in SCHEMES:
+            known = ", ".join(f"{one}://" for one in SCHEMES)
+            raise UsageError(f"--archive {self.url}: not one of {known} or a directory")
+        if self.scheme in _OBJECT_STORES and not urlsplit(self.url).netloc:
+            raise UsageError(
+                f"--archive {self.url}: names no bucket, like {self.scheme}://ckpt/gpt"
+            )
+        if self.scheme == "file" and not self.directory.is_absolute():
+            raise UsageError(f"--archive {self.url}: write it like file:///mnt/archive")
+        if self.endpoint is not None and self.scheme != "s3":
+            raise UsageError("--archive-endpoint goes with an s3:// archive only")
+
+    @property
+    def scheme(self) -> str:
+        """Which kind of store; a path without a scheme is a directory."""
+        return self.url.partition("://")[0] if "://" in self.url else "file"
+
+    @property
+    def directory(self) -> Path:
+        """The directory that is the archive; for `file` only."""
+        if "://" not in self.url:
+            return Path(self.url).absolute()
+        parts = urlsplit(self.url)
+        return Path(parts.netloc + parts.path)
+
+    @property
+    def bucket(self) -> str:
+        """The bucket or container; for object stores only."""
+        return urlsplit(self.url).netloc
+
+    @property
+    def prefix(self) -> str:
+        """What all names in the bucket begin with, without slashes around it."""
+        return urlsplit(self.url).path.strip("/")
+
+    def base(self, persist_base: int) -> int:
+        """Multiples of this many steps are sent: `every`, up to the grid of what is durable."""
+        return -(-self.every // persist_base) * persist_base
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON; `of_plain` is the inverse."""
+        retention = {**asdict(self.retention), "pinned": sorted(map(str, self.retention.pinned))}
+        return {**asdict(self), "retention": retention}
+
+
+def of_plain(plain: Mapping[str, Any] | None) -> ArchiveConfig | None:
+    """Inverse of `ArchiveConfig.to_plain`, without pins. Raises KeyError, TypeError, UsageError."""
+    if plain is None:
+        return None
+    kept = {name: one for name, one in plain["retention"].items() if name != "pinned"}
+    return ArchiveConfig(**{**plain, "retention": Retention(**kept)})

@@ -1,0 +1,68 @@
+"""How errors leave the sidecar: an HTTP status and a `wire.trainer.Problem` with a stable code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.errors import (
+    ImageError,
+    KeepstepError,
+    NoMemoryError,
+    ProtocolError,
+    SidecarError,
+    StorageError,
+)
+from keepstep.wire.trainer import Problem
+
+STATUS = {
+    "absent": 404,
+    "bad-image": 422,
+    "bad-request": 400,
+    "internal": 500,
+    "no-lease": 410,
+    "no-memory": 507,
+    "no-slot": 507,
+    "not-verified": 409,
+    "protocol": 426,
+    "rank-of-parent": 409,
+    "rank-taken": 409,
+    "stale-slot": 409,
+    "starting": 503,
+    "stopping": 503,
+    "storage": 507,
+    "unknown-layout": 409,
+    "unknown-step": 404,
+}
+"""Every code there is, with its HTTP status; docs/protocol.md says what each asks of a trainer."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A problem, ready to send."""
+
+    status: int
+    problem: Problem
+
+
+def refuse(code: str, message: str) -> SidecarError:
+    """An error that is sent with this code. Raises KeyError for a code that is not in `STATUS`."""
+    assert code in STATUS, code
+    return SidecarError(message, code=code)
+
+
+def answer(error: KeepstepError) -> Answered:
+    """The problem that tells of `error`."""
+    code = _code(error)
+    return Answered(STATUS.get(code, 500), Problem(code=code, message=str(error)))
+
+
+def _code(error: KeepstepError) -> str:
+    if isinstance(error, NoMemoryError):
+        return "no-memory"
+    if isinstance(error, ProtocolError):
+        return "protocol"
+    if isinstance(error, SidecarError):
+        return error.code
+    if isinstance(error, StorageError):
+        return "storage"
+    return "bad-image" if isinstance(error, ImageError) else "internal"

@@ -1,0 +1,138 @@
+"""Makes slots in the background: the first of every rank before the second of any.
+
+Touching pages takes seconds per GiB, so it happens on threads of low priority, never on the event
+loop; a slot is at hand as soon as it is ready, the others follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from keepstep.errors import NoMemoryError
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.slot_file import (
+    SlotFile,
+    entered,
+    lower_priority,
+    rank_directory,
+    slot_name,
+    slot_number,
+)
+from keepstep_sidecar.memory.slot_pool import SlotSet
+
+_MOST_THREADS = 4
+_log = logging.getLogger("keepstep.sidecar")
+
+
+class Allocator:
+    """Fills slot sets up to their `wanted` slots. `run` is its worker, one task per thread."""
+
+    def __init__(self, memory_dir: Path, changes: Changes) -> None:
+        self.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._memory_dir = memory_dir
+        self._changes = changes
+        self._stop = threading.Event()
+        self._numbers = itertools.count(1)
+        self._queue: asyncio.PriorityQueue[tuple[int, int, SlotSet | SlotFile]] = (
+            asyncio.PriorityQueue()
+        )
+        self._making: dict[int, int] = {}
+        self._names: set[Path] = set()
+        """Of the slots that are being made."""
+        self._executor = ThreadPoolExecutor(
+            self.threads, thread_name_prefix="slots", initializer=lower_priority
+        )
+
+    def fill(self, slot_set: SlotSet) -> None:
+        """Order the slots that this slot set lacks."""
+        ordered = self._making.get(id(slot_set), 0)
+        for position in range(slot_set.count + ordered, slot_set.wanted):
+            self._making[id(slot_set)] = self._making.get(id(slot_set), 0) + 1
+            self._queue.put_nowait((position, next(self._numbers), slot_set))
+
+    def grow(self, slot_set: SlotSet, *, most: int) -> None:
+        """Order one more slot, unless one is on its way or there are `most`."""
+        if slot_set.count >= slot_set.wanted and slot_set.wanted < most:
+            slot_set.wanted += 1
+            self.fill(slot_set)
+
+    def settle(self, file: SlotFile) -> None:
+        """Map and lock an adopted slot, when there is nothing better to do."""
+        self._queue.put_nowait((1 << 30, next(self._numbers), file))
+
+    async def run(self) -> None:
+        """Work until cancelled or stopped. One order that fails does not end the worker."""
+        while not self._stop.is_set():
+            _, _, order = await self._queue.get()
+            try:
+                await self._carry_out(order)
+            except Exception:
+                _log.exception("slot order failed")
+
+    async def _carry_out(self, order: SlotSet | SlotFile) -> None:
+        if isinstance(order, SlotFile):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, order.settle)
+        else:
+            await self._make(order)
+
+    async def _make(self, slot_set: SlotSet) -> None:
+        loop = asyncio.get_running_loop()
+        path: Path | None = None
+        try:
+            path = self._free_path(slot_set)
+            file = await loop.run_in_executor(
+                self._executor, lambda: SlotFile.create(path, slot_set.layout, stop=self._stop)
+            )
+        except FileNotFoundError as error:  # the directory was removed: `Service.mend_memory`
+            warn("slot not made", path=str(path), reason=str(error))
+            return
+        except (NoMemoryError, OSError) as error:
+            slot_set.failure = str(error)
+            slot_set.wanted = slot_set.count
+            warn("slot not made", path=str(path), reason=str(error))
+            return
+        finally:
+            if path is not None:
+                self._names.discard(path)
+            self._making[id(slot_set)] -= 1
+            if not self._making[id(slot_set)]:
+                del self._making[id(slot_set)]
+            self._changes.ring()
+        if slot_set.count >= slot_set.wanted:
+            file.unlink()  # the layout was dropped meanwhile
+            return
+        slot_set.add(file)
+        say(
+            "slot made",
+            rank=slot_set.layout.rank,
+            slot=file.name,
+            bytes=len(file.view),
+            locked=not file.locked,
+        )
+        self._changes.ring()
+
+    def _free_path(self, slot_set: SlotSet) -> Path:
+        directory = rank_directory(self._memory_dir, slot_set.layout.rank)
+        with entered(directory) as fd:
+            names = {name.removesuffix(".new") for name in os.listdir(fd)}
+        # a name is given once: a trainer may still have the slot mapped that had it
+        names |= {*(file.name for file in slot_set.files), *slot_set.orphans}
+        names |= {path.name for path in self._names if path.parent == directory}
+        taken = {slot_number(name) for name in names}
+        number = next(n for n in itertools.count() if n not in taken)
+        path = directory / slot_name(slot_set.layout, number)
+        self._names.add(path)
+        return path
+
+    def stop(self) -> None:
+        """Give up what is being made; for the end of the process."""
+        self._stop.set()
+        self._executor.shutdown(wait=True, cancel_futures=True)

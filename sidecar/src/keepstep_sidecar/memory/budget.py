@@ -1,0 +1,122 @@
+"""How many slots a rank may have. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.errors import NoMemoryError
+from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.leases import Lease
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.slot_file import free_bytes
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+
+LEAST_SLOTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """`total_bytes`: for all ranks of this machine, of which there are `ranks`."""
+
+    total_bytes: int
+    ranks: int
+
+    @property
+    def share_bytes(self) -> int:
+        """A rank's part: fixed, so that the first rank to come leaves room for the last."""
+        return self.total_bytes // max(1, self.ranks)
+
+    def affordable(self, slot_bytes: int, *, wanted: int, taken_bytes: int = 0) -> int:
+        """Slots of this size that fit beside `taken_bytes` of the same rank, up to `wanted`."""
+        return max(0, min(wanted, (self.share_bytes - taken_bytes) // slot_bytes))
+
+
+def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str:
+    """The warning about fewer slots than wanted; "" when there are enough.
+
+    Raises NoMemoryError when even two do not fit.
+    """
+    asked = (
+        f"{wanted} slots of {slot_bytes} bytes for each of {budget.ranks} ranks need"
+        f" {wanted * slot_bytes * budget.ranks} bytes, but there are {budget.total_bytes}"
+    )
+    if count < LEAST_SLOTS:
+        raise NoMemoryError(
+            f"{asked}: not even {LEAST_SLOTS} fit; raise --memory-limit or give the machine more"
+            " shared memory",
+            code="no-memory",
+        )
+    if count >= wanted:
+        return ""
+    risk = (
+        "every staged step waits to be persisted"
+        if count == LEAST_SLOTS
+        else ("after a crash, ranks may have no step in common in memory")
+    )
+    return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
+
+
+# --- how many slots --------------------------------------------------------------------------
+#
+# How many slots a slot set gets: memory limit and tmpfs, divided among this machine's ranks.
+
+
+class Sizing:
+    """Decides `SlotSet.wanted`, at the cost of older layouts' slots if need be."""
+
+    def __init__(self, config: Config, keeper: SlotPool) -> None:
+        self._config = config
+        self._keeper = keeper
+
+    def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
+        """Set the number of slots; returns the warning when they are fewer than asked for.
+
+        Raises NoMemoryError when not even two fit.
+        """
+        budget, size_bytes, wanted = (
+            self._budget(lease),
+            slot_set.layout.size_bytes,
+            self._config.slots,
+        )
+        others = [one for one in slots.slot_sets.values() if one is not slot_set]
+        count = self._affordable(budget, size_bytes, others)
+        for keep, enough in ((2, wanted), (1, LEAST_SLOTS)):
+            if count >= enough:
+                continue
+            for other in others:
+                self._keeper.unlink(other.give_up(keep=keep))
+            count = self._affordable(budget, size_bytes, others)
+        warning = shortage(budget, size_bytes, wanted=wanted, count=count)
+        slot_set.failure = ""
+        slot_set.wanted = max(count, slot_set.count)
+        if warning:
+            warn("fewer slots", rank=slots.rank, slots=count, reason=warning)
+        return warning
+
+    def most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
+        """Slots that this slot set may grow to for a restore: one beyond the usual, if it fits."""
+        if lease is None:  # whoever comes, or nobody: room for one image is enough to know
+            others = self._keeper.made_bytes - sum(len(file.view) for _, file in slot_set.present())
+            return Budget(total_bytes=self._total_bytes(), ranks=1).affordable(
+                slot_set.layout.size_bytes, wanted=self._config.slots, taken_bytes=others
+            )
+        taken = slots.taken_bytes - slot_set.size_bytes
+        return self._budget(lease).affordable(
+            slot_set.layout.size_bytes, wanted=self._config.slots + 1, taken_bytes=taken
+        )
+
+    def _affordable(self, budget: Budget, size_bytes: int, others: list[SlotSet]) -> int:
+        taken = sum(other.size_bytes for other in others)
+        return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
+
+    def _budget(self, lease: Lease) -> Budget:
+        gone = self._keeper.gone_bytes(lease.world)
+        return Budget(
+            total_bytes=max(0, self._total_bytes() - gone),
+            ranks=lease.request.local_world or lease.world,
+        )
+
+    def _total_bytes(self) -> int:
+        there = free_bytes(self._config.memory_dir) + self._keeper.made_bytes
+        limit = self._config.memory_limit_bytes
+        return there if limit is None else min(limit, there)

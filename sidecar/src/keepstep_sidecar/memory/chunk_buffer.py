@@ -1,0 +1,77 @@
+"""Windows: shared memory through which verified chunks reach a trainer that cannot map an image.
+
+A window lives for one restore of one lease, so nothing of it outlives the sidecar: whatever is
+found at the start is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from keepstep.errors import NoMemoryError
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.memory.slot_file import populate
+
+_PREFIX = "window-"
+LEAST_FRAMES = 2
+"""One is filled while the other one is read."""
+MOST_FRAMES = 64
+
+
+class WindowFile:
+    """`frames` frames of `CHUNK_BYTES`, mapped. Made and closed on a thread or the event loop."""
+
+    def __init__(self, path: Path, frames: int) -> None:
+        """Blocks while memory is found. Raises NoMemoryError when there is too little."""
+        self.path = path
+        self.frames = frames
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o660)
+        try:
+            os.posix_fallocate(fd, 0, self.size_bytes)
+            self._mapping = mmap.mmap(fd, self.size_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise NoMemoryError(
+                f"{path.parent}: no room for a window of {self.size_bytes} bytes"
+                f" ({error.strerror}); raise --memory-limit or give the tmpfs more memory",
+                code="no-memory",
+            ) from error
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._mapping)
+        populate(self._view, threading.Event())
+
+    @property
+    def size_bytes(self) -> int:
+        return self.frames * CHUNK_BYTES
+
+    def frame(self, number: int, size_bytes: int) -> memoryview:
+        """The first bytes of a frame. Raises IndexError when there is no such frame."""
+        if not 0 <= number < self.frames:
+            raise IndexError(f"frame {number} of a window of {self.frames}")
+        begin = number * CHUNK_BYTES
+        return self._view[begin : begin + size_bytes]
+
+    def close(self) -> None:
+        """Remove the file; memory is free once nobody maps it any more. Idempotent."""
+        self.path.unlink(missing_ok=True)
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a read still fills a frame: it goes with that
+            self._mapping.close()
+
+
+def window_path(memory_dir: Path, rank: int, token: str) -> Path:
+    """Of one restore of one lease."""
+    return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
+
+
+def sweep(memory_dir: Path) -> None:
+    """Remove what an earlier sidecar left; of a link only the name goes."""
+    for path in memory_dir.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # a directory, which no sidecar made
+            path.unlink()

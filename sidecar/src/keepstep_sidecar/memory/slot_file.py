@@ -1,0 +1,401 @@
+"""Slot files: shared memory that holds one image each, made, filled with pages, locked, adopted.
+
+A slot is a file in a tmpfs. Its pages are allocated and touched here, so that the trainer neither
+pays for first touch (2.5 s/GiB on a small machine) nor meets SIGBUS when the tmpfs is full, and so
+that they are charged to the sidecar. It appears under its final name only when all that is done:
+whatever has another name after a crash is rubbish. Everything blocks; nothing here decides.
+
+Whoever trains can write in these directories, so any name may be a link to a file that only the
+sidecar can reach: a shard on a volume. Therefore names are used only relative to a descriptor of
+their directory, no link is followed, and a file counts as a slot only if it is a regular one of
+this file system, of our own user, with no other name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from keepstep.errors import FormatError, ImageError, NoMemoryError
+from keepstep.image import PAGE_BYTES, ControlPage, Layout, read_layout
+from keepstep.steps import StepId
+from keepstep_sidecar.concurrency import yield_to_others
+from keepstep_sidecar.log import warn
+
+_MADV_POPULATE_WRITE = 23
+_PIECE_BYTES = 8 << 20
+"""Populated at a time: a page fault of the training elsewhere never waits longer than that."""
+
+_NAME = re.compile(r"[0-9a-f]{12}\.(\d{1,9})\.slot", re.ASCII)
+_RANK = re.compile(r"rank-(\d{5,8})", re.ASCII)
+_UNFINISHED = ".new"
+NOT_YET = "not yet"
+_DIRECTORY_MODE = 0o2770
+"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
+
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOW_PRIORITY = 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = ctypes.c_void_p
+
+
+class SlotFile:
+    """One slot: its file, mapped. `locked`: "" when its pages cannot be swapped out, else why.
+
+    The control page is read and written by system calls: a trainer may truncate the file at any
+    moment, and to touch a mapping beyond its file's end is the death of the process (SIGBUS).
+    """
+
+    def __init__(self, path: Path, layout: Layout, fd: int) -> None:
+        """Owns `fd` from now on. Raises OSError when the file cannot be mapped."""
+        self.path = path
+        self.layout = layout
+        self.locked = NOT_YET
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, layout.size_bytes)
+        self.view = memoryview(self._mapping)
+
+    @classmethod
+    def create(cls, path: Path, layout: Layout, *, stop: threading.Event) -> SlotFile:
+        """Make an empty slot of this layout: sized, populated, with its header, locked.
+
+        Takes seconds per GiB. Raises NoMemoryError when the tmpfs is full or `stop` is set, OSError
+        when the directory is gone.
+        """
+        unfinished = path.name + _UNFINISHED
+        with entered(path.parent) as directory:
+            fd = os.open(unfinished, _CREATE, 0o660, dir_fd=directory)
+            slot = None
+            try:
+                os.ftruncate(fd, layout.size_bytes)
+                slot = cls(path, layout, fd)
+                _allocate(fd, slot, stop)
+                _write(fd, layout.header, 0)
+                os.rename(unfinished, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(unfinished, dir_fd=directory)
+                if slot is None:
+                    os.close(fd)
+                else:
+                    slot.close()
+                raise
+        slot.lock()
+        return slot
+
+    @classmethod
+    def adopt(cls, path: Path) -> SlotFile:
+        """Map a slot that an earlier sidecar made. Raises ImageError when it is none, OSError."""
+        with entered(path.parent) as directory:
+            _check_slot(os.stat(path.name, dir_fd=directory, follow_symlinks=False), directory)
+            fd = os.open(path.name, _OPEN, dir_fd=directory)
+            try:
+                found = os.fstat(fd)
+                _check_slot(found, directory)
+                if found.st_size < 2 * PAGE_BYTES or found.st_size % PAGE_BYTES:
+                    raise FormatError(f"{found.st_size} bytes are no slot")
+                return cls(path, read_layout(fd), fd)
+            except BaseException:
+                os.close(fd)
+                raise
+
+    @property
+    def name(self) -> str:
+        """What the protocol calls this slot; unique within its rank."""
+        return self.path.name
+
+    def control(self) -> ControlPage | None:
+        """The seal of the image in this slot, or None: empty, torn, truncated, not one of ours."""
+        try:
+            page = os.pread(self._fd, PAGE_BYTES, self.layout.control_begin)
+            return ControlPage.from_bytes(page)
+        except (ImageError, OSError):
+            return None
+        except Exception as error:  # whatever a parser trips over is no seal
+            warn("seal refused", path=str(self.path), reason=repr(error))
+            return None
+
+    def erase(self) -> None:
+        """Zero the control page: there is no image in this slot."""
+        with contextlib.suppress(OSError):  # given up in the meantime
+            _write(self._fd, bytes(PAGE_BYTES), self.layout.control_begin)
+
+    def lacks(self) -> str:
+        """What others took from this file: "its name", "a part of its bytes"; '' when it is whole.
+
+        Without its name it can be read here, but nobody else can open it any more.
+        """
+        if self.cut_off:
+            return "a part of its bytes"
+        try:
+            return "" if os.fstat(self._fd).st_nlink else "its name"
+        except OSError:
+            return "its name"
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether somebody truncated the file: to touch the mapping may be the process's death."""
+        try:
+            return os.fstat(self._fd).st_size != self.layout.size_bytes
+        except OSError:
+            return False
+
+    def ails(self, id: StepId, *, run: str) -> str:
+        """Why a trainer cannot go on from the image `id` in this slot; '' when it can."""
+        if lacks := self.lacks():
+            return f"the slot has lost {lacks}"
+        control = self.control()
+        if control is None:
+            return "it has no valid seal any more"
+        if (control.id, control.run, control.layout) != (id, run, self.layout.id):
+            return f"its seal is that of step {control.id}"
+        header = self.layout.header
+        with contextlib.suppress(OSError):
+            if os.pread(self._fd, len(header), 0) == header:
+                return ""
+        return "its header is damaged"
+
+    def settle(self) -> None:
+        """Map an adopted slot's pages and lock them, so that restore and persist fault nothing."""
+        try:
+            # a view of its own keeps the mapping while this thread works on it
+            with self.view[:] as view:
+                populate(view, threading.Event())
+                self.lock()
+        except (ValueError, OSError):
+            return  # unlinked in the meantime, and its view released; or truncated
+
+    def lock(self) -> None:
+        """Keep the pages out of swap where RLIMIT_MEMLOCK allows it; `locked` says how it went."""
+        if _libc.mlock(_address(self.view), len(self.view)) == 0:
+            self.locked = ""
+        else:
+            self.locked = os.strerror(ctypes.get_errno())
+
+    def unlink(self) -> None:
+        """Remove the file; memory is free once nobody maps it any more."""
+        with contextlib.suppress(OSError), entered(self.path.parent) as directory:
+            if self._is_at(directory):
+                os.unlink(self.path.name, dir_fd=directory)
+        self.close()
+
+    def _is_at(self, directory: int) -> bool:
+        """Whether the name is still this file's: it may have been given to another one."""
+        own = os.fstat(self._fd)
+        found = os.stat(self.path.name, dir_fd=directory, follow_symlinks=False)
+        return os.path.samestat(own, found)
+
+    def close(self) -> None:
+        """Let go of the file without removing it. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(BufferError):  # a reader's view keeps the mapping until it ends
+            self.view.release()
+            self._mapping.close()
+
+
+def populate(view: memoryview, stop: threading.Event) -> None:
+    """Touch every page of `view`, without the GIL. Raises NoMemoryError when `stop` is set."""
+    address = _address(view)
+    for begin in range(0, len(view), _PIECE_BYTES):
+        if stop.is_set():
+            raise NoMemoryError("the sidecar is stopping", code="stopping")
+        size = min(_PIECE_BYTES, len(view) - begin)
+        if _libc.madvise(address + begin, size, _MADV_POPULATE_WRITE) != 0:
+            _populate_failed(ctypes.get_errno(), view[begin : begin + size])
+
+
+def lower_priority() -> None:
+    """Run this thread behind the training's."""
+    yield_to_others(_LOW_PRIORITY)
+
+
+def slot_name(layout: Layout, number: int) -> str:
+    """File name of a layout's slot."""
+    return f"{layout.id[:12]}.{number}.slot"
+
+
+def slot_number(name: str) -> int | None:
+    """Inverse of `slot_name`, without the layout; None for other files."""
+    return int(match[1]) if (match := _NAME.fullmatch(name)) else None
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether this is the name of a slot that is being made."""
+    return name.endswith(_UNFINISHED) and slot_number(name.removesuffix(_UNFINISHED)) is not None
+
+
+def rank_directory(memory_dir: Path, rank: int) -> Path:
+    """Where a rank's slots are."""
+    return memory_dir / f"rank-{rank:05d}"
+
+
+def rank_directories(memory_dir: Path) -> dict[int, Path]:
+    """The ranks that have a directory here; whatever else has such a name is none."""
+    found = {}
+    for entry in os.scandir(memory_dir):
+        match = _RANK.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            found[int(match[1])] = memory_dir / entry.name
+    return {rank: path for rank, path in sorted(found.items()) if _is_of(rank, path)}
+
+
+def _is_of(rank: int, path: Path) -> bool:
+    return rank_directory(path.parent, rank) == path
+
+
+@contextlib.contextmanager
+def entered(directory: Path) -> Iterator[int]:
+    """A descriptor of a rank's directory, which is never a link nor another file system's.
+
+    The directory above it is the sidecar's own, whose name nobody else can change. Raises OSError.
+    """
+    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
+    try:
+        fd = os.open(directory.name, _ENTER, dir_fd=parent)
+        try:
+            if os.fstat(fd).st_dev != os.fstat(parent).st_dev:
+                raise OSError(errno.EXDEV, "another file system", str(directory))
+            yield fd
+        finally:
+            os.close(fd)
+    finally:
+        os.close(parent)
+
+
+def make_rank_directory(directory: Path) -> None:
+    """Make a rank's directory, unless it is there. What else has its name goes: a link loses its
+    name here, and what it points to stays untouched. Raises OSError."""
+    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
+    try:
+        try:
+            os.mkdir(directory.name, 0o770, dir_fd=parent)
+        except FileExistsError:
+            found = os.stat(directory.name, dir_fd=parent, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                warn("not a rank's directory: removed", path=str(directory))
+                os.unlink(directory.name, dir_fd=parent)
+                os.mkdir(directory.name, 0o770, dir_fd=parent)
+    finally:
+        os.close(parent)
+    with entered(directory) as fd, contextlib.suppress(PermissionError):
+        os.fchmod(fd, _DIRECTORY_MODE)  # refused: another user's sidecar made it
+
+
+def make_way(path: Path, *, keep_own: bool = False) -> None:
+    """Free a name in the memory directory; `keep_own`: unless it is that of a file of our own.
+
+    Of a link only the name goes; a directory steps aside. Raises OSError.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(found.st_mode):
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        warn("a directory in the way of a file: moved aside", path=str(path), to=str(aside))
+        path.rename(aside)
+    elif not keep_own or _foreign(found):
+        path.unlink()
+
+
+def _check_slot(found: os.stat_result, directory: int) -> None:
+    """Raises FormatError for what a sidecar has not made."""
+    if found.st_dev != os.fstat(directory).st_dev:
+        raise FormatError("on another file system")
+    if why := _foreign(found):
+        raise FormatError(why)
+
+
+def _foreign(found: os.stat_result) -> str:
+    """Why this cannot be a file that a sidecar of this user made; '' when it can."""
+    if not stat.S_ISREG(found.st_mode):
+        return "not a regular file"
+    if found.st_nlink != 1:
+        return f"it has {found.st_nlink} names"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    return ""
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    """All of it: a file in memory takes a part only when memory runs out."""
+    if os.pwrite(fd, data, offset) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def free_bytes(directory: Path) -> int:
+    """Memory that the tmpfs of `directory` can still give."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def may_swap() -> bool:
+    """Whether this machine has swap that this process's memory may go to; True when unknown."""
+    with contextlib.suppress(OSError):
+        if len(Path("/proc/swaps").read_text().splitlines()) < 2:  # its first line is a heading
+            return False
+    with contextlib.suppress(OSError):
+        return Path("/sys/fs/cgroup/memory.swap.max").read_text().strip() != "0"
+    return True
+
+
+def locking(reasons: Collection[str], *, swap: bool, limit_bytes: int) -> str:
+    """For people: what it means that slots are not locked, for these reasons. Pure."""
+    if not reasons:
+        return "locked"
+    if not swap:
+        return "not locked, and need not be: there is no swap here"
+    if reasons == {NOT_YET}:
+        return "not locked yet"
+    return (
+        f"not locked: slots may be swapped out, as RLIMIT_MEMLOCK is {limit_bytes >> 10} KiB;"
+        " raise it (ulimit -l) or turn swap off"
+    )
+
+
+def _allocate(fd: int, slot: SlotFile, stop: threading.Event) -> None:
+    try:
+        for begin in range(0, slot.layout.size_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, slot.layout.size_bytes - begin)
+            os.posix_fallocate(fd, begin, size)
+            populate(slot.view[begin : begin + size], stop)
+    except OSError as error:
+        raise NoMemoryError(
+            f"{slot.path.parent}: no room for a slot of {slot.layout.size_bytes} bytes"
+            f" ({error.strerror}); give the tmpfs more memory or pass fewer --slots",
+            code="no-memory",
+        ) from error
+
+
+def _populate_failed(number: int, view: memoryview) -> None:
+    if number != errno.EINVAL:
+        raise OSError(number, os.strerror(number))
+    for offset in range(0, len(view), PAGE_BYTES):  # a kernel before 5.14 does not know the advice
+        view[offset] = view[offset]
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Bytes from one mapping to another of the same length, without the GIL."""
+    assert len(source) == len(target), "the same chunk of the same image"
+    _libc.memmove(_address(target), _address(source), len(target))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,520 @@
+"""Everything in memory: per rank its slot sets, from the first look at the directory to the last.
+
+The shared-memory directory is the truth: a sidecar that starts finds there what it or another one
+left, and goes on. All methods but `adopt_all` are quick and run on the event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keepstep.core.slot_table import SlotState, SlotTable
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import StepId, Tier
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.slot_file import (
+    SlotFile,
+    entered,
+    is_unfinished,
+    make_rank_directory,
+    rank_directories,
+    rank_directory,
+    slot_number,
+)
+
+
+@dataclass
+class RankSlots:
+    """One rank's slot sets by layout id. `current`: the layout that the trainer fills now.
+
+    `settled`: its trainer said which slots it holds, or there is none; before that, an image found
+    at start may be about to be overwritten, so nobody else reads it.
+    """
+
+    rank: int
+    world: int = 0
+    slot_sets: dict[str, SlotSet] = field(default_factory=dict)
+    current: SlotSet | None = None
+    settled: bool = False
+    warning: str = ""
+
+    def find(self, id: StepId) -> tuple[SlotSet, int] | None:
+        """The slot with this sealed, live image."""
+        for slot_set in self.slot_sets.values():
+            if (index := slot_set.table.holds(id)) is not None:
+                return slot_set, index
+        return None
+
+    def named(self, name: str) -> tuple[SlotSet, int] | None:
+        """The slot with this name."""
+        for slot_set in self.slot_sets.values():
+            if (index := slot_set.index_of(name)) is not None:
+                return slot_set, index
+        return None
+
+    def sealed(self) -> list[StepId]:
+        """Live images of all slot sets, oldest first."""
+        return sorted(
+            {id for slot_set in self.slot_sets.values() for id in slot_set.table.sealed()}
+        )
+
+    def filling(self) -> tuple[SlotSet, int] | None:
+        """The slot that the trainer fills now."""
+        for slot_set in self.slot_sets.values():
+            if (index := slot_set.table.assigned) is not None:
+                return slot_set, index
+        return None
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(slot_set.size_bytes for slot_set in self.slot_sets.values())
+
+
+class SlotPool:
+    """The memory of one run on this machine."""
+
+    def __init__(self, memory_dir: Path, *, run: str) -> None:
+        self.memory_dir = memory_dir
+        self.ranks: dict[int, RankSlots] = {}
+        self.world = 0
+        """Of the newest trainer, 0 before the first."""
+        self._run = run
+
+    def rank(self, rank: int) -> RankSlots:
+        """The slots of a rank, none when it is new."""
+        if rank not in self.ranks:
+            self.make_directory(rank)
+            self.ranks[rank] = RankSlots(rank)
+        return self.ranks[rank]
+
+    def make_directory(self, rank: int) -> None:
+        """For the rank's slots, unless it is there. Raises OSError."""
+        make_rank_directory(rank_directory(self.memory_dir, rank))
+
+    @property
+    def made_bytes(self) -> int:
+        """Memory that all slots take now."""
+        return sum(len(file.view) for file in self.files())
+
+    def gone_bytes(self, world: int) -> int:
+        """Memory of ranks that a smaller world does not have: not free before its first images."""
+        gone = (slots for rank, slots in self.ranks.items() if rank >= world)
+        return sum(one.taken_bytes for one in gone)
+
+    def _running(self) -> dict[int, RankSlots]:
+        """Ranks with slots, without those that a smaller world does not have."""
+        return {
+            rank: one
+            for rank, one in self.ranks.items()
+            if one.slot_sets and (not self.world or rank < self.world)
+        }
+
+    def files(self) -> Iterator[SlotFile]:
+        for slots in self.ranks.values():
+            for slot_set in slots.slot_sets.values():
+                yield from slot_set.all()
+
+    # --- start and end -----------------------------------------------------------------------
+
+    def adopt_all(self) -> None:
+        """Map every slot that an earlier sidecar left; remove what has a slot's name and is none.
+
+        Whatever a trainer put there ends nothing but itself. Blocks.
+        """
+        for rank, directory in rank_directories(self.memory_dir).items():
+            slots = self.rank(rank)
+            with entered(directory) as fd:
+                names = sorted(os.listdir(fd))
+                for name in filter(is_unfinished, names):
+                    _remove(name, fd)
+            for name in names:
+                if slot_number(name) is not None:
+                    self._adopt(slots, directory / name)
+
+    def _adopt(self, slots: RankSlots, path: Path) -> None:
+        try:
+            file = SlotFile.adopt(path)
+        except Exception as error:  # also what a parser trips over is no slot
+            warn("slot refused", rank=slots.rank, path=str(path), reason=str(error))
+            with contextlib.suppress(OSError), entered(path.parent) as fd:
+                _remove(path.name, fd)
+            return
+        layout, control = file.layout, file.control()
+        if layout.rank != slots.rank:
+            warn("slot refused", rank=slots.rank, path=str(path), reason="of another rank")
+            file.unlink()
+            return
+        if control is not None and (control.run != self._run or control.layout != layout.id):
+            file.erase()
+            control = None
+        slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
+        slot_set.adopt(file, control)
+        slots.world = layout.world
+        say("slot adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
+
+    def settle(self, rank: int, *, holding: tuple[str, ...], trusted: bool) -> tuple[str, ...]:
+        """The rank's trainer says which slots it fills; returns those that it may go on with.
+
+        `trusted`: it is the one that had them before, or nobody has; what it does not fill is
+        free. Otherwise a straggler may still write there, so these files are given up.
+        """
+        slots = self.rank(rank)
+        held = tuple(name for name in holding if self._hold(slots, name))
+        for slot_set in slots.slot_sets.values():
+            if trusted:
+                slot_set.admit_orphans()
+            else:
+                self.unlink(slot_set.drop_orphans())
+        slots.settled = True
+        return held
+
+    def _hold(self, slots: RankSlots, name: str) -> bool:
+        already = slots.filling()
+        if already is not None:
+            slot_set, index = already
+            return slot_set.files[index].name == name
+        return any(slot_set.hold(name) for slot_set in slots.slot_sets.values())
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def sound(
+        self, rank: int, id: StepId, *, bad: Collection[str] = ()
+    ) -> tuple[SlotSet, int] | None:
+        """The slot with this image, if it still verifies: one that does not is a candidate no more.
+
+        `bad`: paths of slots that a trainer could not use.
+        """
+        slots = self.rank(rank)
+        while (at := slots.find(id)) is not None:
+            slot_set, index = at
+            file = slot_set.files[index]
+            told = "a trainer could not use it" if str(file.path) in bad else ""
+            if not (why := told or file.ails(id, run=self._run)):
+                return at
+            warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
+            if not (file.lacks() and slot_set.lose(index)):
+                slot_set.table.forget(lambda one: one == id)
+        return None
+
+    def damaged(self) -> list[RankSlots]:
+        """Ranks whose directory, or a slot's name or bytes, somebody else has removed. A few system
+        calls for each slot: it is asked for all the time."""
+        return [slots for slots in self.ranks.values() if self._is_damaged(slots)]
+
+    def _is_damaged(self, slots: RankSlots) -> bool:
+        if not _is_directory(rank_directory(self.memory_dir, slots.rank)):
+            return True
+        return any(file.lacks() for slot_set in slots.slot_sets.values() for file in slot_set.all())
+
+    def drop_damaged(self, slots: RankSlots, *, cut_off_only: bool = False) -> None:
+        """Drop the slots that others damaged, but those that somebody still reads.
+
+        `cut_off_only`: keep what has lost its name only, as its image is whole.
+        """
+
+        def lost(file: SlotFile) -> bool:
+            return (file.cut_off if cut_off_only else bool(file.lacks())) and _say_lost(file)
+
+        for slot_set in slots.slot_sets.values():
+            for index in [index for index, file in slot_set.present() if lost(file)]:
+                slot_set.lose(index)
+            for file in slot_set.drop_orphans(lost):
+                file.unlink()
+
+    # --- changes -----------------------------------------------------------------------------
+
+    def take_back(self, rank: int) -> StepId | None:
+        """The trainer has died: its unfinished slot is free. Returns the step in it, if sealed.
+
+        It may have died between the seal and the report, or before it zeroed the slot.
+        """
+        slots = self.rank(rank)
+        if (filling := slots.filling()) is None:
+            return None
+        slot_set, index = filling
+        control = slot_set.files[index].control()
+        keep = control.id if control is not None and control.run == self._run else None
+        if keep is None:
+            slot_set.files[index].erase()
+        slot_set.table.release(index, keep=keep)
+        return keep
+
+    def protect_common(self) -> StepId | None:
+        """Tell every table the newest step that all ranks hold. Returns that step."""
+        held = [set(slots.sealed()) for slots in self._running().values()]
+        common = max(set.intersection(*held), default=None) if held else None
+        for slots in self.ranks.values():
+            for slot_set in slots.slot_sets.values():
+                slot_set.table.protect(() if common is None else (common,))
+        return common
+
+    def holds_old_layouts(self, slots: RankSlots) -> bool:
+        """Whether this rank, or one that is gone, has slots that nobody fills any more."""
+        return len(slots.slot_sets) > 1 or any(
+            one.slot_sets and rank >= slots.world for rank, one in self.ranks.items()
+        )
+
+    def drop_old_layouts(self, common: StepId, *, alive: Collection[int] = ()) -> None:
+        """A newer common step exists: slots of layouts that hold nothing newer are freed, and those
+        of ranks that the world does not have any more. `alive`: ranks with a trainer, which may
+        fill their slots whatever world another one was in."""
+        running = {*self._running(), *alive}
+        for rank, slots in self.ranks.items():
+            for key, slot_set in list(slots.slot_sets.items()):
+                newest = max(slot_set.table.sealed(), default=None)
+                # a straggler of a rank that is gone may fill its slot: it writes into nothing
+                states = {SlotState.LOADING} | ({SlotState.ASSIGNED} if rank in running else set())
+                busy = any(slot.pinned or slot.state in states for slot in slot_set.table.slots)
+                used = slots.current is None or slot_set is slots.current
+                if busy or (used and rank in running):
+                    continue
+                if newest is None or newest < common:
+                    del slots.slot_sets[key]
+                    slots.current = None if slot_set is slots.current else slots.current
+                    slot_set.wanted = 0
+                    self.unlink([*slot_set.files, *slot_set.drop_orphans()])
+
+    def unlink(self, files: list[SlotFile]) -> None:
+        """Remove slots for good."""
+        for file in files:
+            say("slot removed", level=logging.DEBUG, slot=file.name)
+            file.unlink()
+
+    def forget_all(self) -> None:
+        """Free all memory: the run has ended."""
+        for slots in self.ranks.values():
+            for slot_set in slots.slot_sets.values():
+                slot_set.wanted = 0
+                self.unlink([*slot_set.files, *slot_set.orphans.values()])
+            with contextlib.suppress(OSError):
+                rank_directory(self.memory_dir, slots.rank).rmdir()
+        self.ranks.clear()
+
+
+def _say_lost(file: SlotFile) -> bool:
+    warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=file.lacks())
+    return True
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _remove(name: str, directory: int) -> None:
+    """Take a name from a rank's directory; of a link only the name goes. A directory stays."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+
+
+# --- slots of one layout ---------------------------------------------------------------------
+#
+# A slot set: the slots of one rank and one layout. Ties `SlotTable`'s states to slot files.
+#
+# Index i of the table is file i here. Slots found unsealed after a restart are *orphans*, outside
+# of the table: a trainer that is still alive may be filling one, and says so with its next lease.
+
+
+_generations = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a slot is used for now. `generation` None: assigned before this sidecar started, so
+    any is believed. `tier`: where its image came from."""
+
+    generation: int | None = 0
+    tier: Tier = Tier.MEMORY
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A slot that the trainer fills from now on. `lost`: the step that it held until now."""
+
+    index: int
+    generation: int
+    lost: StepId | None
+
+
+class SlotSet:
+    """`wanted`: slots that there shall be; they are made in the background, one by one."""
+
+    def __init__(self, layout: Layout, *, wanted: int = 0) -> None:
+        self.layout = layout
+        self.wanted = wanted
+        self.failure = ""
+        self.table = SlotTable(0)
+        self.files: list[SlotFile] = []
+        self.orphans: dict[str, SlotFile] = {}
+        self._uses: list[Use] = []
+
+    # --- slots come and go -------------------------------------------------------------------
+
+    def add(self, file: SlotFile) -> int:
+        """One more slot, empty. Returns its index."""
+        self.files.append(file)
+        self._uses.append(Use())
+        return self.table.add()
+
+    def adopt(self, file: SlotFile, control: ControlPage | None) -> None:
+        """A slot that was there when the sidecar started; `control`: its seal, if valid."""
+        if control is None:
+            self.orphans[file.name] = file
+        else:
+            self.table.adopt(self.add(file), control.id)
+
+    def admit_orphans(self) -> None:
+        """Nobody can be filling these slots: use them."""
+        for file in self.orphans.values():
+            self.add(file)
+        self.orphans.clear()
+
+    def drop_orphans(self, which: Callable[[SlotFile], bool] = lambda file: True) -> list[SlotFile]:
+        """Somebody might be filling these slots: they are not used again. Returns them."""
+        dropped = [file for file in self.orphans.values() if which(file)]
+        for file in dropped:
+            del self.orphans[file.name]
+        return dropped
+
+    def abandon(self, index: int) -> SlotFile:
+        """Give up the slot that is being filled: a straggler may still write there."""
+        self.table.release(index)
+        self.table.remove(index)
+        return self.files[index]
+
+    def lose(self, index: int) -> bool:
+        """Others took this slot's name or bytes: it is not used again. False while somebody reads
+        or loads it; ask again then."""
+        slot = self.table.slots[index]
+        if slot.pinned or slot.state is SlotState.LOADING:
+            return False
+        self.table.remove(index)
+        self.files[index].unlink()
+        return True
+
+    def give_up(self, *, keep: int) -> list[SlotFile]:
+        """Give up every slot but those with the newest `keep` images, and what is in use.
+
+        Returns the files; their indices are never used again.
+        """
+        sealed = self.table.sealed()
+        expendable = sealed[:-keep] if keep else sealed
+        given_up = self.drop_orphans()
+        while (index := self.table.reserve(expendable)) is not None:
+            self.table.remove(index)
+            given_up.append(self.files[index])
+        self.wanted = len(self._there())
+        return given_up
+
+    # --- the trainer fills -------------------------------------------------------------------
+
+    def assign(self) -> Assigned | None:
+        """The next slot to fill, or None while there is none.
+
+        While slots are still being made, rather wait for one than give up one of the newest two
+        images: a crash would find no step in common.
+        """
+        if self.count < self.wanted and not self._has_spare():
+            return None
+        if (index := self.table.assign()) is None:
+            return None
+        generation = next(_generations)
+        self._uses[index] = Use(generation)
+        return Assigned(index, generation, self.table.slots[index].id)
+
+    def _has_spare(self) -> bool:
+        """Whether a slot can be filled without the loss of one of the newest two images."""
+        newest = self.table.sealed()[-2:]
+        return any(
+            slot.state in (SlotState.EMPTY, SlotState.SEALED)
+            and not slot.pinned
+            and slot.live not in newest
+            for slot in self.table.slots
+        )
+
+    def assigned(self) -> Assigned | None:
+        """The slot that is being filled, as `assign` gave it."""
+        if (index := self.table.assigned) is None:
+            return None
+        return Assigned(index, self._uses[index].generation or 0, None)
+
+    def hold(self, name: str) -> bool:
+        """A live trainer fills this slot since before the sidecar started. False: not one of ours,
+        or somebody reads the image that it held, as nobody had claimed it.
+
+        Call it before anything else is assigned.
+        """
+        if file := self.orphans.pop(name, None):
+            index = self.add(file)
+        elif (found := self.index_of(name)) is not None:
+            index = found
+        else:
+            return False
+        assigned = self.table.assigned
+        if self.table.slots[index].pinned or assigned not in (None, index):
+            return False
+        if assigned is None:
+            self.table.hold(index)
+            self._uses[index] = Use(None)
+        return True
+
+    def fills(self, name: str, generation: int) -> int | None:
+        """The index of the slot, if it is being filled in this use of it."""
+        index = self.index_of(name)
+        if index is None or self.table.slots[index].state is not SlotState.ASSIGNED:
+            return None
+        return index if self._uses[index].generation in (None, generation) else None
+
+    def used(self, index: int, generation: int) -> bool:
+        """Whether this is the slot's newest use."""
+        return self._uses[index].generation in (None, generation)
+
+    def seal(self, index: int, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
+        """The image in this slot is complete. `tier`: where it came from."""
+        self._uses[index] = Use(self._uses[index].generation, tier)
+        self.table.seal(index, id)
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def index_of(self, name: str) -> int | None:
+        return next(
+            (index for index in self._there() if self.files[index].name == name),
+            None,
+        )
+
+    def tier(self, index: int) -> Tier:
+        """Where the image in this slot came from."""
+        return self._uses[index].tier
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that this slot set takes, once all wanted slots are made."""
+        return max(self.wanted, self.count) * self.layout.size_bytes
+
+    @property
+    def count(self) -> int:
+        """Slots that are there."""
+        return len(self._there()) + len(self.orphans)
+
+    def _there(self) -> list[int]:
+        """Indices of slots that were not given up; no index of one in use ever changes."""
+        slots = enumerate(self.table.slots)
+        return [index for index, slot in slots if slot.state is not SlotState.REMOVED]
+
+    def present(self) -> Iterator[tuple[int, SlotFile]]:
+        """(index, file) of the slots that are there, orphans left out."""
+        return ((index, self.files[index]) for index in self._there())
+
+    def all(self) -> Iterator[SlotFile]:
+        """The files that are there, orphans too."""
+        yield from (file for _, file in self.present())
+        yield from self.orphans.values()

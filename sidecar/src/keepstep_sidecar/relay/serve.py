@@ -1,0 +1,186 @@
+"""`keepstep-sidecar --serve DIR...`: shards of pods that left this node, for those that went on.
+
+Nothing is written: directories are mounted read-only, and what is found there, own shards and
+copies alike, is offered as copies that are kept for others. Who may ask is decided as everywhere
+among peers, by certificates of one run; what they get they verify themselves, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.core.ledger import Held
+from keepstep.errors import UsageError
+from keepstep.steps import Answer
+from keepstep.wire.reports import Report, ReportedRank, ReportReply
+from keepstep.wire.status import VolumeStatus
+from keepstep_sidecar import __version__, connections, log
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import Reporting, check_run
+from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.log import say
+from keepstep_sidecar.report import report as reporting
+from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.handlers import Desk
+from keepstep_sidecar.tiers.peer.protocol import Listed, Listing, Wanted
+from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.server import Server
+from keepstep_sidecar.tiers.peer.tls import IssuedCredentials
+from keepstep_sidecar.volume.volume import UnwritableVolume
+from keepstep_sidecar.volume.volume_set import VolumeSet
+
+_LAST_WORD_S = 2.0
+_WHY = "served for a pod that left; nothing is written here"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """`directories`: those of node ranks that left, each with a directory of `run` in it."""
+
+    run: str
+    directories: tuple[Path, ...]
+    peers: PeerSettings
+    reporting: Reporting
+
+    def __post_init__(self) -> None:
+        """Raises UsageError when there is nothing to serve, or nowhere to serve it."""
+        check_run(self.run)
+        if not self.directories:
+            raise UsageError("--serve needs at least one DIR")
+        if not self.peers.listen:
+            raise UsageError("--serve needs an address to listen on: --peer-listen HOST:PORT")
+
+
+class _Kept(Copies):
+    """Copies that nobody can want away: their owner has left."""
+
+    def want(self, wanted: Wanted, *, sender: int) -> int:
+        return 0
+
+
+class Shelf:
+    """All that lies in the directories. `look` reads it anew: a pod may have been writing its last
+    shards when this one came."""
+
+    def __init__(self, directories: Sequence[Path], *, run: str) -> None:
+        roots = [directory / run for directory in directories]
+        volumes = [
+            UnwritableVolume(root, run=run, reason=_WHY, verify=Verify.FULL) for root in roots
+        ]
+        self._copies = _Kept(volumes, run=run)
+        shards = Shards(VolumeSet(volumes), self._copies, run=run)
+        self.desk = Desk(shards, self._copies)
+        self.listing = Listing(run=run, ready=False, reason="not looked at yet")
+
+    def look(self) -> Listing:
+        """Blocks. A directory that cannot be read makes the listing not `ready`, never empty."""
+        self._copies.scan()
+        self.listing = self.desk.shards.listing()
+        return self.listing
+
+
+def report(listing: Listing, *, address: str, started_at: float, sequence: int) -> Report:
+    """What the operator hears: each shard is a copy that is kept here for its rank."""
+    by_rank: dict[int, list[Listed]] = {}
+    for one in listing.shards:
+        by_rank.setdefault(one.rank, []).append(one)
+    return Report(
+        sidecar=__version__,
+        started_at=started_at,
+        sequence=sequence,
+        sent_at=time.time(),
+        ready=listing.ready,
+        epochs=listing.epochs,
+        ranks=tuple(_rank(rank, found) for rank, found in sorted(by_rank.items())),
+        warnings=(listing.reason,) if listing.reason else (),
+        peer_address=address,
+    )
+
+
+def _rank(rank: int, found: Sequence[Listed]) -> ReportedRank:
+    kept = {one.id: one for one in found}
+    return ReportedRank(
+        rank=rank,
+        world=kept[max(kept)].world,
+        alive=False,
+        memory_answer=Answer.NONE,
+        local_answer=Answer.NONE,
+        peer=tuple(_held(kept[id]) for id in sorted(kept)),
+        peer_answer=Answer.STEPS,
+    )
+
+
+def _held(one: Listed) -> Held:
+    return Held(
+        id=one.id,
+        world=one.world,
+        root=one.root,
+        params_digest=one.params_digest,
+        twins=one.twins,
+    )
+
+
+def serve(serving: Serving) -> None:
+    """Until SIGTERM. Raises KeepstepError when it cannot begin."""
+    log.configure(serving.run)
+    connections.raise_descriptor_limit()
+    asyncio.run(_serve(serving))
+
+
+async def _serve(serving: Serving) -> None:
+    shelf, credentials = (
+        Shelf(serving.directories, run=serving.run),
+        IssuedCredentials(serving.reporting),
+    )
+    server = Server(serving.peers.listen, credentials, shelf.desk)
+    reporter = _reporter(serving, shelf)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    listing = await asyncio.to_thread(shelf.look)
+    say("serving what was left here", shards=len(listing.shards), reason=listing.reason)
+    server.start()
+    async with asyncio.TaskGroup() as group:
+        fresh = group.create_task(credentials.keep_fresh(), name="peer certificate")
+        group.create_task(reporter.run(), name="report")
+        await ended.wait()
+        await reporter.finish(timeout_s=_LAST_WORD_S)
+        fresh.cancel()
+    await asyncio.to_thread(server.stop)
+    say("ended")
+
+
+def _reporter(serving: Serving, shelf: Shelf) -> Reporter:
+    started_at = time.time()
+
+    async def measure() -> tuple[VolumeStatus, ...]:
+        await asyncio.to_thread(shelf.look)
+        return ()
+
+    async def obey(_: ReportReply) -> None:
+        """Nothing: a helper is told what to do by being there."""
+
+    return Reporter(
+        serving.reporting,
+        Look(
+            measure=measure,
+            report=lambda _, sequence: report(
+                shelf.listing,
+                address=serving.peers.advertise or serving.peers.listen,
+                started_at=started_at,
+                sequence=sequence,
+            ),
+            news=reporting.news,
+            urgent=lambda: False,
+        ),
+        obey=obey,
+        changes=Changes(),
+    )

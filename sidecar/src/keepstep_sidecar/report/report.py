@@ -1,0 +1,205 @@
+"""What a report says: one look at everything that this sidecar knows. Sends nothing.
+
+Apart from `reporter`, which decides when to look and knows how to send.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from keepstep.core.ledger import Held, RankReport
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.wire.reports import Report, ReportedDepot, ReportedRank, ReportedVolume
+from keepstep.wire.status import DepotStatus, VolumeStatus
+from keepstep_sidecar import __version__
+from keepstep_sidecar.api import status as look
+from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.commit.inventory import held
+from keepstep_sidecar.volume.volume import Volume
+
+_RESTART_S = 120.0
+"""A trainer that does not come back by then will find the operator's plan anyway."""
+_WARNINGS = 10
+_WARNING_CHARACTERS = 500
+
+
+def urgent(service: Service) -> bool:
+    """Whether the operator's answer is wanted soon: a trainer waits for a commit or to hear what
+    the other pods have, or a rank that holds something has just lost its trainer and will restore
+    whatever they have, too."""
+    recent = time.monotonic() - service.trainers.changed_at < _RESTART_S
+    restoring = any(service.trainers.restores(rank) for rank in service.committer.ranks())
+    beyond = service.beyond
+    awaited = service.progress.awaited > 0 or bool(beyond.awaits) or beyond.asking
+    return awaited or (recent and restoring)
+
+
+def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
+    """The whole report. `volumes`: measured a moment ago, as that may block."""
+    counts, totals = service.persister.counts, service.persister.totals
+    committer = service.committer
+    return Report(
+        sidecar=__version__,
+        started_at=service.started_at,
+        sequence=sequence,
+        sent_at=time.time(),
+        ready=committer.scanned,
+        library=service.trainers.library,
+        pinned=_pinned(service),
+        epochs=_epochs(service),
+        ranks=(*(_rank(service, rank) for rank in committer.ranks()), *others(service)),
+        restores=tuple(service.restores),
+        volumes=tuple(map(_volume, committer.volumes.volumes, volumes)),
+        warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
+        persisted=counts.persisted,
+        persist_skipped=counts.skipped + counts.abandoned,
+        persist_bytes=totals.bytes,
+        persist_seconds=totals.seconds,
+        flushing=service.flushing,
+        peer_address=service.beyond.address,
+        depots=tuple(_depot(one) for one in service.beyond.statuses()),
+    )
+
+
+def news(report: Report) -> Report:
+    """The report without what changes all the time and interests nobody: equal, no news."""
+    steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
+    waiting = (replace(one, behind_s=0.0) for one in report.depots)
+    return replace(report, sequence=0, sent_at=0.0, volumes=tuple(steady), depots=tuple(waiting))
+
+
+def _pinned(service: Service) -> str:
+    return look.locked(service) if any(service.keeper.files()) else ""
+
+
+def _epochs(service: Service) -> tuple[Epoch, ...]:
+    """On record, and the one that a live trainer says it works in."""
+    recorded, current = service.committer.ledger.epochs, service.committer.epoch
+    unrecorded = current is not None and current.id not in {one.id for one in recorded}
+    return (*recorded, current) if current is not None and unrecorded else recorded
+
+
+def _rank(service: Service, rank: int) -> ReportedRank:
+    held, counters = (
+        _own(service, service.committer.telling.of_rank(rank)),
+        service.trainers.of(rank),
+    )
+    return ReportedRank(
+        rank=rank,
+        world=service.committer.telling.world(rank),
+        alive=service.trainers.leases.of(rank) is not None,
+        memory=held.sealed[Tier.MEMORY],
+        local=held.sealed[Tier.LOCAL],
+        memory_answer=held.answers[Tier.MEMORY],
+        local_answer=held.answers[Tier.LOCAL],
+        staged=counters.staged,
+        staged_at=counters.staged_at,
+        saves=counters.saves,
+        skipped=sum(counters.skipped.values()),
+        discarded=counters.discarded,
+        blocked_s=counters.blocked_s,
+        archive=held.sealed.get(Tier.ARCHIVE, ()),
+        archive_answer=held.answers.get(Tier.ARCHIVE),
+        # the pods that keep the copies list them; this one only says whether it knows of any
+        peer_answer=held.answers.get(Tier.PEER),
+    )
+
+
+def _own(service: Service, held: RankReport) -> RankReport:
+    """Without the steps of another run that this one begins from."""
+    sealed = {tier: service.committer.ancestry.own(found) for tier, found in held.sealed.items()}
+    emptied = [tier for tier, found in sealed.items() if not found and held.sealed[tier]]
+    return RankReport(
+        sealed=sealed, answers={**held.answers, **dict.fromkeys(emptied, Answer.NONE)}
+    )
+
+
+def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
+    """A pod mounts each volume under its name; the run's directory lies below."""
+    return ReportedVolume(
+        name=volume.root.parent.name,
+        engine=measured.engine,
+        used_bytes=measured.used_bytes,
+        free_bytes=measured.free_bytes,
+        capacity_bytes=measured.capacity_bytes,
+        failed=volume.failed,
+        quarantined=measured.quarantined,
+    )
+
+
+def _depot(one: DepotStatus) -> ReportedDepot:
+    return ReportedDepot(
+        tier=one.tier,
+        where=one.where,
+        sent=one.sent,
+        sent_bytes=one.sent_bytes,
+        failures=one.failures,
+        backlog=one.backlog,
+        behind_s=one.behind_s,
+        trouble=one.trouble,
+    )
+
+
+# --- ranks of other pods ---------------------------------------------------------------------
+#
+# What a report says of ranks that are on other pods: copies kept for them, and the archive's.
+#
+# The archive belongs to the run, and each pod tells of its own ranks. So that a pod that is lost
+# does not take with it what is known of its archived shards, the pods of the first and of the
+# last rank tell of all others, too.
+
+
+_MOST_STEPS = 100
+_MOST_COPIES = 8192
+"""Told of the archive, newest steps first, so that a report stays well below the 4 MiB that the
+operator takes (a copy is some 230 bytes). In a run of more ranks each pod tells of its own only."""
+
+
+def others(service: Service) -> tuple[ReportedRank, ...]:
+    """Ranks of which this pod has no image of its own."""
+    here = set(service.committer.ranks())
+    kept: dict[int, list[Held]] = {}
+    for one in service.beyond.kept():
+        if one.rank not in here:
+            kept.setdefault(one.rank, []).append(held(one))
+    archived = {rank: found for rank, found in _archived(service).items() if rank not in here}
+    ranks = sorted({*kept, *archived})
+    return tuple(_row(rank, kept.get(rank, []), archived.get(rank)) for rank in ranks)
+
+
+def _row(rank: int, kept: list[Held], archived: list[Held] | None) -> ReportedRank:
+    copies = sorted(kept, key=lambda one: one.id)
+    newest = max([*copies, *(archived or ())], key=lambda one: one.id)
+    return ReportedRank(
+        rank=rank,
+        world=newest.world,
+        alive=False,
+        memory_answer=Answer.NONE,
+        local_answer=Answer.NONE,
+        peer=tuple(copies),
+        peer_answer=Answer.STEPS if copies else None,
+        archive=tuple(archived or ()),
+        archive_answer=Answer.STEPS if archived else None,
+    )
+
+
+def _archived(service: Service) -> dict[int, list[Held]]:
+    committer = service.committer
+    told: dict[int, list[Held]] = {}
+    if Tier.ARCHIVE not in committer.remotes.tiers:
+        return told
+    left = _MOST_COPIES
+    for id in sorted(committer.remotes.complete, reverse=True)[:_MOST_STEPS]:
+        if _speaks_for_all(service, id):
+            if (left := left - len(committer.remotes.of(id))) < 0:
+                break
+            for rank, places in committer.remotes.of(id).items():
+                found = [held(one.remote) for one in places if one.tier is Tier.ARCHIVE]
+                told.setdefault(rank, []).extend(committer.ancestry.own(found[:1]))
+    return {rank: found for rank, found in told.items() if found}
+
+
+def _speaks_for_all(service: Service, id: StepId) -> bool:
+    world = service.committer.reach.world_of(id)
+    return world is not None and not {0, world - 1}.isdisjoint(service.committer.ranks())

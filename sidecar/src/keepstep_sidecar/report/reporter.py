@@ -1,0 +1,297 @@
+"""Tells the operator what this pod holds, and passes on what it answers.
+
+Nothing waits for it: while the operator is away, slow, or not to be trusted, training, commits on
+this pod and restores go on. A report goes out on change, but not more often than the operator
+allows, and after a silence; each is whole, so none is ever sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.status import VolumeStatus
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.log import say, warn
+
+_log = logging.getLogger("keepstep.sidecar")
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
+_LONGEST_BACKOFF_S = 30.0
+_LONGEST_URGENT_BACKOFF_S = 4.0
+"""An operator that was made anew must hear of all pods before it can introduce them."""
+
+_URGENT_S = 1.0
+_MEASURE_EVERY_S = 10.0
+_MEASURE_TIMEOUT_S = 5.0
+_REPLY_LIMIT_BYTES = 1 << 20
+_BOUNDS_INTERVAL_S = (1.0, 600.0)
+_BOUNDS_GAP_S = (0.05, 60.0)
+
+
+class _Failed(Exception):
+    """The operator did not take a report. `kind`: short and stable, each is logged once."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How the reporter sees the sidecar. `measure` may take as long as a drive does."""
+
+    measure: Callable[[], Awaitable[tuple[VolumeStatus, ...]]]
+    report: Callable[[tuple[VolumeStatus, ...], int], Report]
+    news: Callable[[Report], Report]
+    urgent: Callable[[], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rhythm:
+    """When a report is due. Pure; seconds since the last one was tried, `failures` in a row."""
+
+    interval_s: float = 30.0
+    least_gap_s: float = 1.0
+
+    @classmethod
+    def of(cls, reply: ReportReply) -> Rhythm:
+        """What the operator wants, within reason."""
+        return cls(
+            interval_s=_within(reply.interval_s, _BOUNDS_INTERVAL_S),
+            least_gap_s=_within(reply.least_gap_s, _BOUNDS_GAP_S),
+        )
+
+    def silence_s(self, *, urgent: bool, chance: float) -> float:
+        """The longest silence. `chance` in 0..1 spreads the pods of a run."""
+        if urgent:
+            return max(self.least_gap_s, _URGENT_S)
+        return self.interval_s * (0.8 + 0.4 * chance)
+
+    def backoff_s(self, failures: int, *, urgent: bool = False, chance: float) -> float:
+        """How long to wait after the `failures`-th failure in a row."""
+        exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
+        longest = _LONGEST_URGENT_BACKOFF_S if urgent else _LONGEST_BACKOFF_S
+        return min(exponential, longest) * (0.5 + 0.5 * chance)
+
+
+class Reporter:
+    """One task, `run`, does everything; `finish` makes it send the last report and end. `tried`:
+    the operator has answered once, or is away."""
+
+    def __init__(
+        self,
+        config: Reporting,
+        look: Look,
+        *,
+        obey: Callable[[ReportReply], Awaitable[None]],
+        changes: Changes,
+    ) -> None:
+        """Raises UsageError when there is no certificate in `config.ca`."""
+        self.heard_at: float | None = None
+        self.tried = False
+        self._config = config
+        self._look = look
+        self._obey = obey
+        self._changes = changes
+        self._trust = _trust(config.ca)
+        self._decode = msgspec.json.Decoder(ReportReply).decode
+        self._rhythm = Rhythm()
+        self._sequence = 0
+        self._failures = 0
+        self._logged: set[str] = set()
+        self._tried_at = -_BOUNDS_INTERVAL_S[1]
+        self._seen = -1
+        self._sent: Report | None = None
+        self._volumes: tuple[VolumeStatus, ...] = ()
+        self._measured_at = -_MEASURE_EVERY_S
+        self._finishing = False
+        self._ended = False
+
+    async def run(self) -> None:
+        """Report until `finish`."""
+        self._ended = False
+        connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
+        try:
+            async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+                while not self._finishing:
+                    await self._until_due()
+                    if not self._finishing:
+                        await self._guarded(session)
+                await self._guarded(session)
+        finally:
+            self._ended = True
+            self._changes.ring()
+
+    async def finish(self, *, timeout_s: float) -> None:
+        """Send a last report, whatever the rhythm says, and end. Returns in time in any case."""
+        self._finishing = True
+        self._changes.ring()
+        await self._changes.until(lambda: self._ended, timeout_s=timeout_s)
+
+    # --- when --------------------------------------------------------------------------------
+
+    async def _until_due(self) -> None:
+        if self._failures:
+            await self._after_failures()
+            return
+        silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
+        await self._changes.until(
+            lambda: self._finishing or self._changes.count != self._seen,
+            timeout_s=silence_s - self._since(),
+        )
+        await self._pause(self._rhythm.least_gap_s - self._since())
+
+    async def _after_failures(self) -> None:
+        """The pause ends sooner when somebody begins to wait for the answer."""
+        failed_at, chance = time.monotonic(), random.random()
+
+        def is_over() -> bool:
+            urgent = self._look.urgent()
+            pause_s = self._rhythm.backoff_s(self._failures, urgent=urgent, chance=chance)
+            return self._finishing or time.monotonic() - failed_at >= pause_s
+
+        while not is_over():
+            await self._changes.until(is_over, timeout_s=1.0)
+
+    async def _pause(self, seconds: float) -> None:
+        await self._changes.until(lambda: self._finishing, timeout_s=seconds)
+
+    def _since(self) -> float:
+        return time.monotonic() - self._tried_at
+
+    def _is_due(self, report: Report) -> bool:
+        """Whether this report is worth sending now."""
+        if self._finishing or self._failures or self._sent is None:
+            return True
+        silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=0.0)
+        return self._since() >= silence_s or self._look.news(report) != self._sent
+
+    # --- what --------------------------------------------------------------------------------
+
+    async def _guarded(self, session: aiohttp.ClientSession) -> None:
+        """A mistake of ours costs one report, not all that would follow."""
+        try:
+            await self._exchange(session)
+        except Exception:
+            self._failures += 1
+            _log.exception("report failed")
+        if not self.tried and self._sequence:
+            self.tried = True
+            self._changes.ring()
+
+    async def _exchange(self, session: aiohttp.ClientSession) -> None:
+        self._seen = self._changes.count
+        await self._measure()
+        report = self._look.report(self._volumes, self._sequence + 1)
+        if not self._is_due(report):
+            return
+        self._sequence += 1
+        self._tried_at = time.monotonic()
+        try:
+            reply = await self._post(session, report)
+        except _Failed as failure:
+            self._failed(failure)
+            return
+        self._succeeded(report, reply)
+        await self._obey(reply)
+
+    async def _measure(self) -> None:
+        """Space on the volumes, not at every report; a drive that hangs does not hold it up."""
+        now = time.monotonic()
+        if now - self._measured_at < _MEASURE_EVERY_S and self._volumes:
+            return
+        self._measured_at = now
+        try:
+            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                self._volumes = await self._look.measure()
+        except (KeepstepError, TimeoutError) as error:
+            warn("volumes not measured", reason=str(error) or "no answer in time")
+
+    async def _post(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
+        headers = {
+            "Authorization": f"Bearer {_token(self._config.token_file)}",
+            "Content-Type": "application/json",
+        }
+        body = msgspec.json.encode(report)
+        try:
+            # no redirects: the token is for this address only
+            async with session.post(
+                self._config.address, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                data = await _read(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Failed(_kind(error), f"{error or type(error).__name__}") from error
+        if response.status != 200:
+            raise _Failed(f"status {response.status}", data[:300].decode(errors="replace"))
+        try:
+            return self._decode(data)
+        except (ValueError, RecursionError) as error:
+            raise _Failed("reply", f"the answer is none: {error}") from error
+
+    # --- how it went -------------------------------------------------------------------------
+
+    def _failed(self, failure: _Failed) -> None:
+        self._failures += 1
+        if failure.kind not in self._logged:
+            self._logged.add(failure.kind)
+            warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
+
+    def _succeeded(self, report: Report, reply: ReportReply) -> None:
+        if self._failures or self.heard_at is None:
+            say("reporting", url=self._config.address, failures=self._failures)
+        self._failures = 0
+        self._logged.clear()
+        self.heard_at = time.time()
+        self._sent = self._look.news(report)
+        self._rhythm = Rhythm.of(reply)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    data = b""
+    async for piece in response.content.iter_chunked(1 << 16):
+        data += piece
+        if len(data) > _REPLY_LIMIT_BYTES:
+            raise _Failed("reply", "the operator's answer is too long")
+    return data
+
+
+def _within(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])
+
+
+def _trust(ca: str) -> ssl.SSLContext:
+    """A context that believes these authorities and no others."""
+    try:
+        return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
+    except (ssl.SSLError, ValueError) as error:
+        raise UsageError(f"--report-ca holds no certificate in PEM: {error}") from error
+
+
+def _token(path: Path) -> str:
+    """Read anew each time: Kubernetes replaces the file before the token ends."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise _Failed("token", f"cannot read the token: {error}") from error
+    if not token or not token.isprintable() or " " in token:
+        raise _Failed("token", f"{path} holds no token")
+    return token
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
+        return "tls"
+    return "timeout" if isinstance(error, TimeoutError) else "connection"

@@ -1,0 +1,244 @@
+"""Chunks of saved shards, each verified, into shared memory that a trainer maps.
+
+A window belongs to one rank's restore. A copy that fails is quarantined or refused, and the same
+chunk comes from the next place that holds the very same image. What several ranks have announced is
+read once for all of them (`broadcast`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from keepstep.core.ledger import NEAREST_FIRST
+from keepstep.errors import ImageError, NoMemoryError, StorageError
+from keepstep.image import Layout, chunk_bounds
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import StepId, Tier
+from keepstep.wire.trainer import (
+    RESTORE_TIMEOUT_ENV,
+    Chunk,
+    Chunks,
+    ChunksRequest,
+    Window,
+    WindowRequest,
+)
+from keepstep_sidecar.concurrency import all_of
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.leases import Leases
+from keepstep_sidecar.memory.chunk_buffer import (
+    LEAST_FRAMES,
+    MOST_FRAMES,
+    WindowFile,
+    sweep,
+    window_path,
+)
+from keepstep_sidecar.memory.slot_file import copy
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.restore.broadcast import Broadcast, Seat
+from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.tiers.source import Origin
+
+PATIENCE_S = 15.0
+"""For a rank that does not come for a chunk that others wait for."""
+
+
+class Windows:
+    """`/v1/window` and `/v1/chunks`. `read_bytes`: into windows, by the tier that they came from;
+    `shared_bytes`: those that came from another rank's frame instead."""
+
+    def __init__(
+        self,
+        keeper: SlotPool,
+        leases: Leases,
+        nearest: Fetcher,
+        *,
+        memory_dir: Path,
+        limit_bytes: int | None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`limit_bytes`: of slots and windows together."""
+        self.read_bytes: Counter[Tier] = Counter()
+        self.shared_bytes = 0
+        self._broadcast = Broadcast()
+        self._patience_s = patience_s
+        self._keeper = keeper
+        self._leases = leases
+        self._nearest = nearest
+        self._memory_dir = memory_dir
+        self._limit_bytes = limit_bytes
+        self._windows: dict[int, WindowFile] = {}
+
+    def start(self) -> None:
+        """Remove windows that an earlier sidecar left."""
+        sweep(self._memory_dir)
+
+    # --- windows -----------------------------------------------------------------------------
+
+    async def window(self, request: WindowRequest) -> Window:
+        """A new window for this lease; the one that it had is gone. Fewer frames when memory is
+        short. Raises NoMemoryError, SidecarError `bad-request`."""
+        lease = self._leases.require(request.lease)
+        if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
+            raise refuse(
+                "bad-request",
+                f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
+            )
+        self.let_go(lease.rank)
+        path = window_path(self._memory_dir, lease.rank, secrets.token_hex(4))
+        made = await asyncio.to_thread(WindowFile, path, self._affordable(request.frames))
+        if lease.ended:
+            made.close()
+            raise refuse("no-lease", "this lease has ended while its window was made")
+        self.let_go(lease.rank)  # of a request that was sent twice
+        self._windows[lease.rank] = made
+        return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
+
+    def _affordable(self, frames: int) -> int:
+        if self._limit_bytes is None:
+            return frames
+        windows = sum(one.size_bytes for one in self._windows.values())
+        taken = self._keeper.made_bytes + windows
+        fit = min(frames, (self._limit_bytes - taken) // CHUNK_BYTES)
+        if fit < LEAST_FRAMES:
+            raise NoMemoryError(
+                f"a window of {LEAST_FRAMES} frames needs {LEAST_FRAMES * CHUNK_BYTES} bytes, but"
+                f" slots and windows take {taken} of {self._limit_bytes}: raise --memory-limit",
+                code="no-memory",
+            )
+        return fit
+
+    def let_go(self, rank: int) -> None:
+        """The rank has restored, or will not."""
+        self._broadcast.leave(rank)
+        if window := self._windows.pop(rank, None):
+            window.close()
+
+    def stop(self) -> None:
+        """For the end of the process."""
+        for rank in list(self._windows):
+            self.let_go(rank)
+
+    # --- chunks ------------------------------------------------------------------------------
+
+    async def chunks(self, request: ChunksRequest) -> Chunks:
+        """Bring chunks into frames, from the nearest places that have them whole.
+
+        Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
+        when the time is up: the window is gone then.
+        """
+        started = time.monotonic()
+        rank = self._leases.require(request.lease).rank
+        if (window := self._windows.get(rank)) is None:
+            raise refuse("bad-request", "ask for a window first (POST /v1/window)")
+        _check_frames(request.chunks, window)
+        if request.announced is not None:
+            self._broadcast.announce(rank, request.id, request.announced)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                tiers = await self._fill(rank, request, window)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if self._windows.get(rank) is window:  # nobody knows what its frames hold
+                self.let_go(rank)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            text = f"step {request.id}: not all chunks came in {request.timeout_s:g} s; raise"
+            text += f" {RESTORE_TIMEOUT_ENV} in the training process's environment"
+            raise refuse("no-slot", text) from error
+        except (ImageError, StorageError) as error:
+            raise refuse("not-verified", f"step {request.id}: {error}") from error
+        farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
+        return Chunks(seconds=time.monotonic() - started, tier=farthest)
+
+    async def _fill(self, rank: int, request: ChunksRequest, window: WindowFile) -> list[Tier]:
+        id = request.id
+        saved = sorted({one.rank for one in request.chunks})
+        found = await all_of([self._nearest.layout(id, one) for one in saved])
+        layouts = dict(zip(saved, found, strict=True))
+        wanted = [
+            ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
+            for one in request.chunks
+        ]
+        seats = self._broadcast.sit(rank, id, wanted)
+        try:
+            now = [one for one in seats if one.outcome.done()]
+            later = [one for one in seats if not one.outcome.done()]
+            leading = [[one for one in now if one.key[0] == each] for each in saved]
+            return await all_of(
+                [self._lead(id, each, layouts) for each in leading if each]
+                + [self._follow(id, one, layouts) for one in later]
+            )
+        finally:
+            self._broadcast.rise(id, seats)
+
+    async def _follow(self, id: StepId, seat: Seat, layouts: Mapping[int, Layout]) -> Tier:
+        """Wait until somebody has read the chunk, or read it when it is this rank's turn."""
+        await asyncio.wait([seat.outcome], timeout=self._patience_s)
+        if not seat.outcome.done():
+            self._broadcast.give_up(id, seat.key)
+        tier = await seat.outcome
+        return tier if tier is not None else await self._lead(id, [seat], layouts)
+
+    async def _lead(self, id: StepId, seats: Sequence[Seat], layouts: Mapping[int, Layout]) -> Tier:
+        """Read chunks of one saved rank, and give them to all who wait for them.
+
+        When it fails, each of those reads for itself: another's trouble is not theirs.
+        """
+        layout = layouts[seats[0].key[0]]
+        try:
+            tier = await self._bring(id, layout, [(one.key[1], one.frame) for one in seats])
+            self.read_bytes[tier] += sum(len(one.frame) for one in seats)
+            for seat in seats:
+                shared = await _share(seat, tier)
+                self.shared_bytes += shared
+        finally:
+            for other in _others(seats):
+                other.lead()
+        return tier
+
+    async def _bring(
+        self, id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
+    ) -> Tier:
+        async def read(origin: Origin) -> None:
+            if (await origin.layout()).id != layout.id:
+                raise StorageError(
+                    f"{origin.where}: another image of rank {layout.rank} than elsewhere"
+                )
+            await origin.chunks(wanted)
+
+        return (await self._nearest.ask(id, layout.rank, read))[0].tier
+
+
+async def _share(seat: Seat, tier: Tier) -> int:
+    """Into the frames of those who still wait; returns the bytes copied."""
+    waiting = [one for one in seat.others if not one.outcome.done()]
+    for one in waiting:
+        await asyncio.to_thread(copy, seat.frame, one.frame)
+        one.filled(tier)
+    return len(waiting) * len(seat.frame)
+
+
+def _others(seats: Iterable[Seat]) -> list[Seat]:
+    return [other for seat in seats for other in seat.others]
+
+
+def _check_frames(chunks: Sequence[Chunk], window: WindowFile) -> None:
+    frames = [one.frame for one in chunks]
+    if len(set(frames)) < len(frames) or any(not 0 <= one < window.frames for one in frames):
+        raise refuse(
+            "bad-request", f"each chunk needs a frame of its own, of 0 to {window.frames - 1}"
+        )
+
+
+def _frame(window: WindowFile, one: Chunk, layout: Layout) -> memoryview:
+    if not 0 <= one.chunk < layout.chunk_count:
+        raise refuse(
+            "bad-request",
+            f"rank {one.rank} has chunks 0 to {layout.chunk_count - 1}, not {one.chunk}",
+        )
+    begin, end = chunk_bounds(layout, one.chunk)
+    return window.frame(one.frame, end - begin)

@@ -1,0 +1,182 @@
+"""Brings a rank's own image into a slot, verified, from the nearest place that has it whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from keepstep.core.ledger import RestorePlan
+from keepstep.errors import NoMemoryError
+from keepstep.image import Layout
+from keepstep.steps import StepId, Tier
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.log import say
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.tiers.source import Origin
+
+
+class Loader:
+    """Each image is read once, whoever asks for it meanwhile."""
+
+    def __init__(
+        self,
+        keeper: SlotPool,
+        committer: Committer,
+        nearest: Fetcher,
+        *,
+        changes: Changes,
+        grow: Callable[[RankSlots, SlotSet], None],
+        leased: Callable[[int], bool],
+    ) -> None:
+        """`grow`: orders one more slot, where memory allows it. `leased`: whether a rank's trainer
+        is here, for which it is worth to wait for memory."""
+        self.agreed: dict[int, StepId] = {}
+        """Per rank, the step that all ranks have agreed to restore."""
+        self._keeper = keeper
+        self._committer = committer
+        self._nearest = nearest
+        self._changes = changes
+        self._grow = grow
+        self._leased = leased
+        self._loading: dict[tuple[int, StepId], asyncio.Task[None]] = {}
+
+    async def bring(self, id: StepId, rank: int) -> None:
+        """Return when the image is in a slot of its rank. A copy that fails is a candidate no more.
+
+        Raises ImageError, StorageError (the last place's), NoMemoryError.
+        """
+        key = (rank, id)
+        if (task := self._loading.get(key)) is None:
+            task = asyncio.create_task(self._bring(id, rank), name=f"load {id} {rank}")
+            self._loading[key] = task
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _bring(self, id: StepId, rank: int) -> None:
+        if self._keeper.rank(rank).find(id) is None:
+            await self._nearest.ask(id, rank, self._load)
+
+    async def _load(self, origin: Origin) -> None:
+        slots = self._keeper.rank(origin.rank)
+        layout = await origin.layout()
+        slot_set, index = await self._reserve(slots, layout, origin.id)
+        while slot_set.files[index].lacks():  # removed by others in the meantime
+            slot_set.table.release(index)
+            slot_set.lose(index)
+            slot_set, index = await self._reserve(slots, layout, origin.id)
+        self._committer.opening(origin.id, on=True)
+        started = time.monotonic()
+        try:
+            control = await origin.load(slot_set.files[index].view)
+        except BaseException:
+            slot_set.table.release(index)
+            raise
+        finally:
+            self._committer.opening(origin.id, on=False)
+        slot_set.seal(index, control.id, tier=origin.tier)
+        say(
+            "loaded",
+            rank=origin.rank,
+            step=str(origin.id),
+            tier=str(origin.tier),
+            bytes=origin.bytes,
+            seconds=round(time.monotonic() - started, 4),
+        )
+        self._changes.ring()
+
+    async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> tuple[SlotSet, int]:
+        """A slot of the shard's layout that holds no candidate; waits while one is being made."""
+        slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
+        slots.world = slots.world or layout.world
+        index: int | None = None
+
+        def reserved() -> bool:
+            nonlocal index
+            index = slot_set.table.reserve(self._expendable(slots))
+            if index is None and not slot_set.failure:
+                self._grow(slots, slot_set)
+            hopeless = slot_set.wanted == 0 and not self._leased(slots.rank)
+            return index is not None or bool(slot_set.failure) or hopeless or overtaken()
+
+        def overtaken() -> bool:
+            """A prefetch, and the ranks have agreed on another step meanwhile."""
+            return self.agreed.get(slots.rank, id) != id
+
+        await self._changes.until(reserved, timeout_s=600.0)
+        if index is None and overtaken():
+            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {id}"
+            raise NoMemoryError(text, code="no-slot")
+        if index is None:
+            why = slot_set.failure or f"{layout.size_bytes} bytes do not fit beside what is there"
+            raise NoMemoryError(
+                f"rank {slots.rank}: no slot to read step {id} into: {why}; raise --memory-limit",
+                code="no-slot",
+            )
+        return slot_set, index
+
+    def _expendable(self, slots: RankSlots) -> set[StepId]:
+        """Images that no rank will vote for: older than the planned step, or not whole.
+
+        Where other ranks are elsewhere nobody here knows what is whole; but once all have agreed on
+        a step, a newer one is not held by all.
+        """
+        sealed = slots.sealed()
+        agreed = self.agreed.get(slots.rank)
+        beyond = {id for id in sealed if agreed is not None and id > agreed}
+        if (planned := plan(self._committer)) is None:
+            return beyond
+        whole = set(self._committer.ledger.whole())
+        unlike = {id for id in sealed if id not in whole and planned.id in whole}
+        # what was agreed on counts, not the plan: a prefetch may still wait for a slot
+        return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}
+
+
+# --- which step ------------------------------------------------------------------------------
+#
+# What this sidecar would restore if nobody asked: a hint, to fetch and hash ahead of time.
+
+
+def plan(committer: Committer) -> RestorePlan | None:
+    """What would be restored now, if that is known."""
+    complete = committer.look().watermark(Tier.MEMORY)
+    if (wanted := committer.wanted()) is not None:
+        return _plan_of(committer, wanted)
+    beyond = _plan_beyond(committer)
+    # what is whole by twins alone does not tell what ranks elsewhere could go on from
+    if beyond is not None and (complete is None or complete < beyond.id):
+        return beyond
+    if not committer.ledger.whole():
+        return None
+    # of a rank that has nothing here, nobody here can ever tell what it has
+    found = committer.ledger.plan(committer.ranks())
+    return found if isinstance(found, RestorePlan) else None
+
+
+def _plan_beyond(committer: Committer) -> RestorePlan | None:
+    """Where other ranks are elsewhere: the operator's plan for those ranks here that hold it.
+
+    Else the last commit, for those that have nothing newer in memory: with that, and without
+    an operator, only the vote can tell what the others have, too.
+    """
+    told = committer.run_view.plan
+    restorable = told is not None and committer.ledger.lineage.restorable(told)
+    if told is not None and restorable and (found := _plan_of(committer, told)) is not None:
+        return found
+    if (id := committer.last_commit()) is None:
+        return None
+    ranks = [
+        rank for rank in committer.ranks() if id >= committer.telling.newest_in_memory(rank, id)
+    ]
+    return _plan_of(committer, id, ranks)
+
+
+def _plan_of(
+    committer: Committer, id: StepId, ranks: Iterable[int] | None = None
+) -> RestorePlan | None:
+    """This step, for those of `ranks` (None: all here) that hold it."""
+    asked = committer.ranks() if ranks is None else ranks
+    tiers = {rank: tier for rank in asked if (tier := committer.reach.nearest(id, rank))}
+    return RestorePlan(id, tiers) if tiers else None

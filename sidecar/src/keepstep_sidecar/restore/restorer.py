@@ -1,0 +1,245 @@
+"""What a rank could go on from, and bringing it into memory, verified, before it is asked for.
+
+The ledger's plan is a hint that saves time: the shard that it names is read and hashed while the
+trainer still imports torch. The trainers' own vote decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.core.candidates import Candidate, Candidates
+from keepstep.errors import ImageError, NoMemoryError, StorageError
+from keepstep.steps import Answer, StepId, Tier
+from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.leases import Lease, sees_all
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.restore.chunks import Windows
+from keepstep_sidecar.restore.prefetch import Loader, plan
+from keepstep_sidecar.restore.sources import Reads
+from keepstep_sidecar.volume.volume import UnwritableVolume, Volume
+
+
+class Restorer:
+    """Candidates, prefetch and the opening of images, for every rank of this machine."""
+
+    def __init__(
+        self,
+        keeper: SlotPool,
+        committer: Committer,
+        loader: Loader,
+        reads: Reads,
+        windows: Windows,
+        *,
+        changes: Changes,
+        restores: Callable[[int], bool],
+    ) -> None:
+        """`restores`: whether a rank is about to restore; one that trains needs its slots."""
+        self._keeper = keeper
+        self._committer = committer
+        self._loader = loader
+        self._reads = reads
+        self._windows = windows
+        self._changes = changes
+        self._restores = restores
+        self._pins: dict[int, tuple[SlotSet, int]] = {}
+
+    # --- candidates --------------------------------------------------------------------------
+
+    def candidates(self, lease: Lease) -> Candidates:
+        """What this rank may vote for. Call it when the scan is done.
+
+        Where this sidecar serves all ranks, it knows which steps cannot be restored because some
+        rank lacks them. A step that was never complete was never kept: when there are only such
+        ones, the answer is NONE. But a step that *was* committed and is not whole any more is
+        UNKNOWN, and the run does not start over in silence.
+        """
+        for id in self._keeper.rank(lease.rank).sealed():
+            self._keeper.sound(lease.rank, id)
+        ledger = self._committer.look()
+        hidden = self._hidden()
+        offers = self._committer.reach.offers(set(ledger.whole()) - hidden)
+        held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
+        if sees_all(lease.request):
+            whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
+            # a step of another world stays on the list: the vote names the difference
+            held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
+        planned = plan(self._committer)
+        answer, reason = (Answer.STEPS, "") if held or offers else self._why_nothing(lease)
+        return Candidates(
+            answer=answer,
+            candidates=tuple(held[id] for id in sorted(held)),
+            highest_epoch=ledger.highest_epoch(),
+            plan=planned.id if planned else None,
+            reason=reason,
+            offers=offers,
+            **self._wanted(),
+        )
+
+    def _hidden(self) -> set[StepId]:
+        """Steps of another run that this one must not begin from (any more)."""
+        committer = self._committer
+        in_doubt = bool(committer.unreadable or self._failed())
+        return {
+            id for id in committer.reach.ids() if committer.ancestry.hides(id, in_doubt=in_doubt)
+        }
+
+    def _failed(self) -> list[Volume]:
+        """Volumes of which it could not be seen what is there."""
+        return [v for v in self._committer.volumes.volumes if v.failed and not _is_read_only(v)]
+
+    def _wanted(self) -> dict[str, Any]:
+        """What a person wants to go back to. All is listed nonetheless: so that the vote can tell
+        what there is, and as another sidecar may not know of it."""
+        rollback = self._committer.rollback
+        if (wish := rollback.wish) is None:
+            return {}
+        return {
+            "wanted": str(wish),
+            "limit": self._committer.wanted(),
+            "exact": True,
+            "limit_run": rollback.run,
+        }
+
+    def held(self, rank: int) -> dict[StepId, Candidate]:
+        """Images of the rank itself, each on its nearest tier, without dead ones."""
+        slots = self._keeper.rank(rank)
+        dead, found = self._committer.ledger.is_dead, {}
+        for id in self._committer.reach.ids():
+            if not dead(id) and (one := self._candidate(slots, id)) is not None:
+                found[id] = one
+        return found
+
+    def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
+        if (at := slots.find(id)) is not None:
+            slot_set, index = at
+            layout = slot_set.layout
+            return Candidate(
+                id=id, tier=slot_set.tier(index), world=layout.world, bytes=layout.size_bytes
+            )
+        for one in self._committer.reach.origins(id, slots.rank):
+            return Candidate(id=id, tier=one.tier, world=one.world, bytes=one.bytes)
+        return None
+
+    def _why_nothing(self, lease: Lease) -> tuple[Answer, str]:
+        committer = self._committer
+        if committer.unreadable:
+            return Answer.UNKNOWN, committer.unreadable
+        if failed := self._failed():
+            return Answer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
+        if committer.remotes.unknown:
+            return Answer.UNKNOWN, committer.remotes.unknown
+        if refusal := committer.ancestry.refusal():
+            return Answer.UNKNOWN, refusal
+        kept = {id for id in committer.remotes.complete if not committer.ledger.is_dead(id)}
+        if committed := committer.stock.ever_published() | kept:
+            newest = max(committed)
+            return Answer.UNKNOWN, (
+                f"step {newest} of {committer.reach.world_of(newest)} ranks was committed, but it"
+                f" is not whole any more: {committer.ledger.what_ails(newest)}"
+            )
+        return self._of_other_worlds(lease)
+
+    def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
+        """What fewer or more ranks saved may be all that is left of a long run, be it committed or
+        not: it is not this rank's to say that it was never kept."""
+        reach, ledger = self._committer.reach, self._committer.ledger
+        left = [id for id in reach.ids() if not ledger.is_dead(id)]
+        others = [id for id in left if reach.world_of(id) != lease.world]
+        if not others:
+            return Answer.NONE, ""
+        newest = max(others)
+        saved = f"{reach.world_of(newest) or 'different numbers of'} ranks"
+        return Answer.UNKNOWN, (
+            f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
+            f"whole: {ledger.what_ails(newest)}; remove the run with `keepstep rm` to begin anew"
+        )
+
+    # --- ahead of time -----------------------------------------------------------------------
+
+    async def prefetch(self) -> None:
+        """Bring the planned step into memory for every rank here that will restore it."""
+        if (planned := plan(self._committer)) is None:
+            return
+        here = set(self._committer.ranks())
+        async with asyncio.TaskGroup() as group:
+            for rank, tier in planned.tiers.items():
+                own = rank in here and rank not in planned.by_twins
+                if own and tier is not Tier.MEMORY and self._restores(rank):
+                    group.create_task(self._prefetch(planned.id, rank), name=f"prefetch {rank}")
+
+    async def _prefetch(self, id: StepId, rank: int) -> None:
+        try:
+            await self._loader.bring(id, rank)
+        except (ImageError, StorageError, NoMemoryError) as error:
+            warn("prefetch failed", rank=rank, step=str(id), reason=str(error))
+
+    # --- open --------------------------------------------------------------------------------
+
+    async def open(self, lease: Lease, id: StepId, *, timeout_s: float, bad: str = "") -> Opened:
+        """The verified image of this step in a slot, pinned until `let_go`.
+
+        `bad`: path of a slot that was opened before, and that the trainer could not use. Raises
+        SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
+        `no-slot`.
+        """
+        started = time.monotonic()
+        self.let_go(lease.rank)
+        slots = self._keeper.rank(lease.rank)
+        if self._keeper.sound(lease.rank, id, bad={bad}) is None:
+            self._loader.agreed[lease.rank] = id
+            self._changes.ring()
+            await self._fetch(lease, id, timeout_s=timeout_s)
+        slot_set, index = _at(slots, id)
+        slot_set.table.pin(index)
+        self._pins[lease.rank] = (slot_set, index)
+        file = slot_set.files[index]
+        return Opened(
+            slot=file.name,
+            path=str(file.path),
+            tier=slot_set.tier(index),
+            bytes=len(file.view),
+            seconds=time.monotonic() - started,
+        )
+
+    async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
+        if not self._committer.reach.origins(id, lease.rank):
+            raise refuse("unknown-step", f"rank {lease.rank} does not hold step {id} here")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loader.bring(id, lease.rank)
+        except (ImageError, StorageError) as error:
+            raise refuse("not-verified", f"step {id}: {error}") from error
+        except NoMemoryError as error:
+            raise refuse("no-slot", str(error)) from error
+        except TimeoutError as error:
+            text = f"step {id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
+            raise refuse("no-slot", f"{text} in the training process's environment") from error
+
+    def let_go(self, rank: int) -> None:
+        """The rank has copied what it opened, or will not."""
+        self._loader.agreed.pop(rank, None)
+        self._reads.let_go(rank)
+        self._windows.let_go(rank)
+        if pinned := self._pins.pop(rank, None):
+            slot_set, index = pinned
+            slot_set.table.unpin(index)
+            self._changes.ring()
+
+
+def _is_read_only(volume: Volume) -> bool:
+    """Whether it was seen what is there, although nothing can be written."""
+    return isinstance(volume, UnwritableVolume)
+
+
+def _at(slots: RankSlots, id: StepId) -> tuple[SlotSet, int]:
+    found = slots.find(id)
+    assert found is not None, f"step {id} of rank {slots.rank} is gone"
+    return found

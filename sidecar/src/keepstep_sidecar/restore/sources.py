@@ -1,0 +1,145 @@
+"""Where the images of all saved ranks are, for a trainer that cannot restore from one of its own.
+
+A trainer at another world size, or with another layout, reads a little of many images: those that
+lie in this machine's memory it maps itself, all others come chunk by chunk (see `chunks`). What a
+rank was told of stays where it is until the rank has restored, or its lease has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import zlib
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from keepstep.errors import ImageError, StorageError
+from keepstep.steps import StepId
+from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.concurrency import few_at_once
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.leases import Leases
+from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.restore.fetch import Fetcher
+
+_AT_ONCE = 32
+"""Shards whose first or last pages are asked for at a time."""
+
+
+@dataclass
+class _Reading:
+    """What one rank reads now: the step, and the slots that are pinned for it."""
+
+    id: StepId
+    pins: list[tuple[SlotSet, int]] = field(default_factory=list)
+
+
+class Reads:
+    """`/v1/sources` and `/v1/headers`."""
+
+    def __init__(
+        self, keeper: SlotPool, committer: Committer, leases: Leases, nearest: Fetcher
+    ) -> None:
+        self._keeper = keeper
+        self._committer = committer
+        self._leases = leases
+        self._nearest = nearest
+        self._readings: dict[int, _Reading] = {}
+        self._headers: dict[str, str] = {}
+
+    # --- sources -----------------------------------------------------------------------------
+
+    async def sources(self, request: SourcesRequest) -> Sources:
+        """One source for each saved rank that has one, memory first.
+
+        Raises SidecarError `unknown-step` when there is none at all, `starting` before the scan.
+        """
+        rank, id = self._leases.require(request.lease).rank, request.id
+        if not self._committer.scanned:
+            raise refuse(
+                "starting", "the volumes are still being scanned; ask for candidates first"
+            )
+        found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
+        others = [one for one in self._committer.reach.ranks_with(id) if one not in found]
+        told = await few_at_once([partial(self._told, id, one) for one in others], most=_AT_ONCE)
+        found |= {one.rank: one for one in told if one is not None}
+        world = self._committer.reach.world_of(id)
+        if not found or world is None:
+            raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
+        return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)))
+
+    def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
+        """Images in slots, pinned before anything else can run."""
+        found = {}
+        for saved in list(self._keeper.ranks):
+            if (at := self._keeper.sound(saved, id, bad=bad)) is None:
+                continue
+            slot_set, index = at
+            control = slot_set.files[index].control()
+            if control is None:
+                continue  # a straggler has begun to fill it
+            slot_set.table.pin(index)
+            reading.pins.append((slot_set, index))
+            found[saved] = Source(
+                rank=saved,
+                tier=slot_set.tier(index),
+                bytes=slot_set.layout.size_bytes,
+                extras_bytes=control.extras_bytes,
+                path=str(slot_set.files[index].path),
+                twins=slot_set.layout.twins,
+            )
+        return found
+
+    async def _told(self, id: StepId, saved: int) -> Source | None:
+        """From the nearest place that can show the shard's control page; None: from nowhere."""
+        with suppress(ImageError, StorageError):
+            origin, control = await self._nearest.control(id, saved)
+            return Source(
+                rank=saved,
+                tier=origin.tier,
+                bytes=origin.bytes,
+                extras_bytes=control.extras_bytes,
+                twins=origin.twins,
+            )
+        return None
+
+    # --- headers -----------------------------------------------------------------------------
+
+    async def headers(self, request: HeadersRequest) -> Headers:
+        """In the order of the request. Raises SidecarError `not-verified`."""
+        self._leases.require(request.lease)
+        asked = [partial(self._header, request.id, saved) for saved in request.ranks]
+        try:
+            texts = await few_at_once(asked, most=_AT_ONCE)
+        except (ImageError, StorageError) as error:
+            raise refuse("not-verified", f"step {request.id}: {error}") from error
+        return Headers(headers=tuple(texts))
+
+    async def _header(self, id: StepId, saved: int) -> str:
+        layout = await self._nearest.layout(id, saved)
+        if (text := self._headers.get(layout.id)) is None:
+            packed = await asyncio.to_thread(zlib.compress, layout.header, 1)
+            text = self._headers[layout.id] = base64.b64encode(packed).decode()
+        return text
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def _turn_to(self, rank: int, id: StepId) -> _Reading:
+        """`rank` reads `id` from now on, and no other step."""
+        self.let_go(rank)
+        self._committer.opening(id, on=True)
+        reading = self._readings[rank] = _Reading(id)
+        return reading
+
+    def let_go(self, rank: int) -> None:
+        """The rank has restored, or will not."""
+        if (reading := self._readings.pop(rank, None)) is None:
+            return
+        for slot_set, index in reading.pins:
+            slot_set.table.unpin(index)
+        self._committer.opening(reading.id, on=False)
+        if not self._readings:
+            self._headers.clear()

@@ -1,0 +1,225 @@
+"""What an archive holds of a run: directories of steps, as their `step.json` and a listing tell.
+
+    <archive>/<run>/<step>/rank-00000-of-00002.safetensors
+    <archive>/<run>/<step>/step.json                        last: now the step is archived
+
+A step is archived when its record is sound and exactly its files are there. Anything else is
+named and left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from keepstep.errors import ImageError
+from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.read import in_parallel
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
+from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.volume.paths import is_shard, is_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchivedStep:
+    """A step's directory. `fault`: why it must not be restored though it has a record; '' without.
+
+    `files`: by their names in the directory.
+    """
+
+    id: StepId
+    files: Mapping[str, Stored]
+    record: StepRecord | None = None
+    fault: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return self.record is not None and not self.fault
+
+    @property
+    def partial(self) -> bool:
+        """No record yet, or no more: being sent, being deleted, or given up half-way."""
+        return self.record is None and not self.fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Steps in ascending order. `conflict`: two runs share this place; '' when they do not."""
+
+    steps: tuple[ArchivedStep, ...] = ()
+    conflict: str = ""
+
+    @property
+    def complete(self) -> tuple[ArchivedStep, ...]:
+        return tuple(one for one in self.steps if one.complete)
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        """All that the records tell, oldest first."""
+        known = {epoch.id: epoch for one in self.steps if one.record for epoch in one.record.epochs}
+        return tuple(known[id] for id in sorted(known))
+
+    @property
+    def origin(self) -> str:
+        """`RUN/STEP` of another run that this one began from; '' where it is no fork."""
+        found = (f"{one.origin}/{one.parent}" for one in self.epochs if one.origin)
+        return next(found, "")
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        return tuple(one.fault for one in self.steps if one.fault)
+
+
+def step_prefix(run: str, id: StepId) -> str:
+    return f"{run}/{id}"
+
+
+def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[Remote, ...]:
+    """The shards of a complete step."""
+    assert step.record is not None
+    return tuple(
+        Remote(
+            id=step.id,
+            rank=one.rank,
+            world=step.record.world,
+            bytes=one.bytes,
+            tier=Tier.ARCHIVE,
+            where=where,
+            root=one.root,
+            params_digest=one.params_digest,
+            key=f"{step_prefix(run, step.id)}/{one.name}",
+        )
+        for one in step.record.shards
+    )
+
+
+@dataclass
+class Surveyor:
+    """Lists the run's directory; records are read again only when they changed."""
+
+    store: Store
+    run: str
+    _known: dict[tuple[str, str], StepRecord | ImageError] = field(default_factory=dict)
+
+    async def survey(self, own: Iterable[Epoch] = ()) -> Survey:
+        """`own`: epochs that the run itself knows. Raises StorageError."""
+        listed = await self.store.list_below(self.run)
+        by_step: defaultdict[StepId, dict[str, Stored]] = defaultdict(dict)
+        for stored in listed:
+            directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
+            if is_step(directory) and "/" not in name:
+                by_step[StepId.parse(directory)][name] = stored
+        await in_parallel(self._read, [f for f in map(_record_in, by_step.values()) if f])
+        keys = {(one.name, one.etag) for one in listed}
+        self._known = {key: one for key, one in self._known.items() if key in keys}
+        steps = tuple(self.judge(id, files) for id, files in sorted(by_step.items()))
+        return Survey(steps=steps, conflict=self._conflict(steps, own))
+
+    async def _read(self, stored: Stored) -> None:
+        if (key := (stored.name, stored.etag)) in self._known:
+            return
+        path = f"{self.store.where}/{stored.name}"
+        data = bytearray(min(stored.bytes, records.LIMIT_BYTES))
+        await self.store.read(stored.name, 0, memoryview(data))
+        parse = functools.partial(_parsed, bytes(data), path)
+        self._known[key] = await blocking(None, parse)
+
+    def judge(self, id: StepId, files: Mapping[str, Stored]) -> ArchivedStep:
+        """A directory whose record, if there is one, was read."""
+        if (stored := _record_in(files)) is None:
+            return ArchivedStep(id=id, files=files)
+        found = self._known[stored.name, stored.etag]
+        if isinstance(found, ImageError):
+            return ArchivedStep(id=id, files=files, fault=str(found))
+        fault = self._fault(id, files, found)
+        return ArchivedStep(id=id, files=files, record=found, fault=fault)
+
+    def _fault(self, id: StepId, files: Mapping[str, Stored], record: StepRecord) -> str:
+        place = f"{self.store.where}/{step_prefix(self.run, id)}"
+        if (record.run, record.id) != (self.run, id):
+            return f"{place}/{records.NAME} is of run {record.run!r}, step {record.id}"
+        for shard in record.shards:
+            if (stored := files.get(shard.name)) is None:
+                return f"{place}/{shard.name} is missing"
+            if stored.bytes != shard.bytes:
+                return f"{place}/{shard.name} has {stored.bytes} bytes, not {shard.bytes}"
+        listed = {shard.name for shard in record.shards}
+        foreign = [name for name in files if name.endswith(".safetensors") and name not in listed]
+        if foreign:
+            return f"{place}/{foreign[0]} does not belong to the step; move it away"
+        return ""
+
+    def _conflict(self, steps: Iterable[ArchivedStep], own: Iterable[Epoch]) -> str:
+        """Two families of epochs that began apart, and who they are."""
+        own = tuple(own)
+        told = [step.record.epochs for step in steps if step.record and step.complete]
+        found = rooted([*told, own])
+        if len(found) < 2:
+            return ""
+        ours = {epoch.id for epoch in own}
+        names = [self._family(one, mine=bool(one & ours)) for one in found]
+        return (
+            f"{self.store.where}/{self.run} is shared by two runs named {self.run!r}:"
+            f" {' and '.join(names)}; neither goes on from the other. Give one of them another"
+            " archive or another name; nothing was deleted"
+        )
+
+    def _family(self, family: frozenset[EpochId], *, mine: bool) -> str:
+        return f"epoch {max(family)}" + (" (this run)" if mine else "")
+
+
+def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
+    try:
+        return StepRecord.from_json(data, path=path)
+    except ImageError as error:
+        return error
+
+
+def _record_in(files: Mapping[str, Stored]) -> Stored | None:
+    return files.get(records.NAME)
+
+
+def shards_present(files: Mapping[str, Stored]) -> list[str]:
+    return sorted(name for name in files if is_shard(name))
+
+
+# --- epochs of one run -----------------------------------------------------------------------
+#
+# Which epochs belong to one run. Pure.
+#
+# Epochs are kin when one is the parent of the other, or when one run's record lists both; but a
+# fork is no kin of the run that it began from, or all forks of one step were. Two families in one
+# archive are two runs that share a name: restoring from the one what the other saved would be a
+# mix of two models, so neither is restored, nor anything deleted.
+
+
+def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
+    """The families among these records (one a step, and one for the run itself), oldest first."""
+    found: list[set[EpochId]] = []
+    for record in records:
+        kin = {id for epoch in record for id in _mentioned(epoch)}
+        if not kin:
+            continue
+        related = [one for one in found if one & kin]
+        found = [one for one in found if not one & kin]
+        found.append(kin.union(*related))
+    return sorted(map(frozenset, found), key=min)
+
+
+def rooted(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
+    """The families of which it is known where they began. A family without may be a later part of
+    any of them: a pod that was replaced knows only the epochs since then."""
+    told = [tuple(record) for record in records]
+    roots = {one.id for record in told for one in record if one.parent is None or one.origin}
+    return [family for family in families(told) if family & roots]
+
+
+def _mentioned(epoch: Epoch) -> Iterable[EpochId]:
+    if epoch.parent is None or epoch.origin:
+        return (epoch.id,)
+    return (epoch.id, epoch.parent.epoch)

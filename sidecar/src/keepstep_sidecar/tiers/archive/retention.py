@@ -1,0 +1,65 @@
+"""What may be deleted from an archive. Pure.
+
+The record goes first: from then on the step is no archived one, whatever is left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from keepstep.core.ledger.lineage import Standing, trace
+from keepstep.core.retention import Retention, retired
+from keepstep.steps import Epoch, StepId
+from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, shards_present
+
+ABANDONED_S = 3600.0
+"""So long after the last file arrived, nobody is still sending the others."""
+
+
+def expired(
+    survey: Survey,
+    policy: Retention,
+    *,
+    epochs: Collection[Epoch],
+    pinned: Collection[StepId],
+    now: float,
+) -> tuple[ArchivedStep, ...]:
+    """Steps to be deleted, oldest first. `epochs`: all that is known of the run's lives.
+
+    Never the newest complete one that can be restored, nor a pinned one, nor what cannot be
+    judged, nor anything in a place that two runs share. Dead steps go once the life
+    that left them behind has a step there.
+    """
+    if survey.conflict:
+        return ()
+    known = {one.id: one for one in (*survey.epochs, *epochs)}
+    lineage = trace(known, seen={one.id.epoch for one in survey.steps})
+    standing = {one.id: lineage.standing(one.id) for one in survey.steps}
+    live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
+    if not live:
+        return ()
+    kept = replace(policy, pinned=policy.pinned | frozenset(pinned))
+    written = {one.id: one.record.written_at for one in survey.complete if one.record}
+    doomed = set(retired(live, kept, written_at=written))
+    dead = {id for id, one in standing.items() if one is Standing.DEAD and id < max(live)}
+    doomed |= dead - kept.pinned
+    return tuple(
+        one
+        for one in survey.steps
+        if (one.complete and one.id in doomed) or _abandoned(one, max(live), now)
+    )
+
+
+def _abandoned(step: ArchivedStep, newest: StepId, now: float) -> bool:
+    """Sent in part only, and a newer step is whole. A faulty record is for people to judge."""
+    if not step.partial or step.id >= newest:
+        return False
+    return all(now - one.modified_at > ABANDONED_S for one in step.files.values())
+
+
+def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
+    """What to delete of a step, in this order. Files that are not ours stay."""
+    ours = [name for name in (records.NAME, *shards_present(step.files)) if name in step.files]
+    return tuple(f"{run}/{step.id}/{name}" for name in ours)

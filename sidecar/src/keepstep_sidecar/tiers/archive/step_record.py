@@ -1,0 +1,174 @@
+"""`step.json`: what makes the shards in a step's directory an archived step.
+
+Written last, once, and sealed. It tells what the shards cannot tell together: that there are no
+more, and the epochs of the run, so that a volume that is lost takes no lineage with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.image import fields, strictjson
+from keepstep.image.xxh3 import xxh3_128
+from keepstep.steps import Epoch, StepId, shard_name
+from keepstep_sidecar import __version__
+from keepstep_sidecar.volume.run_record import read_epoch, read_step
+
+FORMAT_VERSION = 1
+NAME = "step.json"
+LIMIT_BYTES = 16 << 20
+
+_MAX_WORLD = 1 << 31
+_SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "written_at", "seal"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of the step. Digests in hex; `params_digest` None without parameters."""
+
+    rank: int
+    name: str
+    bytes: int
+    root: str
+    params_digest: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """`shards` in the order of ranks, one for each rank of `world`. `written_at`: unix seconds."""
+
+    run: str
+    id: StepId
+    world: int
+    epochs: tuple[Epoch, ...]
+    shards: tuple[Shard, ...]
+    written_at: float
+    keepstep: str = __version__
+
+    def same_content(self, other: StepRecord) -> bool:
+        """Do both stand for the very same bytes?"""
+        return (self.run, self.id, self.world, self.shards) == (
+            other.run,
+            other.id,
+            other.world,
+            other.shards,
+        )
+
+    def to_json(self) -> bytes:
+        body = {
+            "format_version": FORMAT_VERSION,
+            "keepstep": self.keepstep,
+            "run": self.run,
+            "step": str(self.id),
+            "world": self.world,
+            "written_at": self.written_at,
+            "epochs": [
+                {
+                    "id": str(one.id),
+                    "parent": None if one.parent is None else str(one.parent),
+                    **({"origin": one.origin} if one.origin else {}),
+                }
+                for one in self.epochs
+            ],
+            "shards": [
+                {
+                    "rank": one.rank,
+                    "name": one.name,
+                    "bytes": one.bytes,
+                    "root": one.root,
+                    "params": one.params_digest,
+                }
+                for one in self.shards
+            ],
+        }
+        return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, path: str) -> StepRecord:
+        """Inverse of `to_json`. Raises TornError, FormatError, VersionError naming `path`."""
+        try:
+            _check_seal(strictjson.Reader(data, what=NAME))
+            return _read(strictjson.Reader(data, what=NAME))
+        except FormatError as error:
+            raise FormatError(f"not the record of a step ({error.reason})", path=path) from None
+        except ImageError as error:
+            raise type(error)(error.reason, path=path) from None
+
+
+def _check_seal(reader: strictjson.Reader) -> None:
+    seal, sealed = None, dict[str, bytes]()
+    for key in reader.members():
+        if reader.comes("["):
+            items = b",".join([_canonical(reader.value()) for _ in reader.items()])
+            sealed[key] = b"[" + items + b"]"
+            continue
+        value = reader.value()
+        if key == "format_version":
+            fields.version(value, FORMAT_VERSION)
+        if key == "seal":
+            seal = value
+        else:
+            sealed[key] = _canonical(value)
+    reader.end()
+    if seal is None or "format_version" not in sealed:
+        raise FormatError("without a seal, or without a version")
+    body = b",".join([_canonical(key) + b":" + sealed[key] for key in sorted(sealed)])
+    if seal != xxh3_128(b"{" + body + b"}").hex():
+        raise TornError("its seal does not fit: it was changed or cut off")
+
+
+def _read(reader: strictjson.Reader) -> StepRecord:
+    told: dict[str, Any] = {}
+    for key in reader.members():
+        if key == "epochs":
+            told[key] = tuple([read_epoch(reader.value()) for _ in reader.items()])
+        elif key == "shards":
+            told[key] = tuple([_shard(reader.value()) for _ in reader.items()])
+        elif key in _SINGLE:
+            told[key] = reader.value()
+        else:
+            reader.value()
+    if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
+        raise FormatError(f"without {' and '.join(sorted(missing))}")
+    shards = told["shards"]
+    world = fields.integer(told["world"], "world", 1, _MAX_WORLD)
+    if len(shards) != world or any(
+        (one.rank, one.name) != (rank, shard_name(rank, world)) for rank, one in enumerate(shards)
+    ):
+        raise FormatError(f"its shards are not those of {world} ranks")
+    return StepRecord(
+        run=fields.text(told["run"], "run"),
+        id=read_step(told["step"]),
+        world=world,
+        epochs=told["epochs"],
+        shards=shards,
+        written_at=fields.time(told["written_at"], "written_at"),
+        keepstep=fields.text(told["keepstep"], "keepstep"),
+    )
+
+
+def _shard(value: object) -> Shard:
+    shard = fields.mapping(value, "shard")
+    params = shard.get("params")
+    return Shard(
+        rank=fields.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
+        name=fields.text(shard.get("name"), "name"),
+        bytes=fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
+        root=fields.text(shard.get("root"), "root"),
+        params_digest=None if params is None else fields.text(params, "params"),
+    )
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return xxh3_128(_canonical(body)).hex()
+
+
+def _canonical(value: object) -> bytes:
+    return _ENCODER.encode(value).encode()

@@ -1,0 +1,77 @@
+"""What an archive must be able to do, whatever it is: a bucket or a directory.
+
+A name is a path below the archive's root, with slashes. An object appears whole or not at all,
+and is never changed afterwards. Nothing here knows of runs, steps or shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from keepstep_sidecar.config.archive import ArchiveConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """An object. `modified_at` in unix seconds, of the store's clock; `etag` changes with it."""
+
+    name: str
+    bytes: int
+    modified_at: float
+    etag: str
+
+
+class Store(Protocol):
+    """All methods raise StorageError, with the store's own words and what to do."""
+
+    @property
+    def where(self) -> str:
+        """For people, like `s3://ckpt/gpt`. Never holds a credential."""
+
+    async def list_below(self, prefix: str) -> list[Stored]:
+        """Every object whose name begins with the directory `prefix`, in the order of names.
+
+        An empty list means that the store was asked and has none; an absent bucket or directory
+        is a StorageError.
+        """
+
+    async def directories(self, prefix: str) -> list[str]:
+        """Names of the directories directly below `prefix` ('' for the root), without it."""
+
+    async def find(self, name: str) -> Stored | None:
+        """The object, or None when there is none."""
+
+    async def read(self, name: str, begin: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `begin` on."""
+
+    async def write(self, name: str, data: bytes) -> bool:
+        """Make a small object. False, and nothing is changed, when the name is taken."""
+
+    async def upload(
+        self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
+    ) -> None:
+        """Make or replace an object of `pieces` in a row; at most `parts` parts are in flight.
+
+        No reference to a piece is kept once it has been sent.
+        """
+
+    async def delete(self, names: Iterable[str]) -> None:
+        """Remove objects, in this order; absent ones are no error."""
+
+    async def close(self) -> None:
+        """Let go of threads and sockets."""
+
+
+def open_store(config: ArchiveConfig) -> Store:
+    """The store that `config` names; nothing is asked yet. Raises StorageError, UsageError."""
+    if config.scheme == "file":
+        from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
+
+        return DirectoryStore(config.directory)
+    from keepstep_sidecar.tiers.archive.object_store import (
+        open_objects,  # 15 MB: only for who needs it
+    )
+
+    return open_objects(config)

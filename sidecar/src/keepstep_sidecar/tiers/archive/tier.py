@@ -1,0 +1,377 @@
+"""The archive as a `Depot`: sends what is due, sees to the record, retires, and reads back.
+
+One coroutine does all the sending, one shard at a time: it never competes with itself, memory is
+bounded by the parts in flight, and whatever fails is tried again later, from what is there then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from keepstep.errors import ImageError, KeepstepError, StorageError
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers.archive.backlog import Backlog
+from keepstep_sidecar.tiers.archive.fork import AncestorDepot
+from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes
+from keepstep_sidecar.tiers.archive.read import Reader
+from keepstep_sidecar.tiers.archive.retention import expired, names_of
+from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.archive.upload import Gone, Sender
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, Remote
+from keepstep_sidecar.volume.scan import Found
+
+_THREADS = 3
+_SOONEST_S, _LATEST_S = 1.0, 60.0
+_IDLE_S = 60.0
+
+
+@dataclass
+class _Counters:
+    sent: int = 0
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    received_bytes: int = 0
+    received_seconds: float = 0.0
+    failures: int = 0
+
+
+def _no_epochs() -> tuple[Epoch, ...]:
+    return ()
+
+
+def _no_pins() -> frozenset[StepId]:
+    return frozenset()
+
+
+class ArchiveDepot:
+    """Implements `Depot`. All methods belong to one event loop.
+
+    `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
+    has said which; both are asked again each time. `changed` is called when there is something new
+    to `look` at. `retry_s`: how soon, and how late at most, a failed attempt is followed by one.
+    """
+
+    def __init__(
+        self,
+        config: ArchiveConfig,
+        store: Store,
+        *,
+        run: str,
+        persist_base: int = 1,
+        epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
+        pinned: Callable[[], Collection[StepId] | None] = _no_pins,
+        changed: Callable[[], None] = lambda: None,
+        retry_s: tuple[float, float] = (_SOONEST_S, _LATEST_S),
+    ) -> None:
+        self.config, self.store, self.run_name = config, store, run
+        self.changed = changed
+        self.pinned = pinned
+        self._epochs = epochs
+        self._retry_s = retry_s
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
+        self._surveyor = Surveyor(store, run)
+        self._reader = Reader(store=store, run=run, executor=self._executor)
+        self._sender = Sender(store=store, run=run, executor=self._executor)
+        self._backlog = Backlog(config.base(persist_base))
+        self._unsettled: dict[StepId, int] = {}
+        self._count = _Counters()
+        self._trouble = ""
+        self._attempts = 0
+        self._polls = 0
+        self._sending: StepId | None = None
+        self._first_rank = False
+        self._complete: frozenset[StepId] = frozenset()
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.ARCHIVE
+
+    # --- reading -----------------------------------------------------------------------------
+
+    async def look(self) -> Inventory:
+        """See `Depot.look`. What is there and cannot be used is UNKNOWN, with its name."""
+        try:
+            survey = await self._survey()
+        except KeepstepError as error:
+            return Inventory(answer=Answer.UNKNOWN, reason=str(error))
+        if survey.conflict:
+            return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
+        shards = tuple(
+            shard
+            for step in survey.complete
+            for shard in remotes(step, run=self.run_name, where=self.store.where)
+        )
+        return Inventory(
+            answer=_answer(survey),
+            shards=shards,
+            epochs=survey.epochs,
+            complete=frozenset(one.id for one in survey.complete),
+            reason=_reason(survey, self.store.where),
+        )
+
+    async def _survey(self) -> Survey:
+        survey = await self._surveyor.survey(self._epochs())
+        self._complete = frozenset(one.id for one in survey.complete)
+        return survey
+
+    async def layout(self, shard: Remote) -> Layout:
+        return await self._reader.layout(shard)
+
+    async def control(self, shard: Remote) -> ControlPage:
+        return await self._reader.control(shard)
+
+    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+        began = time.monotonic()
+        control = await self._reader.load(shard, view)
+        self._received(shard.bytes, began)
+        return control
+
+    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+        began = time.monotonic()
+        await self._reader.chunks(shard, wanted)
+        self._received(sum(len(view) for _, view in wanted), began)
+
+    def _received(self, size_bytes: int, began: float) -> None:
+        self._count.received_bytes += size_bytes
+        self._count.received_seconds += time.monotonic() - began
+
+    # --- what happens here -------------------------------------------------------------------
+
+    def durable(self, found: Found) -> None:
+        """Only committed steps are archived."""
+
+    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+        self._first_rank = self._first_rank or 0 in shards
+        self._backlog.committed(id, shards, now=time.monotonic())
+        if id in self._backlog.waiting():
+            self._wake.set()
+
+    def forget(self, ids: Collection[StepId]) -> None:
+        pace = self._sending is not None and not self._trouble
+        self._backlog.forget(ids, blame_pace=pace)
+        self._progress.set()
+
+    def want(self, id: StepId) -> None:
+        """Archive this step although it is not due: the last one of a run, or one that somebody
+        waits for. Every sidecar of the run must be told."""
+        if id not in self._complete:
+            self._backlog.wanted.add(id)
+            self._wake.set()
+
+    def in_use(self, id: StepId) -> bool:
+        # an archive that is away keeps nothing back
+        return self._sending == id or (not self._trouble and self._backlog.next() == id)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            pause_s = await self._attempt()
+            self._progress.set()
+            with contextlib.suppress(TimeoutError):
+                # not `wait_for`, which loses a cancellation that comes as it ends (Python 3.11)
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+
+    async def _attempt(self) -> float:
+        """Do all that can be done now. Returns when to look again, in seconds."""
+        try:
+            await self._work()
+        except KeepstepError as error:
+            self._failed(error)
+            return self._later_s(self._attempts)
+        if self._trouble:
+            say("archive works again", where=self.store.where)
+        self._trouble, self._attempts = "", 0
+        self._polls += 1
+        return self._later_s(self._polls) if self._unsettled else _IDLE_S
+
+    def _failed(self, error: KeepstepError) -> None:
+        self._count.failures += 1
+        self._attempts += 1
+        if self._trouble != str(error):
+            warn("archive", where=self.store.where, reason=str(error))
+        self._trouble = str(error)
+
+    def _later_s(self, times: int) -> float:
+        """Twice as long each time, and never together with all the others."""
+        soonest, latest = self._retry_s
+        return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
+
+    async def _work(self) -> None:
+        # after a failure also when all that waited was retired: only an answer ends the trouble
+        if self._backlog.waiting() or self._trouble:
+            survey = await self._survey()
+            if survey.conflict:
+                raise StorageError(survey.conflict)
+        while waiting := self._backlog.waiting():
+            await self._send(waiting[0])
+            await self._settle()
+        await self._settle()
+
+    async def _send(self, id: StepId) -> None:
+        shards = self._backlog.shards(id)
+        self._sending = id
+        try:
+            if id not in self._complete:
+                for found in shards:
+                    await self._send_shard(found)
+                self._unsettled[id] = shards[0].world
+        except Gone:
+            self.forget([id])
+            return
+        except ImageError:
+            # Damaged here, or another writer's there: sending it again changes neither.
+            self._backlog.sent(id)
+            raise
+        finally:
+            self._sending = None
+        self._backlog.sent(id)
+        self._polls = 0
+        self._progress.set()
+
+    async def _send_shard(self, found: Found) -> None:
+        began = time.monotonic()
+        sent_bytes = await self._sender.send(found)
+        if sent_bytes:
+            self._count.sent += 1
+            self._count.sent_bytes += sent_bytes
+            self._count.sent_seconds += time.monotonic() - began
+
+    async def _settle(self) -> None:
+        """Steps that wait for shards of other sidecars, or for their record."""
+        for id, world in sorted(self._unsettled.items()):
+            try:
+                if not await self._sender.complete(id, world=world, epochs=self._epochs()):
+                    continue
+            except ImageError:
+                del self._unsettled[id]
+                raise
+            del self._unsettled[id]
+            await self._archived(id)
+
+    async def _archived(self, id: StepId) -> None:
+        say("archived", step=str(id), where=self.store.where)
+        for older in [one for one in self._unsettled if one < id]:
+            del self._unsettled[older]  # what is missing of it will not come any more
+        self._complete |= {id}
+        self.changed()
+        if self._first_rank:
+            await self.expire()
+
+    async def expire(self) -> tuple[StepId, ...]:
+        """Delete what the policy does not keep; one sidecar of the run does. Raises StorageError.
+
+        Returns the steps that went.
+        """
+        survey, pinned = await self._survey(), self.pinned()
+        if pinned is None:  # one of them may be: there is time until somebody says
+            return ()
+        doomed = expired(
+            survey,
+            self.config.retention,
+            epochs=tuple(self._epochs()),
+            pinned=pinned,
+            now=time.time(),
+        )
+        for step in doomed:
+            await self.store.delete(names_of(step, self.run_name))
+            say("retired from the archive", step=str(step.id))
+        gone = tuple(step.id for step in doomed)
+        self._complete -= set(gone)
+        return gone
+
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._backlog.waiting() or (whole and self._unsettled):
+                    if self._trouble and not whole:
+                        return False
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # --- telling -----------------------------------------------------------------------------
+
+    def status(self) -> DepotStatus:
+        count = self._count
+        return DepotStatus(
+            tier=Tier.ARCHIVE,
+            where=self.store.where,
+            sent=count.sent,
+            sent_bytes=count.sent_bytes,
+            sent_seconds=count.sent_seconds,
+            received_bytes=count.received_bytes,
+            received_seconds=count.received_seconds,
+            failures=count.failures,
+            backlog=self._backlog.backlog(),
+            behind_s=self._backlog.behind_s(time.monotonic()),
+            trouble=self._trouble,
+        )
+
+    async def close(self) -> None:
+        await self.store.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _answer(survey: Survey) -> Answer:
+    """Steps that are there but cannot be used are no reason to start anew in silence."""
+    if survey.complete:
+        return Answer.STEPS
+    return Answer.UNKNOWN if survey.steps else Answer.NONE
+
+
+def _reason(survey: Survey, where: str) -> str:
+    if survey.faults:
+        return "; ".join(survey.faults)
+    if survey.steps and not survey.complete:
+        return f"{where} holds step {survey.steps[-1].id} in part only, and none that is whole"
+    return ""
+
+
+# --- from the configuration ------------------------------------------------------------------
+#
+# The depot that a sidecar's configuration asks for.
+
+
+def depots(
+    config: Config,
+    *,
+    epochs: Callable[[], Iterable[Epoch]],
+    pinned: Callable[[], Collection[StepId] | None],
+) -> tuple[ArchiveDepot | AncestorDepot, ...]:
+    """None, the archive, or also another run's part of it, where this run begins from there.
+
+    `epochs`: what is known to be the run's own. `pinned`: steps that stay. Raises UsageError; the
+    store is not asked.
+    """
+    if config.archive is None:
+        return ()
+    own = ArchiveDepot(
+        config.archive,
+        open_store(config.archive),
+        run=config.run,
+        persist_base=config.persist_base,
+        epochs=epochs,
+        pinned=pinned,
+    )
+    if config.fork is None:
+        return (own,)
+    store = open_store(config.archive)
+    return (own, AncestorDepot(store, config.fork, run=config.run, epochs=epochs))

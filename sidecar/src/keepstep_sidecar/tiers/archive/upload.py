@@ -1,0 +1,357 @@
+"""Puts a shard, then the record of a step, into the archive.
+
+Twice is as good as once: what is there already and is the same is left alone, so every sidecar
+may try, and try again. What is there and is another image is never replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import time
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import ForeignError, ImageError, StorageError
+from keepstep.image import (
+    PAGE_BYTES,
+    ControlPage,
+    Layout,
+    Section,
+    check_chunk,
+    check_table,
+    chunk_bounds,
+)
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import Epoch, StepId, Tier, shard_name
+from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.index import step_prefix
+from keepstep_sidecar.tiers.archive.read import Reader, in_parallel
+from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.scan import Found, read_sealed
+
+PARTS = 4
+"""In flight at once, 8 MiB each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sender:
+    """For one run."""
+
+    store: Store
+    run: str
+    executor: Executor
+
+    async def send(self, found: Found) -> int:
+        """Bring a shard there and see that it has arrived. Returns the bytes that were sent: 0
+        when it was there.
+
+        Raises Gone when it is not here any more, DigestError when it is damaged here, ForeignError
+        when another image has its place, StorageError.
+        """
+        name = f"{step_prefix(self.run, found.id)}/{shard_name(found.rank, found.world)}"
+        with opened(found) as shard:
+            if await self._there(name, shard):
+                return 0
+            given = pieces(shard, parts=PARTS, executor=self.executor)
+            try:
+                await self.store.upload(name, given, part_bytes=shard.part_bytes, parts=PARTS)
+            finally:
+                await given.aclose()
+            await self._check(name, shard)
+            return shard.layout.size_bytes
+
+    async def _there(self, name: str, shard: LocalShard) -> bool:
+        """The very same shard is in the archive. A damaged one of ours may be replaced."""
+        stored = await self.store.find(name)
+        if stored is None or stored.bytes < PAGE_BYTES:
+            return False
+        page = await self._read(name, stored.bytes - PAGE_BYTES, PAGE_BYTES)
+        try:
+            control = ControlPage.from_bytes(page)
+        except ImageError:
+            return False
+        theirs = (control.run, control.id, control.rank, control.root)
+        ours = shard.control
+        if theirs != (ours.run, ours.id, ours.rank, ours.root):
+            raise ForeignError(
+                f"step {control.id}, rank {control.rank} of run {control.run!r} with root"
+                f" {control.root} is there already, unlike {shard.path} (root {ours.root}): two"
+                " writers of one run; give one of them another archive or another name",
+                path=f"{self.store.where}/{name}",
+            )
+        return stored.bytes == shard.layout.size_bytes
+
+    async def _check(self, name: str, shard: LocalShard) -> None:
+        """As long as it should be, and with our digests at its end."""
+        stored = await self.store.find(name)
+        size = shard.layout.size_bytes
+        if stored is None or stored.bytes != size:
+            found = "nothing" if stored is None else f"{stored.bytes} bytes"
+            raise StorageError(
+                f"{self.store.where}/{name}: sent {size} bytes, found {found}; it is sent again"
+            )
+        if await self._read(name, shard.layout.digests_begin, len(shard.tail)) != shard.tail:
+            raise StorageError(
+                f"{self.store.where}/{name}: the archive gives back other bytes than it was sent;"
+                " it is sent again"
+            )
+
+    async def _read(self, name: str, begin: int, size: int) -> bytes:
+        buffer = bytearray(size)
+        await self.store.read(name, begin, memoryview(buffer))
+        return bytes(buffer)
+
+    # --- the record --------------------------------------------------------------------------
+
+    async def complete(self, id: StepId, *, world: int, epochs: Iterable[Epoch]) -> bool:
+        """See to the step's record, once the shards of all ranks are there. False before that.
+
+        Raises ForeignError when somebody archived other shards as this step, ImageError when one
+        of the files is not what its name says, StorageError.
+        """
+        prefix = step_prefix(self.run, id)
+        listed = await self.store.list_below(prefix)
+        files = {one.name.rpartition("/")[2]: one for one in listed}
+        if records.NAME in files:
+            await self._compare(id, files)
+            return True
+        names = [shard_name(rank, world) for rank in range(world)]
+        if not all(name in files for name in names):
+            return False
+        shards = await self._described(id, world, [files[name] for name in names])
+        lineage = {epoch.id: epoch for _, epoch in shards} | {one.id: one for one in epochs}
+        record = StepRecord(
+            run=self.run,
+            id=id,
+            world=world,
+            epochs=tuple(lineage[one] for one in sorted(lineage)),
+            shards=tuple(shard for shard, _ in shards),
+            written_at=time.time(),
+        )
+        if not await self.store.write(f"{prefix}/{records.NAME}", record.to_json()):
+            await self._agree(record)
+        return True
+
+    async def _described(
+        self, id: StepId, world: int, files: list[Stored]
+    ) -> list[tuple[Shard, Epoch]]:
+        """What the shards' own control pages say, all of them of this step and run."""
+        reader = Reader(store=self.store, run=self.run, executor=self.executor)
+        found: dict[int, tuple[Shard, Epoch]] = {}
+
+        async def describe(one: tuple[int, Stored]) -> None:
+            rank, stored = one
+            remote = Remote(
+                id=id,
+                rank=rank,
+                world=world,
+                bytes=stored.bytes,
+                tier=Tier.ARCHIVE,
+                where=self.store.where,
+                key=stored.name,
+            )
+            control = await reader.control(remote)
+            shard = Shard(
+                rank=rank,
+                name=shard_name(rank, world),
+                bytes=stored.bytes,
+                root=control.root or "",
+                params_digest=(control.sections or {}).get(Section.PARAMS.value),
+            )
+            found[rank] = (shard, control.epoch)
+
+        await in_parallel(describe, enumerate(files), limit=16)
+        return [found[rank] for rank in range(world)]
+
+    async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
+        record = await self._record(id, files[records.NAME].bytes)
+        sizes = {one.name: one.bytes for one in record.shards}
+        wrong = [name for name, size in sizes.items() if _size(files.get(name)) != size]
+        if wrong:
+            raise ForeignError(
+                f"names {wrong[0]} with {sizes[wrong[0]]} bytes, which is not there",
+                path=f"{self.store.where}/{step_prefix(self.run, id)}/{records.NAME}",
+            )
+
+    async def _agree(self, ours: StepRecord) -> None:
+        """Somebody was quicker: it must have said the same."""
+        name = f"{step_prefix(self.run, ours.id)}/{records.NAME}"
+        stored = await self.store.find(name)
+        theirs = await self._record(ours.id, stored.bytes if stored else 0)
+        if not theirs.same_content(ours):
+            raise ForeignError(
+                f"another writer archived other shards as step {ours.id} of run {self.run!r};"
+                " give one of the two runs another archive or another name",
+                path=f"{self.store.where}/{name}",
+            )
+
+    async def _record(self, id: StepId, size: int) -> StepRecord:
+        name = f"{step_prefix(self.run, id)}/{records.NAME}"
+        data = await self._read(name, 0, min(size, records.LIMIT_BYTES))
+        path = f"{self.store.where}/{name}"
+        return await blocking(None, lambda: StepRecord.from_json(data, path=path))
+
+
+def _size(stored: Stored | None) -> int | None:
+    return None if stored is None else stored.bytes
+
+
+# --- pieces of a shard -----------------------------------------------------------------------
+#
+# A local shard on its way out: piece by piece, verified, through a few buffers that never grow.
+#
+# The file is read with O_DIRECT rather than mapped: a mapped page that the drive cannot read ends
+# the process (SIGBUS), and gigabytes of page cache would be taken from the training. The drive
+# writes into the buffer that the network reads from; nothing is copied in between. What does not
+# fit its digest does not leave: an archive must not keep rotten bytes as if they were good.
+
+
+MOST_PARTS = 9000
+"""S3 takes 10,000 parts an object."""
+
+
+class Gone(StorageError):
+    """The shard was retired meanwhile: there is nothing to send, and nothing wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalShard:
+    """An open, sealed shard; `tail`: its digest table and control page, checked."""
+
+    fd: int
+    path: Path
+    layout: Layout
+    control: ControlPage
+    tail: bytes
+
+    @property
+    def table(self) -> memoryview:
+        return memoryview(self.tail)[: self.layout.control_begin - self.layout.digests_begin]
+
+    @property
+    def part_bytes(self) -> int:
+        """The size of a part: whole chunks, few enough for an object of this size."""
+        chunks = -(-self.layout.size_bytes // CHUNK_BYTES)
+        return -(-chunks // MOST_PARTS) * CHUNK_BYTES
+
+    def read_piece(self, index: int, into: memoryview) -> None:
+        """Piece `index`: the bytes from its chunk on. Raises DigestError, StorageError."""
+        try:
+            got = Filesystem().read(self.fd, into, index * CHUNK_BYTES)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot read: {error}; use another copy") from error
+        if got < len(into):
+            raise StorageError(f"{self.path}: it ends early; use another copy")
+        begin, end = chunk_bounds(self.layout, index)
+        if begin < end:
+            with into[: end - begin] as chunk:
+                check_chunk(self.layout, index, chunk, self.table, path=self.path)
+
+
+@contextlib.contextmanager
+def opened(found: Found) -> Iterator[LocalShard]:
+    """Open a shard wherever it is by now. Raises Gone, ImageError, StorageError."""
+    path = _path(found)
+    try:
+        with path.open("rb") as file:
+            layout, control = read_sealed(file.fileno(), path, run=found.run)
+            size = layout.size_bytes - layout.digests_begin
+            tail = os.pread(file.fileno(), size, layout.digests_begin)
+        fd = _open_direct(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
+    try:
+        shard = LocalShard(fd=fd, path=path, layout=layout, control=control, tail=tail)
+        check_table(control, layout, shard.table, path=path)
+        yield shard
+    finally:
+        os.close(fd)
+
+
+def _path(found: Found) -> Path:
+    """A step that was published since has moved out of `pending/`."""
+    published = found.path.parents[2] / str(found.id) / found.path.name
+    for path in (found.path, published):
+        if path.exists():
+            return path
+    raise Gone(f"{found.path} was retired before it could be sent")
+
+
+def _open_direct(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags)
+
+
+class Buffers:
+    """Page-aligned buffers of one chunk. One comes back when nobody refers to its view any more,
+    which may be a thread of the network's: so there are never more than `count`."""
+
+    def __init__(self, count: int, size_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._free = [aligned_buffer(size_bytes) for _ in range(count)]
+        self._freed = asyncio.Event()
+
+    async def take(self, size_bytes: int) -> memoryview:
+        """The first `size_bytes` of a free buffer, when there is one."""
+        while not self._free:
+            self._freed.clear()
+            await self._freed.wait()
+        buffer = self._free.pop()
+        view = memoryview(buffer)[:size_bytes]
+        weakref.finalize(view, self._dropped, buffer).atexit = False
+        return view
+
+    def _dropped(self, buffer: mmap.mmap) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody needs it any more
+            self._loop.call_soon_threadsafe(self._back, buffer)
+
+    def _back(self, buffer: mmap.mmap) -> None:
+        self._free.append(buffer)
+        self._freed.set()
+
+
+async def pieces(
+    shard: LocalShard, *, parts: int, executor: Executor
+) -> AsyncGenerator[memoryview, None]:
+    """The whole file in order; `parts`: how many parts the receiver keeps in flight.
+
+    Raises DigestError, StorageError: what was given before must then not become an object.
+    """
+    size = shard.layout.size_bytes
+    total = -(-size // CHUNK_BYTES)
+    count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, total)
+    buffers = Buffers(count, min(CHUNK_BYTES, size))
+
+    async def read(index: int) -> memoryview:
+        view = await buffers.take(min(CHUNK_BYTES, size - index * CHUNK_BYTES))
+        await blocking(executor, lambda: shard.read_piece(index, view))
+        return view
+
+    ahead = asyncio.ensure_future(read(0))  # the drive works while the network does
+    try:
+        for index in range(total):
+            view = await ahead
+            if index + 1 < total:
+                ahead = asyncio.ensure_future(read(index + 1))
+            yield view
+            del view  # else this frame would hold a buffer while it waits for a free one
+    finally:
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)

@@ -1,0 +1,425 @@
+"""One connection to another pod, in blocking code; bytes go from and to buffers as they are.
+
+It connects at the first request and again after an error. `abort` may be called from any thread:
+the call that is under way then ends with StorageError at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
+from keepstep.steps import StepId, shard_name
+from keepstep.wire.trainer import Problem
+from keepstep_sidecar.config.peers import split
+from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.serve import Reading, Shards
+from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
+from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.volume.filesystem import PAGE_BYTES
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+QUIET_S = 30.0
+"""A peer that sends nothing for so long is away."""
+_SLOWEST_BYTES_PER_S = 100 << 20
+"""Of a receiver that reads what its predecessor left."""
+
+
+class Named(Protocol):
+    """Whatever names a shard: a `Found`, a `Remote`."""
+
+    @property
+    def id(self) -> StepId: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+
+
+class Refused(StorageError):
+    """The other pod said no; `code` as in its Problem."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Link:
+    """To `address`; `identity` is who answers there, None until somebody did."""
+
+    def __init__(
+        self, address: str, credentials: Credentials, *, expected: int | None = None
+    ) -> None:
+        """`expected`: the node rank that must answer, None for any of the run."""
+        self.address = address
+        self.identity: Identity | None = None
+        self._credentials = credentials
+        self._expected = expected
+        self._connection: http.client.HTTPConnection | None = None
+        self._aborted = threading.Event()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        rank = self._expected if self.identity is None else self.identity.node_rank
+        return self.address if rank is None else f"node rank {rank} ({self.address})"
+
+    # --- requests; all raise StorageError ----------------------------------------------------
+
+    def listing(self) -> protocol.Listing:
+        """All that it holds."""
+        return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
+
+    def begin(self, shard: Named, manifest: bytes, *, size: int) -> protocol.Begun:
+        """Begin a copy of `size` bytes, or go on with one."""
+        path = _path(protocol.COPIES, shard)
+        quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
+        return self._ask("POST", path, manifest, kind=protocol.Begun, quiet_s=quiet_s)
+
+    def put(self, shard: Named, chunk: int, data: memoryview) -> None:
+        """One chunk of a copy."""
+        self._ask("PUT", f"{_path(protocol.COPIES, shard)}/{chunk}", data, kind=None)
+
+    def seal(self, shard: Named, *, size: int) -> protocol.SealedCopy:
+        """All chunks are there: make it durable."""
+        path = f"{_path(protocol.COPIES, shard)}/seal"
+        quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
+        return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
+
+    def want(self, wanted: protocol.Wanted) -> None:
+        """Say what should be kept."""
+        self._ask("PUT", protocol.WANTED, msgspec.json.encode(wanted), kind=None)
+
+    @contextlib.contextmanager
+    def range(self, shard: Named, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+        """Bytes `[begin, end)` of a shard: call what this gives with buffers that make up exactly
+        that, in order, and each is filled."""
+        path = _path(protocol.SHARDS, shard)
+        with self._translated():
+            self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
+            response = self._response((206,))
+            secure = self._connection.sock if self._connection is not None else None
+            if secure is None:
+                raise http.client.HTTPException("it closes the connection before the body")
+            yield lambda into: _fill(response, secure, into)
+            if response.read(1):
+                raise http.client.HTTPException("more bytes than were asked for")
+
+    # --- connection --------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End whatever is under way, for good."""
+        self._aborted.set()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent; the next request connects again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview = b"",
+        *,
+        kind: type[T] | None,
+        quiet_s: float = QUIET_S,
+    ) -> T:
+        with self._translated():
+            self._send(method, path, body, {}, quiet_s)
+            response = self._response((200, 204))
+            data = response.read(protocol.LARGEST_JSON_BYTES)
+            if response.read(1):
+                raise http.client.HTTPException("its answer is too long")
+            return msgspec.json.decode(data, type=kind) if kind is not None else None  # type: ignore[return-value]
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview,
+        headers: dict[str, str],
+        quiet_s: float,
+    ) -> None:
+        connection = self._connected()
+        connection.sock.settimeout(quiet_s)
+        connection.request(method, path, body=body, headers=headers)
+
+    def _connected(self) -> http.client.HTTPConnection:
+        if self._aborted.is_set():
+            raise ConnectionAbortedError("given up")
+        if self._connection is None:
+            connection = http.client.HTTPConnection(*split(self.address))
+            connection.sock = self._secured()
+            self._connection = connection
+        if self._aborted.is_set():  # set while we connected: nobody else ends what follows
+            raise ConnectionAbortedError("given up")
+        return self._connection
+
+    def _secured(self) -> ssl.SSLSocket:
+        tls = self._credentials.current()
+        plain = socket.create_connection(split(self.address), timeout=CONNECT_S)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secure = tls.client.wrap_socket(plain)
+        except BaseException:
+            plain.close()
+            raise
+        try:
+            self.identity = self._checked(of_peer(secure.getpeercert(), whose=self.address), tls)
+        except BaseException:
+            secure.close()
+            raise
+        return secure
+
+    def _checked(self, who: Identity, tls: Any) -> Identity:
+        if not who.shares_run(tls.identity):
+            raise StorageError(f"{self.address} is {who}, not of this run ({tls.identity})")
+        if self._expected not in (None, who.node_rank):
+            raise StorageError(f"{self.address} is {who}, not node rank {self._expected}")
+        return who
+
+    def _response(self, wanted: tuple[int, ...]) -> http.client.HTTPResponse:
+        assert self._connection is not None
+        response = self._connection.getresponse()
+        if response.status in wanted:
+            return response
+        data = response.read(1 << 16)
+        try:
+            problem = msgspec.json.decode(data, type=Problem)
+        except (ValueError, RecursionError):
+            problem = Problem(code="internal", message=f"status {response.status}")
+        message = f"{self.name} refused: {problem.message}"
+        if problem.code == "NoSpaceError":
+            raise NoSpaceError(message)
+        raise Refused(message, code=problem.code)
+
+    def _last_words(self) -> ssl.SSLError | None:
+        """The alert of a peer that has closed: with TLS 1.3 it looks at our certificate after our
+        side of the handshake is over, so that a request may meet a closed connection first."""
+        connection = self._connection
+        if connection is None or connection.sock is None:
+            return None
+        try:
+            connection.sock.settimeout(1.0)
+            connection.sock.recv(1)
+        except ssl.SSLError as error:
+            return error if error.reason and "ALERT" in error.reason else None
+        except (OSError, ValueError):
+            pass
+        return None
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """What goes wrong ends the connection, and is a StorageError that names the peer."""
+        try:
+            yield
+        except (DigestError, FormatError):
+            self.close()
+            raise
+        except StorageError:
+            self.close()
+            raise
+        except (ssl.SSLError, ConnectionError) as error:
+            why = self._last_words() or error
+            self.close()
+            raise StorageError(f"{self.name}: {_tls_text(why)}") from error
+        except TimeoutError as error:
+            self.close()
+            raise StorageError(f"{self.name} does not answer") from error
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            self.close()
+            text = str(error) or type(error).__name__
+            raise StorageError(f"{self.name}: {text}") from error
+        except BaseException:
+            self.close()
+            raise
+
+
+def _path(what: str, shard: Named) -> str:
+    return f"{what}/{shard.id}/{shard_name(shard.rank, shard.world)}"
+
+
+def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
+    """The next bytes of the body. All but what came with the head goes from OpenSSL straight into
+    the buffer: a record is 16 KiB, and the layers of http.client cost as much as its decryption."""
+    left = response.length or 0
+    done = min(len(response.fp.peek()) if left else 0, len(into), left)
+    into[:done] = response.fp.read(done)
+    while done < len(into):
+        with into[done:] as rest:
+            count = secure.recv_into(rest, len(rest))
+        if not count:
+            raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
+        done += count
+    response.length = left - done
+
+
+def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
+    """What to do about it: OpenSSL's words alone do not say which side is meant."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
+    if not isinstance(error, ssl.SSLError):
+        return str(error) or type(error).__name__
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"
+
+
+# --- blocking calls --------------------------------------------------------------------------
+#
+# Blocking conversations with other pods, from the event loop: each can be cancelled.
+
+
+Connect = Callable[[], Link]
+_THREADS = 16
+
+
+class Calls:
+    """Owns the threads that talk."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
+
+    async def run(
+        self, work: Callable[[Connect], T], address: str, *, expected: int | None = None
+    ) -> T:
+        """`work(connect)` on a thread; each `connect()` is a new link to `address`.
+
+        When cancelled the links are cut, and this ends only after `work` has: nobody touches its
+        buffers any more.
+        """
+        links = _Links(lambda: Link(address, self._credentials, expected=expected))
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, work, links.connect)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            links.abort()
+            while not future.done():
+                await asyncio.wait([future])
+            future.exception()
+            raise
+        finally:
+            links.close()
+
+    async def here(self, work: Callable[[], T]) -> T:
+        """`work()` on a thread: files of this machine."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """No more calls."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class _Links:
+    """Every link of one call."""
+
+    def __init__(self, make: Connect) -> None:
+        self._make = make
+        self._made: list[Link] = []
+        self._aborted = False
+        self._lock = threading.Lock()
+
+    def connect(self) -> Link:
+        link = self._make()
+        with self._lock:
+            self._made.append(link)
+            if self._aborted:
+                link.abort()
+        return link
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            for link in self._made:
+                link.abort()
+
+    def close(self) -> None:
+        with self._lock:
+            for link in self._made:
+                link.close()
+
+
+# --- who holds a shard -----------------------------------------------------------------------
+#
+# Who holds a shard, as `fetch` asks them: another pod, or the copies on this one's volumes.
+
+
+class PeerHolder:
+    """Another pod."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @property
+    def name(self) -> str:
+        return self._link.name
+
+    def range(
+        self, remote: Remote, begin: int, end: int
+    ) -> AbstractContextManager[Callable[[memoryview], None]]:
+        return self._link.range(remote, begin, end)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class LocalHolder:
+    """This pod's own drives."""
+
+    name = "the copy on this pod"
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    @contextmanager
+    def range(self, remote: Remote, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+        try:
+            with self._shards.open(remote.id, remote.rank, remote.world) as reading:
+                at = begin
+
+                def fill(into: memoryview) -> None:
+                    nonlocal at
+                    _read(reading, into, at)
+                    at += len(into)
+
+                yield fill
+        except OSError as error:
+            raise StorageError(f"{self.name}: {error}; use another one") from error
+
+    def close(self) -> None:
+        """Nothing is open between two ranges."""
+
+
+def _read(reading: Reading, into: memoryview, begin: int) -> None:
+    """Straight into whole pages where they are (a slot's chunk), else by way of some that are."""
+    whole_pages = begin % PAGE_BYTES == 0 and len(into) % PAGE_BYTES == 0
+    if whole_pages and not isinstance(into.obj, bytearray):
+        reading.read(into, begin)
+    else:
+        into[:] = reading.small(begin, begin + len(into))

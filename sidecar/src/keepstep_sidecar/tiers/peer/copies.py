@@ -1,0 +1,355 @@
+"""The copies that this machine keeps for other pods: `<run's root>/peers/<step>/<shard>`.
+
+Never among its own shards, so that no reader takes them for one, and counted with them against the
+volume's capacity. They follow what their senders want kept, and go first when space is short; but
+the newest committed copy of a rank never goes by itself: it may be the last there is.
+All methods block and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import (
+    FormatError,
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    VersionError,
+)
+from keepstep.image import Section
+from keepstep.steps import StepId, Tier
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers.peer import placement
+from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
+from keepstep_sidecar.tiers.peer.receive import Manifest, Part, is_part
+from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
+from keepstep_sidecar.volume.scan import opened, read_sealed
+from keepstep_sidecar.volume.volume import UnwritableVolume, Volume
+from keepstep_sidecar.volume.writer import FULL
+
+DIRECTORY = "peers"
+_MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
+"""Of copies that are on their way in; one that is let go of is begun again where it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A sealed copy and where it lies."""
+
+    path: Path
+    volume: Volume
+    remote: Remote
+
+
+class Copies:
+    """Over the volumes of one run on this machine."""
+
+    def __init__(
+        self,
+        volumes: Sequence[Volume],
+        *,
+        run: str,
+        filesystem: Filesystem | None = None,
+        commit: Callable[[], StepId | None] = lambda: None,
+    ) -> None:
+        """`commit`: the run's newest one that is known here, of ranks whose sender says nothing:
+        it may be another pod's buddy by now."""
+        self._volumes = volumes
+        self._run = run
+        self._filesystem = filesystem or Filesystem()
+        self._lock = threading.RLock()
+        self._held: dict[tuple[StepId, int], Copy] = {}
+        self._parts: dict[Path, Part] = {}
+        self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
+        self._commit = commit
+        self.unreadable = ""
+        self._said = ""
+
+    # --- what is here ------------------------------------------------------------------------
+
+    def scan(self) -> None:
+        """Find the copies of an earlier life; what is broken goes into quarantine."""
+        before, self.unreadable = dict(self._held), ""
+        found: dict[tuple[StepId, int], Copy] = {}
+        for volume in self._volumes:
+            found.update(self._scan(volume))
+        with self._lock:
+            # sealed or dropped meanwhile: known better than the scan can
+            newer = {key: one for key, one in self._held.items() if before.get(key) is not one}
+            gone = before.keys() - self._held.keys()
+            self._held = {key: one for key, one in found.items() if key not in gone} | newer
+
+    def _scan(self, volume: Volume) -> dict[tuple[StepId, int], Copy]:
+        try:
+            read = [self._read(volume, path) for path in _files(volume.root / DIRECTORY)]
+        except OSError as error:
+            self._doubt(volume, error)
+            return {}
+        return {(one.remote.id, one.remote.rank): one for one in read if one is not None}
+
+    def _read(self, volume: Volume, path: Path) -> Copy | None:
+        try:
+            return _copy(path, volume, run=self._run)
+        except VersionError as error:
+            warn("copy refused", path=str(path), reason=str(error))
+        except ImageError as error:
+            _refuse(volume, path, error)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # of this file only; the others are told of
+            self._doubt(volume, error)
+        except Exception as error:  # whatever a reader trips over, the file does not verify
+            _refuse(volume, path, FormatError(f"unreadable: {error!r}"))
+        return None
+
+    def _doubt(self, volume: Volume, error: OSError) -> None:
+        """Something may be there that could not be read; `scan` is worth another try."""
+        self.unreadable = f"{volume.root}: {error}"
+        if self.unreadable != self._said:
+            warn("copies not read", path=str(volume.root), reason=str(error))
+        self._said = self.unreadable
+
+    def all(self) -> tuple[Remote, ...]:
+        """Every sealed copy. Waits for no lock: the event loop asks."""
+        held = dict(self._held)
+        return tuple(held[key].remote for key in sorted(held))
+
+    def find(self, id: StepId, rank: int) -> Copy | None:
+        """The sealed copy of this rank's shard. Waits for no lock."""
+        return self._held.get((id, rank))
+
+    # --- coming in ---------------------------------------------------------------------------
+
+    def begin(self, name: ShardName, shard: str, data: memoryview, *, whose: str) -> Part | None:
+        """Begin a copy, or go on with it; None when it is here already.
+
+        Raises ImageError for a manifest that is none, NoSpaceError, StorageError.
+        """
+        where = Path(str(name.id)) / shard
+        manifest = Manifest.parse(data, run=self._run, name=name, path=Path(whose) / where)
+        with self._lock:
+            if (copy := self._held.get((name.id, name.rank))) is not None:
+                if copy.remote.root == manifest.control.root:
+                    return None
+                raise StorageError(
+                    f"step {name.id}, rank {name.rank}: {whose} sends another image than the one"
+                    f" that is kept here ({copy.path}); nothing is replaced"
+                )
+            for path, part in self._parts.items():
+                if path.parts[-2:] == where.parts and part.manifest.page == manifest.page:
+                    break
+            else:
+                part = self._open(where, manifest)
+        with self._failing(part):  # not under the lock: other senders go on meanwhile
+            part.look()
+        return part
+
+    def _open(self, where: Path, manifest: Manifest) -> Part:
+        """Under the lock. A part of an earlier life is gone on with where it lies."""
+        volume = self._volume_for(where, manifest.layout.size_bytes)
+        path = volume.root / DIRECTORY / where
+        with self._translated(f"cannot keep a copy below {volume.root}"):
+            for directory in (path.parent.parent, path.parent):
+                if self._filesystem.make_directory(directory):
+                    self._filesystem.sync_directory(directory.parent)
+            if (old := self._parts.pop(path, None)) is not None:
+                old.close()
+            part = Part(path, manifest, filesystem=self._filesystem, engine=volume.engine)
+        self._parts[path] = part
+        while len(self._parts) > 1 and self._too_many_parts():
+            self._parts.pop(next(iter(self._parts))).close()
+        return part
+
+    def _too_many_parts(self) -> bool:
+        headers = sum(len(part.manifest.layout.header) for part in self._parts.values())
+        return len(self._parts) > _MOST_PARTS or headers > _MOST_HEADER_BYTES
+
+    def _volume_for(self, where: Path, size_bytes: int) -> Volume:
+        usable = [
+            one for one in self._volumes if not one.failed and not isinstance(one, UnwritableVolume)
+        ]
+        if not usable:
+            raise StorageError("no volume here takes writes; another pod must keep this copy")
+        begun = where.with_name(f".{where.name}.part")
+        for volume in usable:
+            if (volume.root / DIRECTORY / begun).exists():
+                return volume
+        self._free(usable, size_bytes)
+        roomiest = max(usable, key=lambda one: one.free_bytes())
+        if (free := roomiest.free_bytes()) < size_bytes:
+            raise NoSpaceError(
+                f"{roomiest.root}: {size_bytes} bytes needed for a copy, {free} free;"
+                " raise the capacity, keep fewer steps, or fewer replicas"
+            )
+        return roomiest
+
+    def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
+        held, commit = self._by_rank(), self._commit()
+        told = {rank: one.committed for one in self._told.values() for rank in one.ranks}
+        known = {rank: id for rank, id in told.items() if id is not None}
+        committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
+        for id, rank in placement.crowded_out(held, committed):
+            if any(volume.free_bytes() >= size_bytes for volume in volumes):
+                return
+            self._drop(id, rank, why="no space")
+
+    def part(self, name: ShardName) -> Part | None:
+        """The copy that is on its way in."""
+        where = str(name.id)
+        with self._lock:
+            for path, part in self._parts.items():
+                if path.parent.name == where and part.manifest.control.rank == name.rank:
+                    return part
+        return None
+
+    def write(self, part: Part, chunk: int, data: memoryview, *, whose: str) -> None:
+        """`Part.write`. Raises DigestError, StorageError (the part is gone)."""
+        with self._failing(part):
+            part.write(chunk, data, whose=whose)
+
+    def seal(self, part: Part) -> str:
+        """`Part.seal`; it is a copy from now on. Raises FormatError, StorageError."""
+        with self._failing(part):
+            root = part.seal()
+        volume = next(one for one in self._volumes if part.path.is_relative_to(one.root))
+        copy = _copy(part.path, volume, run=self._run)
+        with self._lock:
+            self._parts.pop(part.path, None)
+            self._held[copy.remote.id, copy.remote.rank] = copy
+        return root
+
+    @contextlib.contextmanager
+    def _failing(self, part: Part) -> Iterator[None]:
+        """What failed once is not written to again: the file goes, and the sender begins anew."""
+        try:
+            yield
+        except OSError as error:
+            with self._lock:
+                self._parts.pop(part.path, None)
+            with contextlib.suppress(OSError):
+                part.discard()
+            kind = NoSpaceError if error.errno in FULL else StorageError
+            raise kind(f"cannot keep the copy {part.path}: {error}") from error
+
+    # --- going -------------------------------------------------------------------------------
+
+    def want(self, wanted: Wanted, *, sender: int) -> int:
+        """Let go of what node rank `sender` no longer wants and has newer copies of; how many."""
+        with self._lock:
+            self._told.pop(sender, None)
+            # of the steps nothing is remembered but the commit
+            self._told[sender] = Wanted(
+                committed=wanted.committed, ranks=dict.fromkeys(wanted.ranks, ())
+            )
+            while sum(len(one.ranks) for one in self._told.values()) > MOST_RANKS:
+                self._told.pop(next(iter(self._told)))
+            doomed = placement.expendable(self._by_rank(), wanted)
+            for id, rank in doomed:
+                self._drop(id, rank, why="superseded")
+            self._drop_parts(wanted)
+        return len(doomed)
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Let copies go, oldest first, until one volume has so much. False when none went."""
+        with self._lock:
+            before = len(self._held)
+            self._free(self._volumes, size_bytes)
+            return len(self._held) < before
+
+    def _drop_parts(self, wanted: Wanted) -> None:
+        """Unfinished copies that will never be finished: those in memory, and left-over files."""
+        unwanted = set()
+        for volume in self._volumes:
+            for path in _entries(volume.root / DIRECTORY, is_part):
+                name = ShardName.parse(path.with_name(path.name[1:].removesuffix(".part")))
+                if name.rank in wanted.ranks and name.id not in wanted.ranks[name.rank]:
+                    unwanted.add(path)
+        for path in unwanted:
+            final = path.with_name(path.name[1:].removesuffix(".part"))
+            if (part := self._parts.pop(final, None)) is not None:
+                part.close()
+            with contextlib.suppress(OSError):
+                self._filesystem.unlink(path)
+                self._filesystem.remove_directory(path.parent)
+
+    def _drop(self, id: StepId, rank: int, *, why: str) -> None:
+        copy = self._held.pop((id, rank), None)
+        if copy is None:
+            return
+        try:
+            self._filesystem.unlink(copy.path)
+            with contextlib.suppress(OSError):  # copies of other ranks: the usual case
+                self._filesystem.remove_directory(copy.path.parent)
+        except OSError as error:
+            warn("copy not removed", path=str(copy.path), reason=str(error))
+            return
+        say("copy removed", step=str(id), rank=rank, why=why)
+
+    def _by_rank(self) -> dict[int, list[StepId]]:
+        found: dict[int, list[StepId]] = {}
+        for id, rank in self._held:
+            found.setdefault(rank, []).append(id)
+        return found
+
+    def close(self) -> None:
+        """Leave what is unfinished to a successor."""
+        with self._lock:
+            for part in self._parts.values():
+                part.close()
+            self._parts.clear()
+
+    @contextlib.contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = NoSpaceError if error.errno in FULL else StorageError
+            raise kind(f"{what}: {error}") from error
+
+
+def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
+    """Move a copy that does not verify aside."""
+    with contextlib.suppress(KeepstepError):
+        moved = volume.quarantine(path, type(error).__name__.removesuffix("Error"))
+        warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
+
+
+def _copy(path: Path, volume: Volume, *, run: str) -> Copy:
+    """A sealed copy by its header and control page. Raises ImageError, OSError."""
+    with opened(path) as fd:
+        layout, control = read_sealed(fd, path, run=run)
+    remote = Remote(
+        id=control.id,
+        rank=control.rank,
+        world=control.world,
+        bytes=layout.size_bytes,
+        tier=Tier.PEER,
+        where="kept here",
+        root=control.root,
+        params_digest=(control.sections or {}).get(Section.PARAMS.value),
+        twins=layout.twins,
+    )
+    return Copy(path=path, volume=volume, remote=remote)
+
+
+def _files(directory: Path) -> list[Path]:
+    return _entries(directory, is_shard)
+
+
+def _entries(directory: Path, fits: Callable[[str], bool]) -> list[Path]:
+    """Files below `<directory>/<step>/` whose name fits. Raises OSError but for absence."""
+    found: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):
+        for step in sorted(directory.iterdir()):
+            if is_step(step.name) and not step.is_symlink():
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found += [path for path in sorted(step.iterdir()) if fits(path.name)]
+    return found

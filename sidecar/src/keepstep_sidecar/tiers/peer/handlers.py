@@ -1,0 +1,274 @@
+"""One request of another pod, in blocking code. Who it is was checked before (`server`)."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from mmap import mmap
+from typing import Any, Final
+from urllib.parse import unquote
+
+import msgspec
+
+from keepstep.errors import (
+    FormatError,
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    UsageError,
+)
+from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES, chunk_bounds
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import StepId, shard_name
+from keepstep.wire.trainer import Problem
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.serve import Reading, Shards
+from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.paths import ShardName
+
+_MOST_BUFFERS = 8
+_BUFFER_WAIT_S = 30.0
+_SHARD = r"rank-\d{1,9}-of-\d{1,9}\.safetensors"
+_PATH = re.compile(rf"(/v1/\w+)(?:/([^/]+)/({_SHARD})(?:/(\d{{1,9}}|seal))?)?", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_LARGEST_MANIFEST: Final = MAX_HEADER_BYTES + (64 << 20)
+_PIECE_BYTES: Final = 1 << 20
+"""A body takes memory as it arrives, not as it is announced; and one of more than this many bytes
+(a manifest of a terabyte, or a very long list) is read only after the one before it."""
+
+_STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
+
+
+class Desk:
+    """What every request needs. `buffers`: of one chunk each, so that memory stays bounded."""
+
+    def __init__(self, shards: Shards, copies: Copies) -> None:
+        self.shards = shards
+        self.copies = copies
+        self.buffers = threading.BoundedSemaphore(_MOST_BUFFERS)
+        self.large = threading.BoundedSemaphore(1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection: `desk` and `sender` are set before its first request is read."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60.0
+    desk: Desk
+    sender: Identity
+
+    # --- routes ------------------------------------------------------------------------------
+
+    def do_GET(self) -> None:
+        self._answered({protocol.SHARDS: self._get})
+
+    def do_PUT(self) -> None:
+        self._answered({protocol.COPIES: self._chunk, protocol.WANTED: self._wanted})
+
+    def do_POST(self) -> None:
+        self._answered({protocol.COPIES: self._post})
+
+    def _answered(self, routes: dict[str, Callable[[re.Match[str]], None]]) -> None:
+        """Every error leaves as a Problem, and ends the connection: its body may be half read."""
+        match = _PATH.fullmatch(unquote(self.path))
+        self._may_be_large = False
+        try:
+            if match is None or match[1] not in routes:
+                raise UsageError(f"{self.command} {self.path}: there is no such thing here")
+            routes[match[1]](match)
+        except KeepstepError as error:
+            status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            self._refuse(status, type(error).__name__, str(error))
+        except (TimeoutError, ConnectionError) as error:
+            self.close_connection = True
+            warn("peer gone", peer=str(self.sender), reason=str(error) or "timed out")
+        except OSError as error:
+            self._refuse(500, "StorageError", str(error))
+        finally:
+            if self._may_be_large:
+                self.desk.large.release()
+
+    def _get(self, match: re.Match[str]) -> None:
+        if match[2] is None:
+            self._say(self.desk.shards.listing())
+            return
+        name = _name(match)
+        with self.desk.shards.open(name.id, name.rank, name.world) as reading:
+            self._send_range(reading, *_range(self.headers.get("Range", ""), reading.size_bytes))
+
+    def _post(self, match: re.Match[str]) -> None:
+        name = _name(match)
+        if match[4] == "seal":
+            self._body(0)
+            part = self.desk.copies.part(name)
+            if part is None:
+                self._sealed_before(name)
+                return
+            self._say(protocol.SealedCopy(root=self.desk.copies.seal(part)))
+            return
+        data = self._body(_LARGEST_MANIFEST)
+        with memoryview(data) as view:
+            part = self.desk.copies.begin(name, match[3], view, whose=str(self.sender))
+        self._say(
+            protocol.Begun(sealed=True) if part is None else protocol.Begun(missing=part.missing)
+        )
+
+    def _sealed_before(self, name: ShardName) -> None:
+        copy = self.desk.copies.find(name.id, name.rank)
+        if copy is None:
+            raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
+        self._say(protocol.SealedCopy(root=copy.remote.root or ""))
+
+    def _chunk(self, match: re.Match[str]) -> None:
+        name, copies = _name(match), self.desk.copies
+        if (part := copies.part(name)) is None:
+            raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
+        layout, chunk = part.manifest.layout, int(match[4]) if (match[4] or "").isdigit() else -1
+        if not 0 <= chunk < layout.chunk_count:
+            raise UsageError(f"{self.path}: there is no such chunk")
+        begin, end = chunk_bounds(layout, chunk)
+        if self._length() != end - begin:
+            raise FormatError(f"{self._length()} bytes for a chunk of {end - begin}")
+        with memoryview(self._buffer()) as whole, whole[: end - begin] as data:
+            if self._fill(data) < len(data):
+                raise ConnectionError("it ended within a chunk")
+            copies.write(part, chunk, data, whose=str(self.sender))
+        self._respond(204, b"")
+
+    def _wanted(self, match: re.Match[str]) -> None:
+        wanted = _decode(self._body(protocol.LARGEST_WANTED_BYTES), protocol.Wanted)
+        self.desk.copies.want(wanted, sender=self.sender.node_rank)
+        self._respond(204, b"")
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def _send_range(self, reading: Reading, begin: int, end: int) -> None:
+        self.send_response(206)
+        self.send_header("Content-Length", str(end - begin))
+        self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{reading.size_bytes}")
+        self.end_headers()
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        try:
+            with memoryview(self._buffer()) as buffer:
+                for at in range(first, end, CHUNK_BYTES):
+                    pages = min(CHUNK_BYTES, -(-(end - at) // PAGE_BYTES) * PAGE_BYTES)
+                    with buffer[:pages] as data:
+                        reading.read(data, at)
+                        with data[max(begin - at, 0) : end - at] as asked:
+                            self.wfile.write(asked)
+        except (KeepstepError, OSError) as error:
+            # the head is out: only a cut connection can tell now
+            self.close_connection = True
+            warn("not served", path=str(reading.path), peer=str(self.sender), reason=str(error))
+
+    def _buffer(self) -> mmap:
+        """One chunk of aligned memory, for as long as the connection lives."""
+        if self._own is None:
+            if not self.desk.buffers.acquire(timeout=_BUFFER_WAIT_S):
+                raise NoSpaceError(f"{_MOST_BUFFERS} transfers are under way here; try again")
+            self._own = aligned_buffer(CHUNK_BYTES)
+        return self._own
+
+    _own: mmap | None = None
+
+    def finish(self) -> None:
+        """Also gives the buffer back."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+            self.desk.buffers.release()
+        with suppress(OSError):
+            super().finish()
+
+    def _length(self) -> int:
+        text = self.headers.get("Content-Length", "")
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise UsageError(f"{self.command} {self.path}: it needs a Content-Length")
+        return int(text)
+
+    def _body(self, limit: int) -> bytearray:
+        if (length := self._length()) > limit:
+            raise UsageError(f"{self.command} {self.path}: {length} bytes are too many")
+        if length > _PIECE_BYTES and not self._may_be_large:
+            if not self.desk.large.acquire(timeout=_BUFFER_WAIT_S):
+                raise NoSpaceError("another large request is being read here; try again")
+            self._may_be_large = True
+        data = bytearray()
+        while len(data) < length:
+            if not (piece := self.rfile.read(min(_PIECE_BYTES, length - len(data)))):
+                raise ConnectionError("it ended within a body")
+            data += piece
+        return data
+
+    def _fill(self, view: memoryview) -> int:
+        done = 0
+        while done < len(view):
+            with view[done:] as rest:
+                count = self.rfile.readinto(rest)
+            if not count:
+                break
+            done += count
+        return done
+
+    # --- answers -----------------------------------------------------------------------------
+
+    def _say(self, value: Any) -> None:
+        self._respond(200, msgspec.json.encode(value))
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self.close_connection = True
+        warn("peer refused", peer=str(self.sender), request=self.path, code=code, reason=message)
+        with suppress(OSError):
+            self._respond(status, msgspec.json.encode(Problem(code=code, message=message)))
+
+    def _respond(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        if body:
+            self.send_header("Content-Type", "application/json")
+        if status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what matters is in the journal."""
+
+    def version_string(self) -> str:
+        return "keepstep"
+
+
+def _name(match: re.Match[str]) -> ShardName:
+    try:
+        id = StepId.parse(match[2] or "")
+        rank, world = (int(text) for text in re.findall(r"\d+", match[3]))
+        if match[3] != shard_name(rank, world):
+            raise ValueError(match[3])
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"not a shard: {match[0]}") from error
+    return ShardName(id=id, rank=rank, world=world)
+
+
+def _range(header: str, size: int) -> tuple[int, int]:
+    """`[begin, end)`; all of it without a header."""
+    if not header:
+        return 0, size
+    if not (match := _RANGE.fullmatch(header)) or not int(match[1]) <= int(match[2]) < size:
+        raise UsageError(f"{header!r}: not a range of a shard of {size} bytes")
+    return int(match[1]), int(match[2]) + 1
+
+
+def _decode(data: bytes | bytearray, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:  # a DecodeError, or not UTF-8, or too deep
+        raise UsageError(f"not understood: {error}") from error

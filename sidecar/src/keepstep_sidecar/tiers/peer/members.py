@@ -1,0 +1,159 @@
+"""The other pods of the run, and what each was last heard to hold.
+
+Who is known: from a static list, or from the operator. A pod of a static list tells its node rank
+by its certificate; until it was reached once nobody is chosen for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.tiers.peer import placement
+from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.tier import Inventory, Remote
+
+OWN = ""
+"""The address of this pod itself: its copies for others."""
+
+
+@dataclass(kw_only=True)
+class Known:
+    """One other pod. `listing` None while it is away, and `reason` says why."""
+
+    address: str
+    node_rank: int | None = None
+    buddy: bool = False
+    listing: Listing | None = None
+    reason: str = "not asked yet"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.address if self.node_rank is None else f"node rank {self.node_rank}"
+
+
+@dataclass(kw_only=True)
+class Directory:
+    """`told`: whether it is known who all the others are. `liars`: (address, step, rank). `awaits`:
+    what the operator is making reachable, '' for nothing."""
+
+    told: bool
+    awaits: str = ""
+    known: dict[str, Known] = field(default_factory=dict)
+    liars: set[tuple[str, StepId, int]] = field(default_factory=set)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether there is, or will soon be, somebody to ask."""
+        return bool(self.known or self.awaits)
+
+    def peers_are(
+        self, peers: Iterable[Peer], *, own: str, awaits: str = "", complete: bool = True
+    ) -> None:
+        """The operator's list. Not `complete`: pods that have not reported yet are not on it, and
+        may hold something."""
+        self.told, self.awaits = complete, awaits
+        before, self.known = self.known, {}
+        for one in peers:
+            if one.address == own:
+                continue
+            known = before.get(one.address) or Known(address=one.address)
+            known.node_rank, known.buddy = one.node_rank, one.buddy
+            self.known[one.address] = known
+
+    def choose(self, own_node_rank: int, replicas: int) -> None:
+        """Buddies of a static list: the next ones in the ring of those that are known."""
+        by_rank = {one.node_rank: one for one in self.known.values() if one.node_rank is not None}
+        chosen = placement.buddies(own_node_rank, by_rank, replicas)
+        for one in self.known.values():
+            one.buddy = one.node_rank in chosen
+
+    def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
+        """What a pod answered, or why it did not."""
+        if (one := self.known.get(address)) is not None:
+            one.listing, one.reason = listing, reason
+
+    def inventory(self, kept: Iterable[Remote]) -> Inventory:
+        """Of all that answered, and of what is kept here. See docs/peers.md for the answer."""
+        held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
+        for name, address, one in self._listed():
+            if (address, one.id, one.rank) not in self.liars:
+                held.setdefault((one.id, one.rank), []).append((name, address, one))
+        own = {(one.id, one.rank): one for one in kept}
+        shards = [_remote(key, held.get(key, []), own.get(key)) for key in sorted({*held, *own})]
+        away = self.away()
+        answer = Answer.STEPS if shards else Answer.UNKNOWN if away else Answer.NONE
+        return Inventory(answer=answer, shards=tuple(shards), epochs=self._epochs(), reason=away)
+
+    def away(self) -> str:
+        """Who did not answer, and why; '' when all did."""
+        if not self.told:
+            return "the operator has not heard of all pods of the run yet"
+        if self.awaits:
+            return self.awaits
+        silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]
+        return "; ".join(silent)
+
+    def _listed(self) -> Iterable[tuple[str, str, Listed]]:
+        for one in self.known.values():
+            for listed in one.listing.shards if one.listing is not None else ():
+                yield one.name, one.address, listed
+
+    def _epochs(self) -> tuple[Epoch, ...]:
+        listings = [one.listing for one in self.known.values() if one.listing is not None]
+        known = {epoch.id: epoch for one in listings for epoch in one.epochs}
+        return tuple(known[id] for id in sorted(known))
+
+
+def _silent(one: Known) -> bool:
+    if one.listing is not None and not one.listing.ready:
+        one.reason = one.listing.reason
+        return True
+    return one.listing is None
+
+
+def _remote(
+    key: tuple[StepId, int], held: list[tuple[str, str, Listed]], own: Remote | None
+) -> Remote:
+    """One shard and all who hold it: of two different ones, that of the most, then an original."""
+    roots = [one.root for _, _, one in held] + ([own.root or ""] if own is not None else [])
+    originals = {one.root for _, _, one in held if not one.copy}
+    root = max(roots, key=lambda one: (roots.count(one), one in originals))
+    if len(set(roots)) > 1:
+        who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
+        warn("peers disagree", step=str(key[0]), rank=key[1], roots=who, taken=root)
+    holders = [(name, address) for name, address, one in held if one.root == root]
+    if own is not None and own.root == root:
+        holders.insert(0, ("this pod", OWN))
+    like = own if own is not None and own.root == root else None
+    like = like or _as_remote(next(one for _, _, one in held if one.root == root))
+    return Remote(
+        id=like.id,
+        rank=like.rank,
+        world=like.world,
+        bytes=like.bytes,
+        tier=Tier.PEER,
+        where=", ".join(name for name, _ in holders),
+        root=root,
+        params_digest=like.params_digest,
+        twins=like.twins,
+        key=tuple(address for _, address in holders),
+    )
+
+
+def _as_remote(one: Listed) -> Remote:
+    return Remote(
+        id=one.id,
+        rank=one.rank,
+        world=one.world,
+        bytes=one.bytes,
+        tier=Tier.PEER,
+        where="",
+        root=one.root,
+        params_digest=one.params_digest,
+        twins=one.twins,
+    )

@@ -1,0 +1,89 @@
+"""What pods of a run say to each other: HTTPS, JSON about shards, plain bytes of shards.
+
+    GET  /v1/shards                       Listing: all sealed shards here, own ones and copies
+    GET  /v1/shards/<step>/<shard>        the file; `Range: bytes=a-b` for a part of it
+    POST /v1/copies/<step>/<shard>        header, digest table and control page -> Begun
+    PUT  /v1/copies/<step>/<shard>/<n>    chunk n, checked against the table
+    POST /v1/copies/<step>/<shard>/seal   -> SealedCopy; durable there when this is answered
+    PUT  /v1/wanted                       Wanted: what the sender still wants kept
+
+Every refusal is a `keepstep.wire.trainer.Problem`. A field may be added with a default. What cannot
+be is refused as it is decoded: a receiver remembers, and allocates, by what these messages say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from keepstep.image.fields import MAX_BYTES, quoted
+from keepstep.steps import Epoch, StepId
+
+SHARDS: Final = "/v1/shards"
+COPIES: Final = "/v1/copies"
+WANTED: Final = "/v1/wanted"
+LARGEST_JSON_BYTES: Final = 16 << 20
+LARGEST_WANTED_BYTES: Final = 4 << 20
+MOST_RANKS: Final = 65_536
+_LARGEST_WORLD: Final = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A sealed shard. `copy`: kept for another pod. See `Held` and `Remote` for the rest."""
+
+    id: StepId
+    rank: int
+    world: int
+    bytes: int
+    root: str
+    params_digest: str | None = None
+    twins: tuple[int, ...] = ()
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world <= _LARGEST_WORLD:
+            raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
+        if not 0 < self.bytes <= MAX_BYTES:
+            raise ValueError(f"a shard of {quoted(self.bytes)} bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """All that a pod holds of the run. `ready`: its volumes could be read."""
+
+    run: str
+    epochs: tuple[Epoch, ...] = ()
+    shards: tuple[Listed, ...] = ()
+    ready: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What is missing of a copy: chunk numbers. `sealed`: nothing, it is durable there."""
+
+    missing: tuple[int, ...] = ()
+    sealed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedCopy:
+    """The copy is durable. `root`: of the digest table that lies there now."""
+
+    root: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """By rank the steps that should be kept; whole, it replaces what was said before.
+
+    `committed`: the newest step that the sender knows to be committed.
+    """
+
+    committed: StepId | None = None
+    ranks: dict[int, tuple[StepId, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) > MOST_RANKS or any(not 0 <= one < MOST_RANKS for one in self.ranks):
+            raise ValueError(f"more ranks than {MOST_RANKS}, or one that cannot be")

@@ -1,0 +1,208 @@
+"""One copy on its way in. What is there already is found out by its digests, not by a journal.
+
+Header, digest table and control page come first and are kept in memory; then chunks, in any order,
+over any number of connections, each checked against the table before it is written. A receiver that
+was killed reads what its predecessor left: a chunk whose digest is right is there, any other is
+missing. The seal comes last, as in `shardfile`: data and table, `fdatasync`, control page,
+`fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import FormatError, StorageError
+from keepstep.image import (
+    PAGE_BYTES,
+    ControlPage,
+    Layout,
+    check_chunk,
+    check_control,
+    check_table,
+    chunk_bounds,
+)
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import ShardName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a copy will be: everything of a shard but its chunks. `control` is the page's bytes."""
+
+    layout: Layout
+    table: bytes
+    page: bytes
+    control: ControlPage
+
+    @classmethod
+    def parse(cls, data: memoryview, *, run: str, name: ShardName, path: Path) -> Manifest:
+        """Read header, table and page, one after the other. Raises ImageError, naming `path`."""
+        layout = Layout.parse(data)
+        begin = len(layout.header)
+        end = begin + layout.control_begin - layout.digests_begin
+        if len(data) != end + PAGE_BYTES:
+            raise FormatError(
+                f"{len(data)} bytes are not header, table and control page", path=path
+            )
+        table, page = bytes(data[begin:end]), bytes(data[end:])
+        control = ControlPage.from_bytes(page)
+        check_control(control, layout, run=run, id=name.id, path=path)
+        if (control.rank, control.world) != (name.rank, name.world):
+            raise FormatError(f"holds rank {control.rank} of {control.world}", path=path)
+        check_table(control, layout, table, path=path)
+        return cls(layout=layout, table=table, page=page, control=control)
+
+
+class Part:
+    """The file of one unfinished copy, `.<shard>.part` beside where it will be.
+
+    Thread-safe. Methods raise OSError, StorageError when it was closed meanwhile, and DigestError
+    for bytes that are not the chunk's.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: Engine
+    ) -> None:
+        """Open or make the file, of its full size; `look` finds out what is missing of it."""
+        self.path = path
+        self.manifest = manifest
+        self._filesystem = filesystem
+        self._temporary = path.with_name(part_name(path.name))
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._users = 0
+        self._missing = set(range(manifest.layout.chunk_count))
+        existed = self._temporary.exists()
+        faults.point("peer.create")
+        flags = os.O_RDWR | os.O_CREAT | engine.open_flags
+        self._fd = filesystem.open(self._temporary, flags)
+        try:
+            existed = existed and os.fstat(self._fd).st_size == manifest.layout.size_bytes
+            if not existed:
+                os.ftruncate(self._fd, 0)
+                filesystem.allocate(self._fd, manifest.layout.size_bytes)
+        except BaseException:
+            filesystem.close(self._fd)
+            raise
+        self._looked = not existed
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Chunk numbers, ascending."""
+        with self._lock:
+            return tuple(sorted(self._missing))
+
+    def look(self) -> None:
+        """Find out which chunks a predecessor has left. Reads the whole file, once; whoever asks
+        meanwhile waits, and chunks that arrive do not. Raises OSError, StorageError as `write`."""
+        with self._looking:
+            if self._looked:
+                return
+            with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+                for chunk in range(self.manifest.layout.chunk_count):
+                    self._look_at(chunk, view)
+            self._looked = True
+
+    def _look_at(self, chunk: int, view: memoryview) -> None:
+        begin, end = chunk_bounds(self.manifest.layout, chunk)
+        with view[: end - begin] as data, self._using() as fd:
+            self._filesystem.read(fd, data, begin)
+            at = chunk * DIGEST_BYTES
+            if xxh3_128(data) == self.manifest.table[at : at + DIGEST_BYTES]:
+                with self._lock:
+                    self._missing.discard(chunk)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[int]:
+        """The descriptor, which stays open that long: once closed, its number is soon another
+        file's. Raises StorageError when it is closed."""
+        with self._lock:
+            if (fd := self._fd) < 0:
+                raise StorageError(
+                    f"{self.path}: this copy was given up or begun anew; begin again"
+                )
+            self._users += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._fd < 0 and self._users == 0:
+                    self._filesystem.close(fd)
+
+    def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
+        """Put a chunk into its place; `data` is page aligned. `whose`: who sent it."""
+        layout = self.manifest.layout
+        check_chunk(layout, chunk, data, self.manifest.table, path=f"{self.path} from {whose}")
+        faults.point("peer.data")
+        with self._using() as fd:
+            self._filesystem.write(fd, data, chunk_bounds(layout, chunk)[0])
+        with self._lock:
+            self._missing.discard(chunk)
+
+    def seal(self) -> str:
+        """Make it durable and give it its name; idempotent. Returns the root."""
+        with self._lock:
+            if self._missing:
+                raise FormatError(f"{len(self._missing)} chunks are missing", path=self.path)
+            if self._fd >= 0:
+                self._seal()
+                self._close()
+        return self.manifest.control.root or ""
+
+    def _seal(self) -> None:
+        layout = self.manifest.layout
+        self._write_pages(self.manifest.table, layout.digests_begin)
+        # As in shardfile: the data is on the medium before the seal is written, and the seal is
+        # before the file gets its name.
+        faults.point("peer.data-sync")
+        self._filesystem.sync_data(self._fd)
+        faults.point("peer.control")
+        self._write_pages(self.manifest.page, layout.control_begin)
+        faults.point("peer.control-sync")
+        self._filesystem.sync_data(self._fd)
+        faults.point("peer.rename")
+        self._filesystem.rename(self._temporary, self.path)
+        faults.point("peer.directory-sync")
+        self._filesystem.sync_directory(self.path.parent)
+        faults.point("peer.done")
+
+    def _write_pages(self, data: bytes, offset: int) -> None:
+        with aligned_buffer(len(data)) as buffer:
+            buffer[:] = data
+            with memoryview(buffer) as pages:
+                self._filesystem.write(self._fd, pages, offset)
+
+    def close(self) -> None:
+        """Leave the file as it is, for whoever goes on with it."""
+        with self._lock:
+            self._close()
+
+    def discard(self) -> None:
+        """Remove the file: it failed, or nobody wants it."""
+        self.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._filesystem.unlink(self._temporary)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and self._users == 0:  # else the last user does it
+            self._filesystem.close(fd)
+
+
+def part_name(shard: str) -> str:
+    """Hidden from readers; constant, so that a successor finds it."""
+    return f".{shard}.part"
+
+
+def is_part(name: str) -> bool:
+    """Is this a name that `part_name` makes?"""
+    return name.startswith(".rank-") and name.endswith(".part")

@@ -1,0 +1,268 @@
+"""One buddy: what it has, what it gets next, and when to try again after it was away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from keepstep.errors import KeepstepError
+from keepstep.steps import StepId
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers.peer.client import Calls, Connect
+from keepstep_sidecar.tiers.peer.placement import better
+from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
+from keepstep_sidecar.tiers.peer.send import Lied, Route, send
+from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.scan import Found
+
+T = TypeVar("T")
+
+_LONGEST_BACKOFF_S = 30.0
+_LOOK_AGAIN_S = 60.0
+"""A buddy that lost its drive is seen to lack what it had."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Of all buddies together, since the start."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What every feeder uses. `changes` rings when the outbox changed, and when something came to
+    be somewhere."""
+
+    outbox: Outbox
+    shards: Shards
+    calls: Calls
+    changes: Changes
+    pace: Pace
+    streams: int
+    counts: Counts
+
+
+class Feeder:
+    """Brings to the buddy at `address` what is due, for as long as `run` runs."""
+
+    def __init__(self, address: str, tools: Tools, *, expected: int | None) -> None:
+        self.address = address
+        self.trouble = ""
+        self._there: set[Key] = set()
+        self._known = False
+        self._refused: set[Key] = set()
+        self._sending: StepId | None = None
+        self._newest: StepId | None = None
+        self._said: Wanted | None = None
+        self._looked_at = 0.0
+        self._failures = 0
+        self._tools = tools
+        self._expected = expected
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def backlog(self) -> list[Found]:
+        """What the buddy should hold, and does not."""
+        return self._tools.outbox.due(self._there)
+
+    def waiting_s(self) -> float:
+        """For how long the oldest of it waits."""
+        return self._tools.outbox.waiting_s(self._there)
+
+    def needs(self, id: StepId) -> bool:
+        """Whether this step is being sent, or is the next one. A buddy that is away holds none."""
+        if self._failures:
+            return False
+        return id in (self._sending, self._tools.outbox.best(self._newest))
+
+    # --- working -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._guarded()
+
+    async def _guarded(self) -> None:
+        try:
+            await self._round()
+            self._failures, self.trouble = 0, ""
+            await self._idle()
+        except KeepstepError as error:
+            await self._failed(error)
+
+    async def _idle(self) -> None:
+        """Until there is something to do, or it is time to look again."""
+        changes = self._tools.changes
+        left_s = self._looked_at + _LOOK_AGAIN_S - time.monotonic()
+        await changes.until(
+            lambda: self._choose() is not None or self._said != self._tools.outbox.wanted(),
+            timeout_s=max(left_s, 0.0),
+        )
+
+    async def _failed(self, error: KeepstepError) -> None:
+        self._failures += 1
+        self._tools.counts.failures += 1
+        self._known, self._said = False, None
+        if str(error) != self.trouble:
+            warn("copy not sent", to=self.address, reason=str(error))
+        self.trouble = str(error)
+        self._tools.changes.ring()
+        await asyncio.sleep(min(2.0 ** min(self._failures - 2, 10), _LONGEST_BACKOFF_S))
+
+    async def _round(self) -> None:
+        """See what it has, say what is wanted, and send one thing after the other."""
+        if not self._known or time.monotonic() - self._looked_at >= _LOOK_AGAIN_S:
+            await self._look()
+        while (found := self._choose()) is not None:
+            await self._send(found)
+        await self._want()
+
+    async def _look(self) -> None:
+        def ask(connect: Connect) -> Listing:
+            with connect() as link:
+                return link.listing()
+
+        listing = await self._call(ask)
+        self._there = {(one.id, one.rank) for one in listing.shards}
+        self._known, self._looked_at, self._said = True, time.monotonic(), None
+        self._tools.changes.ring()
+
+    async def _want(self) -> None:
+        wanted = self._tools.outbox.wanted()
+        if wanted == self._said:
+            return
+
+        def tell(connect: Connect) -> None:
+            with connect() as link:
+                link.want(wanted)
+
+        if wanted.ranks:
+            await self._call(tell)
+        self._said = wanted
+
+    def _choose(self) -> Found | None:
+        """A step that was begun is finished first, so that it is whole there one day."""
+        outbox, there = self._tools.outbox, self._there | self._refused
+        for id in (self._sending, outbox.best(self._newest)):
+            if id is not None and (left := outbox.of(id, there)):
+                return left[0]
+        return next(iter(outbox.due(there)), None)
+
+    async def _send(self, found: Found) -> None:
+        tools, key = self._tools, (found.id, found.rank)
+        self._sending = found.id
+        self._newest = found.id if self._newest is None else max(self._newest, found.id)
+        began = time.monotonic()
+
+        def work(connect: Connect) -> int:
+            route = Route(connect=connect, count=tools.streams, pace=tools.pace)
+            return send(found, tools.shards, route)
+
+        try:
+            sent = await self._call(work)
+        except Lied:
+            self._refused.add(key)
+            raise
+        except KeepstepError:
+            if key not in tools.outbox.found:  # retired meanwhile: nobody needs it any more
+                return
+            raise
+        finally:
+            self._sending = None
+        self._there.add(key)
+        self._count(found, sent, time.monotonic() - began)
+
+    def _count(self, found: Found, sent: int, seconds: float) -> None:
+        counts = self._tools.counts
+        counts.sent += 1
+        counts.sent_bytes += sent
+        counts.sent_seconds += seconds
+        say(
+            "copy sent",
+            step=str(found.id),
+            rank=found.rank,
+            to=self.address,
+            bytes=sent,
+            seconds=round(seconds, 4),
+        )
+        self._tools.changes.ring()
+
+    async def _call(self, work: Callable[[Connect], T]) -> T:
+        return await self._tools.calls.run(work, self.address, expected=self._expected)
+
+
+# --- order -----------------------------------------------------------------------------------
+#
+# What of this machine's shards a buddy should hold, and in which order it gets them. No I/O.
+
+
+Key = tuple[StepId, int]
+
+
+@dataclass(kw_only=True)
+class Outbox:
+    """Durable shards of this machine. `committed`: the newest commit that it knows of."""
+
+    clock: Callable[[], float] = time.monotonic
+    found: dict[Key, Found] = field(default_factory=dict)
+    committed: StepId | None = None
+    _since: dict[Key, float] = field(default_factory=dict)
+
+    def add(self, shards: Iterable[Found]) -> None:
+        """They are durable here."""
+        for one in shards:
+            self.found[one.id, one.rank] = one
+            self._since.setdefault((one.id, one.rank), self.clock())
+
+    def commit(self, id: StepId) -> None:
+        """This step is committed."""
+        self.committed = id if self.committed is None else max(self.committed, id)
+
+    def forget(self, ids: Collection[StepId]) -> None:
+        """They are gone, or dead."""
+        if self.committed in ids:  # by a rollback: which step is the newest commit now is not known
+            self.committed = None
+        for key in [key for key in self.found if key[0] in ids]:
+            del self.found[key], self._since[key]
+
+    def wanted(self) -> Wanted:
+        """What buddies should keep: all that is here, back to the newest commit."""
+        ranks: dict[int, tuple[StepId, ...]] = {}
+        for id, rank in sorted(self.found):
+            if self.committed is None or id >= self.committed:
+                ranks[rank] = (*ranks.get(rank, ()), id)
+        return Wanted(committed=self.committed, ranks=ranks)
+
+    def due(self, there: Collection[Key]) -> list[Found]:
+        """What a buddy lacks, most urgent first: the newest commit, then later steps, oldest
+        first."""
+        keys = sorted(key for key in self.found if key not in there)
+        return [self.found[k] for k in keys if self.committed is None or k[0] >= self.committed]
+
+    def of(self, id: StepId, there: Collection[Key]) -> list[Found]:
+        """This step's shards that a buddy lacks."""
+        return [self.found[key] for key in sorted(self.found) if key[0] == id and key not in there]
+
+    def best(self, after: StepId | None) -> StepId | None:
+        """The step to send next when not all can be: see `ring.better`. Committed ones only, where
+        commits are known."""
+        best: StepId | None = None
+        for id in {id for id, _ in self.found}:
+            known = self.committed is None or id <= self.committed
+            if known and (after is None or id > after):
+                best = better(id, best)
+        return best
+
+    def waiting_s(self, there: Collection[Key]) -> float:
+        """For how long the oldest shard that is due waits."""
+        since = (self._since[one.id, one.rank] for one in self.due(there))
+        return self.clock() - min(since, default=self.clock())

@@ -1,0 +1,133 @@
+"""What this pod serves: its own shards, wherever they lie now, and the copies that it keeps.
+
+Files are looked for anew each time: a step is published, hidden and retired by renames, and an open
+file outlives them all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import StorageError, TornError
+from keepstep.steps import StepId, shard_name
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
+from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
+from keepstep_sidecar.volume.paths import Tree
+from keepstep_sidecar.volume.scan import Found, survey
+from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
+from keepstep_sidecar.volume.volume_set import VolumeSet
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An open shard. `read` fills a page-aligned buffer of whole pages."""
+
+    file: ShardFile
+    path: Path
+    size_bytes: int
+
+    def read(self, into: memoryview, begin: int) -> None:
+        """Fill `into` from `begin`; both whole pages. Raises TornError, StorageError."""
+        try:
+            count = self.file.filesystem.read(self.file.fd, into, begin)
+        except OSError as error:
+            raise StorageError(f"{self.path}: not readable: {error}") from error
+        if count < len(into):
+            raise TornError(f"it ends before byte {begin + len(into)}", path=self.path)
+
+    def small(self, begin: int, end: int) -> bytes:
+        """A few bytes from anywhere. Raises TornError, StorageError."""
+        first, last = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+        with aligned_buffer(last - first) as buffer, memoryview(buffer) as view:
+            self.read(view, first)
+            return bytes(view[begin - first : end - first])
+
+
+class Shards:
+    """Over the volumes of one run. Blocking, from any thread."""
+
+    def __init__(self, volumes: VolumeSet, copies: Copies, *, run: str) -> None:
+        self._volumes = volumes
+        self._copies = copies
+        self._run = run
+        self._filesystem = Filesystem()
+
+    def listing(self) -> Listing:
+        """All that is sealed here; `reason` says what could not be read."""
+        own, reason = self._own()
+        reason = reason or self._copies.unreadable
+        copies = [
+            Listed(
+                id=one.id,
+                rank=one.rank,
+                world=one.world,
+                bytes=one.bytes,
+                root=one.root or "",
+                params_digest=one.params_digest,
+                twins=one.twins,
+                copy=True,
+            )
+            for one in self._copies.all()
+        ]
+        return Listing(
+            run=self._run,
+            epochs=self._volumes.epochs(),
+            shards=(*own, *copies),
+            ready=not reason,
+            reason=reason,
+        )
+
+    def _own(self) -> tuple[list[Listed], str]:
+        volumes = self._volumes.volumes
+        try:
+            found = [one for root in volumes for one in survey(root.root, run=self._run).shards]
+        except OSError as error:
+            return [], str(error)
+        return list(map(_listed, found)), ""
+
+    @contextmanager
+    def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
+        """A shard by its name. Raises StorageError when it is not here (any more)."""
+        path, engine = self._find(id, rank, world)
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(
+                    open_shard(
+                        path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
+                    )
+                )
+                size = os.fstat(file.fd).st_size
+            except OSError as error:  # also when a rename took it away since we looked
+                raise StorageError(f"{path}: not readable (any more): {error}") from error
+            yield Reading(file, path, size)
+
+    def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:
+        name = shard_name(rank, world)
+        for volume in self._volumes.volumes:
+            tree = Tree(volume.root)
+            for place in (tree.published_step(id), tree.pending_step(id)):
+                path = place / name
+                if path.is_file() and not path.is_symlink():
+                    return path, volume.engine
+        copy = self._copies.find(id, rank)
+        if copy is None or copy.remote.world != world:
+            raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
+        return copy.path, copy.volume.engine
+
+
+def _listed(found: Found) -> Listed:
+    return Listed(
+        id=found.id,
+        rank=found.rank,
+        world=found.world,
+        bytes=found.bytes,
+        root=found.root,
+        params_digest=found.params_digest,
+        twins=found.layout.twins,
+    )

@@ -1,0 +1,207 @@
+"""Listens for other pods: mutual TLS first, then who it is, then what it wants.
+
+A thread a connection, at most a few dozen. Whoever shows no certificate of the run's authority, or
+one that has ended, fails the handshake; whoever belongs to another run is told so. Until then it is
+a stranger (see `connections`); pods of the run have places that no stranger takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from keepstep.errors import KeepstepError, StorageError, UsageError
+from keepstep.wire.trainer import Problem
+from keepstep_sidecar.config.peers import split
+from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
+from keepstep_sidecar.log import Seldom, say
+from keepstep_sidecar.tiers.peer.handlers import Desk, Handler
+from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
+
+_HANDSHAKE_S = 5.0
+_MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
+_MOST_PEERS = 64
+_ACCEPT_S = 0.5
+"""How long to wait for a connection before those whose time is over are ended."""
+
+
+class Server:
+    """Serves from `start` to `stop`."""
+
+    def __init__(self, listen: str, credentials: Credentials, desk: Desk) -> None:
+        """Binds the address. Raises StorageError when that is not possible."""
+        self._credentials = credentials
+        self._desk = desk
+        self._strangers = Strangers(
+            _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
+        )
+        self._peers: set[socket.socket] = set()
+        self._complain = Seldom()
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        host, port = split(listen)
+        try:
+            self._socket = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+            )
+        except OSError as error:
+            raise StorageError(f"--peer-listen {listen}: cannot listen: {error}") from error
+        self._socket.settimeout(_ACCEPT_S)
+        self.port: int = self._socket.getsockname()[1]
+
+    def start(self) -> None:
+        """Take connections, on a thread. Idempotent."""
+        if self._threads:
+            return
+        self._spawn(self._accept, name="peer-accept")
+        say("serving peers", port=self.port)
+
+    def stop(self) -> None:
+        """Close all connections and wait for their threads."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._strangers.end_all()
+        with self._lock:
+            for one in self._peers:
+                _cut(one)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(timeout=_HANDSHAKE_S)
+
+    def _spawn(self, work: Callable[..., None], *arguments: Any, name: str) -> None:
+        def run() -> None:
+            try:
+                work(*arguments)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            self._strangers.end_overdue()
+            try:
+                plain, address = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if not self._stopping:
+                    self._complain("peers not served", reason=str(error))
+                    time.sleep(FAILED_PAUSE_S)
+                continue
+            self._take(plain, address)
+
+    def _take(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
+        """Begin to talk, on a thread."""
+        where = f"{address[0]}:{address[1]}"
+        try:
+            secure = self._secured(plain)
+        except (OSError, KeepstepError) as error:  # it has gone, or there is no certificate yet
+            plain.close()
+            self._refused(where, error)
+            return
+        crowded = self._strangers.enter(secure, str(address[0]))
+        try:
+            self._spawn(self._serve, secure, where, name=f"peer {address[0]}")
+        except RuntimeError as error:  # no thread is to be had
+            self._strangers.leave(secure)
+            secure.close()
+            self._complain("peer not served", address=where, reason=str(error))
+        if crowded:
+            time.sleep(ACCEPT_PAUSE_S)
+
+    def _serve(self, secure: ssl.SSLSocket, where: str) -> None:
+        try:
+            secure.do_handshake()
+            self._talk(secure, where)
+        except (OSError, KeepstepError, ValueError) as error:  # ValueError: it was cut meanwhile
+            self._refused(where, error)
+        finally:
+            self._strangers.leave(secure)
+            secure.close()
+
+    def _refused(self, where: str, error: Exception) -> None:
+        if not self._stopping:
+            self._complain("peer refused", address=where, reason=_why(error))
+
+    def _secured(self, plain: socket.socket) -> ssl.SSLSocket:
+        plain.settimeout(_HANDSHAKE_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._credentials.current().server.wrap_socket(
+            plain, server_side=True, do_handshake_on_connect=False
+        )
+
+    @contextlib.contextmanager
+    def _admitted(self, secure: ssl.SSLSocket, where: str) -> Iterator[None]:
+        """A place among the peers. Raises UsageError when there is none."""
+        if not self._strangers.leave(secure):
+            raise UsageError("it took too long to say who it is")
+        with self._lock:
+            if len(self._peers) >= _MOST_PEERS:
+                raise UsageError(f"{_MOST_PEERS} connections of other pods are open")
+            self._peers.add(secure)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._peers.discard(secure)
+
+    def _talk(self, secure: ssl.SSLSocket, where: str) -> None:
+        try:
+            sender = self._checked(of_peer(secure.getpeercert(), whose=where), where)
+        except UsageError as error:
+            _refuse(secure, str(error))
+            raise
+        handler = type("_", (Handler,), {"desk": self._desk, "sender": sender})
+        with self._admitted(secure, where):
+            handler(secure, where, self)
+
+    def _checked(self, sender: Identity, where: str) -> Identity:
+        own = self._credentials.current().identity
+        if not sender.shares_run(own):
+            raise UsageError(
+                f"{where} is {sender}; here is {own}, and pods of other runs are not served"
+            )
+        return sender
+
+
+def _cut(secure: socket.socket) -> None:
+    """End it under whoever reads from it. Not SSLSocket's own way, which takes the TLS from a
+    thread that is within it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(secure, socket.SHUT_RDWR)
+
+
+def _refuse(secure: ssl.SSLSocket, message: str) -> None:
+    """Read what was asked, then say no: a client that is still sending would miss the answer."""
+    with contextlib.suppress(OSError):
+        secure.recv(1 << 16)
+        body = msgspec.json.encode(Problem(code="ForeignError", message=message))
+        head = f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        secure.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        secure.unwrap()
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate was refused: {error.verify_message}"
+    return str(error) or type(error).__name__

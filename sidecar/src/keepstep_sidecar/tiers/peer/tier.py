@@ -1,0 +1,359 @@
+"""The peer tier as one `Depot`: sends what is durable here, keeps copies, fetches what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from keepstep.errors import ImageError, KeepstepError, StorageError
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.tiers.peer import fetch
+from keepstep_sidecar.tiers.peer.client import Calls, Connect, LocalHolder, PeerHolder
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.handlers import Desk
+from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
+from keepstep_sidecar.tiers.peer.protocol import Listing
+from keepstep_sidecar.tiers.peer.replicate import Counts, Feeder, Outbox, Tools
+from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.server import Server
+from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, Remote
+from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.volume_set import VolumeSet
+
+T = TypeVar("T")
+
+_LOOK_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 15.0
+_STREAMS = 2
+"""One stream waits for the drive and for digests while the other one moves bytes."""
+_MOST_KNOWN = 32
+
+
+class PeerDepot:
+    """See `tier.Depot`, `tier.Keeper` and `tier.Acquainted`."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        volumes: VolumeSet,
+        *,
+        run: str,
+        credentials: Credentials,
+        keep_fresh: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """Binds the address. `keep_fresh`: keeps the credentials, beside `run`.
+
+        Raises StorageError when the address cannot be listened on.
+        """
+        self._settings = settings
+        self._run = run
+        self._credentials = credentials
+        self._keep_fresh = keep_fresh
+        self.commit: Callable[[], StepId | None] = lambda: None
+        self._copies = Copies(volumes.volumes, run=run, commit=lambda: self.commit())
+        self._shards = Shards(volumes, self._copies, run=run)
+        self._calls = Calls(credentials)
+        self._changes = Changes()
+        self._counts = Counts()
+        self._received_bytes, self._received_seconds = 0, 0.0
+        self._directory = Directory(told=bool(settings.files) or not settings.listen)
+        for address in settings.peers:
+            self._directory.known[address] = Known(address=address)
+        self._outbox = Outbox()
+        self._tools = Tools(
+            outbox=self._outbox,
+            shards=self._shards,
+            calls=self._calls,
+            changes=self._changes,
+            pace=Pace(settings.bytes_per_second),
+            streams=_STREAMS,
+            counts=self._counts,
+        )
+        self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}
+        self._known: dict[tuple[str, StepId, int], fetch.Known] = {}
+        self._scanned = False
+        self._scanning = asyncio.Lock()
+        desk = Desk(self._shards, self._copies)
+        self._server = Server(settings.listen, credentials, desk) if settings.listen else None
+
+    # --- who is who --------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.PEER
+
+    @property
+    def address(self) -> str:
+        """What to tell the operator."""
+        if self._server is None:
+            return ""
+        if self._settings.advertise:
+            return self._settings.advertise
+        host, _, port = self._settings.listen.rpartition(":")
+        return f"{host}:{self._server.port}" if port == "0" else self._settings.listen
+
+    @property
+    def introduced(self) -> bool:
+        return self._directory.told
+
+    def peers_are(
+        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
+    ) -> None:
+        """The operator's list; a static one stands. Where this pod serves nobody, no other does."""
+        if not self._settings.peers:
+            whole = complete or self._server is None
+            self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
+            self._changes.ring()
+
+    # --- what is where -----------------------------------------------------------------------
+
+    async def look(self) -> Inventory:
+        await self._scan()
+        known = list(self._directory.known.values())
+        await asyncio.gather(*map(self._ask, known))
+        self._choose_buddies()
+        return self._directory.inventory(self._copies.all())
+
+    async def _scan(self) -> None:
+        """The copies of an earlier life: once, and again while some of them cannot be read."""
+        async with self._scanning:
+            if not self._scanned or self._copies.unreadable:
+                await self._calls.here(self._copies.scan)
+                self._scanned = True
+
+    async def _ask(self, one: Known) -> None:
+        def ask(connect: Connect) -> tuple[Listing, int | None]:
+            with connect() as link:
+                listing = link.listing()
+                return listing, link.identity.node_rank if link.identity else None
+
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                listing, node_rank = await self._calls.run(ask, one.address, expected=one.node_rank)
+        except (KeepstepError, TimeoutError) as error:
+            self._directory.heard(one.address, None, str(error) or "no answer in time")
+            return
+        one.node_rank = node_rank
+        self._directory.heard(one.address, listing)
+
+    def _choose_buddies(self) -> None:
+        if self._settings.peers:
+            with contextlib.suppress(KeepstepError):
+                own = self._credentials.current().identity.node_rank
+                self._directory.choose(own, self._settings.replicas)
+        self._changes.ring()
+
+    # --- reading -----------------------------------------------------------------------------
+
+    async def layout(self, shard: Remote) -> Layout:
+        return (await self._first(shard, lambda known, streams: known)).layout
+
+    async def control(self, shard: Remote) -> ControlPage:
+        return (await self._first(shard, lambda known, streams: known)).control
+
+    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+        def work(known: fetch.Known, streams: fetch.Streams) -> ControlPage:
+            fetch.load(known, shard, view, streams)
+            return known.control
+
+        return await self._timed(len(view), self._first(shard, work))
+
+    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+        def work(known: fetch.Known, streams: fetch.Streams) -> None:
+            fetch.fetch(known, shard, wanted, streams)
+
+        await self._timed(sum(len(into) for _, into in wanted), self._first(shard, work))
+
+    async def _timed(self, size: int, work: Coroutine[Any, Any, T]) -> T:
+        began = time.monotonic()
+        result = await work
+        self._received_bytes += size
+        self._received_seconds += time.monotonic() - began
+        return result
+
+    async def _first(self, shard: Remote, work: Callable[[fetch.Known, fetch.Streams], T]) -> T:
+        """Ask one holder after the other. Raises what the last one gave, naming all."""
+        errors: list[KeepstepError] = []
+        for address in shard.key or ():
+            key = (address, shard.id, shard.rank)
+            if key in self._directory.liars:
+                continue
+            try:
+                return await self._of(address, shard, work)
+            except (StorageError, ImageError) as error:
+                errors.append(error)
+                self._known.pop(key, None)
+                if isinstance(error, ImageError):
+                    self._directory.liars.add(key)
+                warn("not fetched", step=str(shard.id), rank=shard.rank, reason=str(error))
+        if len(errors) == 1:
+            raise errors[0]
+        why = "; ".join(map(str, errors)) or "nobody is left who could be asked"
+        raise StorageError(f"step {shard.id}, rank {shard.rank} from the peers: {why}")
+
+    async def _of(
+        self,
+        address: str,
+        shard: Remote,
+        work: Callable[[fetch.Known, fetch.Streams], T],
+    ) -> T:
+        one = self._directory.known.get(address)
+        expected = one.node_rank if one is not None else None
+
+        def talk(connect: Connect) -> T:
+            def holder() -> fetch.Holder:
+                own = address == OWN
+                return LocalHolder(self._shards) if own else PeerHolder(connect())
+
+            known = self._know(address, shard, holder)
+            return work(known, fetch.Streams(connect=holder, count=_STREAMS))
+
+        return await self._calls.run(talk, address, expected=expected)
+
+    def _know(
+        self, address: str, shard: Remote, connect: Callable[[], fetch.Holder]
+    ) -> fetch.Known:
+        key = (address, shard.id, shard.rank)
+        if (known := self._known.get(key)) is None:
+            holder = connect()
+            try:
+                known = fetch.know(holder, shard, run=self._run)
+            finally:
+                holder.close()
+            while len(self._known) >= _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[key] = known
+        return known
+
+    # --- what happens here -------------------------------------------------------------------
+
+    def durable(self, found: Found) -> None:
+        self._outbox.add([found])
+        self._changes.ring()
+
+    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+        self._outbox.add(shards.values())
+        self._outbox.commit(id)
+        self._changes.ring()
+
+    def forget(self, ids: Collection[StepId]) -> None:
+        self._outbox.forget(ids)
+        self._changes.ring()
+
+    def in_use(self, id: StepId) -> bool:
+        return any(feeder.needs(id) for feeder, _ in self._feeders.values())
+
+    def kept(self) -> tuple[Remote, ...]:
+        """The copies that lie here."""
+        return self._copies.all()
+
+    async def make_room(self, size_bytes: int) -> bool:
+        """See `tier.Keeper`."""
+        return await self._calls.here(functools.partial(self._copies.make_room, size_bytes))
+
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        def over() -> bool:
+            return self._backlog() == 0 or (not whole and bool(self.status().trouble))
+
+        await self._changes.until(over, timeout_s=timeout_s)
+        return self._backlog() == 0
+
+    def _backlog(self) -> int:
+        return sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
+
+    # --- working -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve, look and send, until cancelled. May be called again after it failed."""
+        self._feeders.clear()
+        await self._scan()
+        if self._server is not None:
+            self._server.start()
+        async with asyncio.TaskGroup() as group:
+            if self._keep_fresh is not None:
+                group.create_task(self._certified(self._keep_fresh), name="peer certificate")
+            group.create_task(self._keep_looking(), name="look at peers")
+            group.create_task(self._keep_feeding(group), name="feed buddies")
+
+    async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Who serves nobody needs no certificate before there is somebody to ask."""
+        while self._server is None and not self._directory.expecting:
+            await self._changes.until(lambda: self._directory.expecting, timeout_s=3600.0)
+        await keep_fresh()
+
+    async def _keep_looking(self) -> None:
+        """Static peers are buddies once they were reached."""
+        while True:
+            if self._settings.peers:
+                await self.look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _keep_feeding(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            chosen = {one.address: one for one in self._directory.known.values() if one.buddy}
+            for address in [address for address in self._feeders if address not in chosen]:
+                self._feeders.pop(address)[1].cancel()
+            for address, one in chosen.items():
+                if address not in self._feeders:
+                    feeder = Feeder(address, self._tools, expected=one.node_rank)
+                    task = group.create_task(feeder.run(), name=f"feed {address}")
+                    self._feeders[address] = feeder, task
+            await self._changes.until(self._buddies_changed, timeout_s=_LOOK_EVERY_S)
+
+    def _buddies_changed(self) -> bool:
+        chosen = {one.address for one in self._directory.known.values() if one.buddy}
+        return chosen != self._feeders.keys()
+
+    def status(self) -> DepotStatus:
+        counts, feeders = self._counts, [feeder for feeder, _ in self._feeders.values()]
+        return DepotStatus(
+            tier=Tier.PEER,
+            where=", ".join(one.address for one in feeders) or "no buddy",
+            sent=counts.sent,
+            sent_bytes=counts.sent_bytes,
+            sent_seconds=counts.sent_seconds,
+            received_bytes=self._received_bytes,
+            received_seconds=self._received_seconds,
+            failures=counts.failures,
+            backlog=self._backlog(),
+            behind_s=max((one.waiting_s() for one in feeders), default=0.0),
+            trouble="; ".join(one.trouble for one in feeders if one.trouble),
+        )
+
+    async def close(self) -> None:
+        """Call it when `run` has ended."""
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+        self._calls.close()
+        self._copies.close()
+
+
+# --- from the configuration ------------------------------------------------------------------
+#
+# From settings to a depot. Imported only where peers are configured.
+
+
+def depot(
+    settings: PeerSettings, volumes: VolumeSet, *, run: str, reporting: Reporting | None
+) -> PeerDepot:
+    """The peer tier of this pod; `reporting`: the operator, which signs where no files are given.
+
+    Raises UsageError for certificates that are no use, StorageError for an address that is taken.
+    """
+    if settings.files is not None:
+        return PeerDepot(settings, volumes, run=run, credentials=FileCredentials(settings.files))
+    assert reporting is not None, "Config checks that"
+    issued = IssuedCredentials(reporting)
+    return PeerDepot(settings, volumes, run=run, credentials=issued, keep_fresh=issued.keep_fresh)

@@ -1,0 +1,331 @@
+"""Who a certificate says somebody is: a URI among its alternative names, and nothing else.
+
+`keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust; a pod of another
+run is refused although the same authority signed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote, unquote, urljoin
+
+import aiohttp
+import msgspec
+
+from keepstep.errors import KeepstepError, StorageError, UsageError
+from keepstep.wire.certificates import PATH, CertificateRequest, IssuedCertificate
+from keepstep_sidecar.config.peers import Files
+from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.log import say, warn
+
+_URI = re.compile(r"keepstep://([^/]+)/([^/]+)/(\d{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A pod's place in a run."""
+
+    namespace: str
+    run: str
+    node_rank: int
+
+    def __str__(self) -> str:
+        return f"node rank {self.node_rank} of run {self.namespace}/{self.run}"
+
+    @property
+    def uri(self) -> str:
+        """As it stands in a certificate."""
+        names = quote(self.namespace, safe=""), quote(self.run, safe="")
+        return f"keepstep://{names[0]}/{names[1]}/{self.node_rank}"
+
+    @classmethod
+    def parse(cls, uri: str) -> Identity:
+        """Inverse of `uri`: each identity has one spelling. Raises ValueError."""
+        if match := _URI.fullmatch(uri):
+            names = unquote(match[1]), unquote(match[2])
+            found = cls(namespace=names[0], run=names[1], node_rank=int(match[3]))
+            if found.uri == uri:
+                return found
+        raise ValueError(f"not an identity: {uri!r} (like keepstep://namespace/run/0)")
+
+    def shares_run(self, other: Identity) -> bool:
+        """Whether both are pods of one run."""
+        return (self.namespace, self.run) == (other.namespace, other.run)
+
+
+def of_uris(uris: list[str], *, whose: str) -> Identity:
+    """The one identity among a certificate's URIs. Raises UsageError, naming `whose` it is."""
+    ours = [uri for uri in uris if uri.startswith("keepstep://")]
+    try:
+        (uri,) = ours
+        return Identity.parse(uri)
+    except ValueError as error:
+        raise UsageError(
+            f"{whose}: its certificate must name exactly one keepstep://namespace/run/node-rank"
+            f" as URI, it names {ours or 'none'}"
+        ) from error
+
+
+def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
+    """From `SSLSocket.getpeercert()`, whose chain was verified. Raises UsageError."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return of_uris([value for kind, value in names if kind == "URI"], whose=whose)
+
+
+# --- credentials -----------------------------------------------------------------------------
+#
+# Certificate, key and authorities of this pod, as contexts for both directions.
+#
+# Contexts are never changed: whoever opens a connection asks for the current ones. So a new
+# certificate or authority holds from the next connection on, and those that are open keep theirs.
+# A pair that does not fit together (a half-written directory) is left alone until it does.
+
+
+_LOOK_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pem:
+    """PEM texts: a chain, its key, and the authorities that others are checked against."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """What a connection is opened with, and who we are in it."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    identity: Identity
+
+
+class Credentials(Protocol):
+    """Where the contexts come from."""
+
+    def current(self) -> Tls:
+        """For the next connection; from any thread. Raises KeepstepError while there are none."""
+
+
+class FileCredentials:
+    """From files that may be replaced under us; they are looked at every `look_every_s`."""
+
+    def __init__(self, files: Files, *, look_every_s: float = _LOOK_EVERY_S) -> None:
+        """Raises UsageError when they are not usable to begin with."""
+        self._files = files
+        self._every_s = look_every_s
+        self._lock = threading.Lock()
+        self._digest = b""
+        self._tls = self._load()
+        _warn_of_readers(files.key)
+        self._looked_at = time.monotonic()
+
+    def current(self) -> Tls:
+        with self._lock:
+            if time.monotonic() - self._looked_at >= self._every_s:
+                self._looked_at = time.monotonic()
+                self._reload()
+            return self._tls
+
+    def _reload(self) -> None:
+        before = self._digest
+        try:
+            self._tls = self._load()
+        except KeepstepError as error:
+            warn("peer certificate not loaded", reason=str(error))
+            return
+        if self._digest != before:
+            say("peer certificate loaded", identity=self._tls.identity.uri)
+
+    def _load(self) -> Tls:
+        """The contexts of what the files say now; the same ones when nothing changed."""
+        files = self._files
+        try:
+            pem = Pem(
+                certificate=files.certificate.read_bytes(),
+                key=files.key.read_bytes(),
+                authorities=files.authorities.read_bytes(),
+            )
+        except OSError as error:
+            raise UsageError(f"cannot read the peers' certificate: {error}") from error
+        digest = hashlib.sha256(b"\0".join((pem.certificate, pem.key, pem.authorities))).digest()
+        if digest != self._digest:
+            self._tls, self._digest = contexts(pem, whose=str(files.certificate)), digest
+        return self._tls
+
+
+def _warn_of_readers(key: Path) -> None:
+    """Whoever has the key is this pod to all others."""
+    with contextlib.suppress(OSError):
+        if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o007:
+            why = "everybody on this machine may read or write it; chmod 600"
+            warn("peer key not private", path=str(key), mode=f"{mode:04o}", reason=why)
+
+
+def contexts(pem: Pem, *, whose: str) -> Tls:
+    """Contexts that show the certificate and demand one. Raises UsageError, naming `whose`."""
+    try:
+        return Tls(
+            server=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), pem),
+            client=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pem),
+            identity=of_uris(_uris(pem.certificate), whose=whose),
+        )
+    except (ssl.SSLError, ValueError, OSError) as error:
+        raise UsageError(f"{whose}: certificate, key or authorities are no use: {error}") from error
+
+
+def _filled(context: ssl.SSLContext, pem: Pem) -> ssl.SSLContext:
+    # pods are known by the URI in their certificate: their addresses change
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=pem.authorities.decode())
+    _with_file(pem.certificate + b"\n" + pem.key, context.load_cert_chain)
+    return context
+
+
+def _with_file(data: bytes, use: Callable[[str], None]) -> None:
+    """`ssl` reads keys from files only: this one is memory, and never has a name on a drive."""
+    fd = os.memfd_create("keepstep-peer", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, data)
+        use(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def _uris(certificate: bytes) -> list[str]:
+    from cryptography import x509  # with peers only: it costs memory and a tenth of a second
+
+    read = x509.load_pem_x509_certificate(certificate)
+    try:
+        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+# --- certificates from the operator ----------------------------------------------------------
+#
+# A certificate from the operator, made anew after two thirds of its life.
+#
+# The key is made here and never leaves the memory of this process. While the operator is away the
+# old certificate serves until it ends; then peers are refused, and training goes on without them.
+
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
+_RETRY_S = (1.0, 60.0)
+_DUE = 2 / 3
+_LARGEST_BYTES = 1 << 20
+
+
+class IssuedCredentials:
+    """See `credentials.Credentials`. `keep_fresh` asks, until cancelled."""
+
+    def __init__(self, reporting: Reporting) -> None:
+        self._reporting = reporting
+        self._trust = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=reporting.ca)
+        self._tls: Tls | None = None
+        self._reason = "not asked yet"
+
+    def current(self) -> Tls:
+        if self._tls is None:
+            raise StorageError(f"the operator has issued no certificate for peers: {self._reason}")
+        return self._tls
+
+    async def keep_fresh(self) -> None:
+        """Ask, and ask again before it ends; a failure is said once and tried again."""
+        wait_s = _RETRY_S[0]
+        while True:
+            pause_s = await self._renewed()
+            if pause_s is None:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RETRY_S[1])
+            else:
+                wait_s = _RETRY_S[0]
+                await asyncio.sleep(pause_s)
+
+    async def _renewed(self) -> float | None:
+        """Seconds to the next renewal; None when there is no new certificate."""
+        try:
+            key, request = _make_request()
+            issued = await self._ask(request)
+            certificate, authorities = issued.certificate.encode(), issued.authorities.encode()
+            pem = Pem(certificate=certificate, key=key, authorities=authorities)
+            self._tls = contexts(pem, whose=self._address())
+            due_s = _due_s(certificate)
+        except (KeepstepError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            if reason != self._reason:
+                warn("no peer certificate", url=self._address(), reason=reason)
+            self._reason = reason
+            return None
+        say("peer certificate issued", identity=self._tls.identity.uri, renew_in_s=round(due_s))
+        self._reason = ""
+        return due_s
+
+    async def _ask(self, request: str) -> IssuedCertificate:
+        token = self._reporting.token_file.read_text().strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        body = msgspec.json.encode(CertificateRequest(request=request))
+        connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session,
+            session.post(
+                self._address(), data=body, headers=headers, allow_redirects=False
+            ) as response,
+        ):
+            data = await response.content.read(_LARGEST_BYTES)
+            if response.status != 200:
+                text = data[:300].decode(errors="replace")
+                raise StorageError(f"status {response.status}: {text}")
+        try:
+            return msgspec.json.decode(data, type=IssuedCertificate)
+        except (ValueError, RecursionError) as error:
+            raise StorageError(f"the answer is no certificate: {error}") from None
+
+    def _address(self) -> str:
+        """Beside the reports."""
+        return urljoin(self._reporting.address, PATH)
+
+
+def _make_request() -> tuple[bytes, str]:
+    """A new key, and a request that proves that it is ours. It names nobody: nobody would look."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    signed = request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return pem, signed.decode()
+
+
+def _due_s(certificate: bytes) -> float:
+    """Seconds until two thirds of its life are over."""
+    from cryptography import x509
+
+    read = x509.load_pem_x509_certificate(certificate)
+    life = read.not_valid_after_utc - read.not_valid_before_utc
+    due = read.not_valid_before_utc + _DUE * life
+    return max((due - datetime.now(UTC)).total_seconds(), _RETRY_S[0])

@@ -1,0 +1,206 @@
+"""Where a step's shards are kept: pending, published, retired, in quarantine; moves between.
+
+A directory of a step appears to readers, and disappears, by one rename: never with a part of
+its shards. Moves are on the medium when a method returns. The caller (`Volume`) holds its lock
+and handles OSError, which every method may raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+from keepstep.steps import StepId
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
+from keepstep_sidecar.volume.scan import step_directories
+
+
+class Directories:
+    """The places of `paths`, and the moves between them."""
+
+    def __init__(self, tree: Tree, filesystem: Filesystem) -> None:
+        self._tree = tree
+        self._filesystem = filesystem
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def find(self, id: StepId, shard: str) -> Path | None:
+        """Where a shard is, published or pending; None when it is neither."""
+        places = (self._tree.published_step(id), self._tree.pending_step(id))
+        found = (place / shard for place in places)
+        return next((path for path in found if path.is_file() and not path.is_symlink()), None)
+
+    def locate(self, path: Path) -> Path:
+        """`path`, or where it is now if its step was published or hidden meanwhile."""
+        if path.exists() or not is_step(path.parent.name):
+            return path
+        return self.find(StepId.parse(path.parent.name), path.name) or path
+
+    def published_paths(self, id: StepId) -> tuple[Path, ...]:
+        """Where the shards of a step that lie here are once it is published."""
+        names: set[str] = set()
+        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
+            names.update(path.name for path in _shards(place))
+        return tuple(self._tree.published_step(id) / name for name in sorted(names))
+
+    def used_bytes(self, *, besides: Collection[Path]) -> int:
+        """Blocks of all files below the root, without those in `besides`."""
+        return sum(_blocks(path) for path in _walk(self._tree.root) if path not in besides)
+
+    def quarantined(self) -> int:
+        """Number of files in quarantine."""
+        return sum(1 for _ in _entries(self._tree.quarantine))
+
+    # --- moving ------------------------------------------------------------------------------
+
+    def make_pending(self, id: StepId) -> Path:
+        """The directory for a step's new shards; its name survives a power cut."""
+        for path in (self._tree.pending, self._tree.pending_step(id)):
+            self._make(path)
+        return self._tree.pending_step(id)
+
+    def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
+        """Show a step: one rename of its whole directory."""
+        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
+        if not _shards(pending):
+            return published if published.is_dir() else None
+        if published.is_dir():
+            # A shard was written again after the step had been hidden and shown: join them first.
+            self.unpublish(id)
+        self._link(pending, elsewhere)
+        self._move(pending, published, "publish")
+        return published
+
+    def _link(self, directory: Path, elsewhere: Sequence[Path]) -> None:
+        missing = [path for path in elsewhere if not os.path.lexists(directory / path.name)]
+        for path in missing:
+            self._filesystem.symlink(path, directory / path.name)
+        if missing:
+            self._filesystem.sync_directory(directory)
+
+    def unpublish(self, id: StepId) -> None:
+        """Hide a step: one rename, then whatever is pending already joins it."""
+        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
+        if not published.is_dir():
+            return
+        self._make(self._tree.pending)
+        if pending.is_dir():
+            self._merge(pending, published)
+        self._move(published, pending, "unpublish")
+
+    def _merge(self, source: Path, target: Path) -> None:
+        """Move the files of `source` into `target`, and remove `source`."""
+        for path in _entries(source):
+            self._filesystem.rename(path, target / path.name)
+        self._filesystem.sync_directory(target)
+        self._filesystem.remove_directory(source)
+
+    def retire(self, id: StepId) -> tuple[Path, ...]:
+        """Take a step out of sight; returns the directories that are to be deleted."""
+        doomed = []
+        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
+            if place.is_dir():
+                self._make(self._tree.retired)
+                target = _unused(self._tree.retired, place.name)
+                # On the medium before the first unlink: a directory that lost some of its
+                # shards must not come back by a power cut.
+                self._move(place, target, "retire")
+                doomed.append(target)
+        return tuple(doomed)
+
+    def delete(self, directory: Path) -> int:
+        """Delete a retired directory; of a link only the name. Returns the bytes freed."""
+        freed = 0
+        if directory.is_symlink():
+            self._filesystem.unlink(directory)
+            return freed
+        for path in _entries(directory):
+            faults.point("retire.unlink")
+            if path.is_dir() and not path.is_symlink():
+                freed += self.delete(path)
+                continue
+            freed += _blocks(path)
+            self._filesystem.unlink(path)
+        self._filesystem.remove_directory(directory)
+        faults.point("retire.done")
+        return freed
+
+    def quarantine(self, path: Path, reason: str) -> Path:
+        """Move one file aside."""
+        if self._tree.is_published(path):
+            id = StepId.parse(path.parent.name)
+            self.unpublish(id)
+            path = self._tree.pending_step(id) / path.name
+        self._make(self._tree.quarantine)
+        names = (quarantine_name(path, reason, number) for number in count(1))
+        targets = (self._tree.quarantine / name for name in names)
+        target = next(target for target in targets if not target.exists())
+        faults.point("quarantine.rename")
+        self._filesystem.rename(path, target)
+        self._filesystem.sync_directory(target.parent)
+        self._filesystem.sync_directory(path.parent)
+        return target
+
+    def sweep(self, *, keep: Collection[Path]) -> None:
+        """Remove what dead writers left: temporary files but `keep`, retired steps, empty ones.
+
+        The volume is locked, so every writer but those of `keep` is dead.
+        """
+        for directory in list(_entries(self._tree.retired)):
+            self.delete(directory)
+        for directory in list(step_directories(self._tree)):
+            for path in _entries(directory):
+                if is_temporary(path.name) and path not in keep:
+                    self._filesystem.unlink(path)
+            if not any(path.parent == directory for path in keep):
+                with contextlib.suppress(OSError):  # not empty: the usual case
+                    self._filesystem.remove_directory(directory)
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _make(self, path: Path) -> None:
+        if self._filesystem.make_directory(path):
+            self._filesystem.sync_directory(path.parent)
+
+    def _move(self, source: Path, target: Path, what: str) -> None:
+        """Rename a directory, and return when no power cut can undo it."""
+        faults.point(f"{what}.rename")
+        self._filesystem.rename(source, target)
+        faults.point(f"{what}.sync")
+        self._filesystem.sync_directory(target.parent)
+        self._filesystem.sync_directory(source.parent)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The shards that lie in `directory` itself, without links to other volumes."""
+    return [path for path in _entries(directory) if is_shard(path.name) and not path.is_symlink()]
+
+
+def _unused(directory: Path, name: str) -> Path:
+    paths = (directory / f"{name}.{number}" for number in count(1))
+    return next(path for path in paths if not path.exists())
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for directory, _, names in os.walk(root):
+        yield from (Path(directory, name) for name in names)
+
+
+def _blocks(path: Path) -> int:
+    """Space that a file takes, in bytes; 0 when it is gone."""
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,154 @@
+"""`run.json`: what shards cannot tell, which epochs there were and their parents.
+
+And, in a run that spans several pods, the last step that is known to be committed and those that
+people pinned: one pod's shards do not tell that.
+
+Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
+whoever reads it after a power cut finds one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keepstep.errors import ForeignError, FormatError, VersionError
+from keepstep.image import fields, strictjson
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.scan import opened
+
+FORMAT_VERSION = 1
+_SIZE_LIMIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The run's name and the epochs it has lived through, oldest first.
+
+    `committed`: the last commit that somebody told this machine of, None for none. `pinned`: the
+    steps that were said to stay.
+    """
+
+    run: str
+    epochs: tuple[Epoch, ...] = ()
+    committed: StepId | None = None
+    pinned: frozenset[StepId] = frozenset()
+
+    def with_epochs(self, *epochs: Epoch) -> RunRecord:
+        """This record and `epochs`; the same record when all are known already."""
+        known = {one.id: one for one in (*self.epochs, *epochs)}
+        merged = tuple(known[id] for id in sorted(known))
+        return self if merged == self.epochs else replace(self, epochs=merged)
+
+    def to_json(self) -> bytes:
+        """The text of `run.json`."""
+        epochs = [
+            {
+                "id": str(one.id),
+                "parent": None if one.parent is None else str(one.parent),
+                **({"origin": one.origin} if one.origin else {}),
+            }
+            for one in self.epochs
+        ]
+        record = {
+            "format_version": FORMAT_VERSION,
+            "run": self.run,
+            "committed": None if self.committed is None else str(self.committed),
+            **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
+            "epochs": epochs,
+        }
+        return json.dumps(record, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, path: Path) -> RunRecord:
+        """Inverse of `to_json`. Raises FormatError, VersionError naming `path`."""
+        try:
+            return _read(strictjson.Reader(data, what="run.json"))
+        except VersionError as error:
+            raise VersionError(error.reason, path=path) from None
+        except FormatError as error:
+            hint = "delete it if the epochs in the shards are enough"
+            raise FormatError(f"not a run record ({error.reason}); {hint}", path=path) from None
+
+
+def _read(reader: strictjson.Reader) -> RunRecord:
+    told: dict[str, Any] = {}
+    for key in reader.members():
+        if key == "epochs":
+            told[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
+        elif key == "pinned":
+            told[key] = frozenset(read_step(reader.value()) for _ in reader.items())
+        else:
+            value = reader.value()
+            if key == "format_version":
+                fields.version(value, FORMAT_VERSION)
+            if key in ("format_version", "run", "committed"):
+                told[key] = value
+    reader.end()
+    if missing := {"format_version", "run", "epochs"} - told.keys():
+        raise FormatError(f"without {' and '.join(sorted(missing))}")
+    committed = told.get("committed")
+    return RunRecord(
+        run=fields.text(told["run"], "run"),
+        epochs=told["epochs"],
+        committed=None if committed is None else read_step(committed),
+        pinned=told.get("pinned", frozenset()),
+    )
+
+
+def read_epoch(value: object) -> Epoch:
+    """An epoch of parsed JSON. Raises FormatError."""
+    epoch = fields.mapping(value, "epoch")
+    parent = epoch.get("parent")
+    try:
+        id = EpochId.parse(fields.text(epoch.get("id"), "the id of an epoch"))
+    except ValueError as error:
+        raise FormatError(fields.reason(error)) from None
+    origin = fields.text(epoch.get("origin", ""), "the origin of an epoch")
+    return Epoch(id, None if parent is None else read_step(parent), origin)
+
+
+def read_step(value: object) -> StepId:
+    """A step of parsed JSON. Raises FormatError."""
+    try:
+        return StepId.parse(fields.text(value, "a step"))
+    except ValueError as error:
+        raise FormatError(fields.reason(error)) from None
+
+
+def load(path: Path, *, run: str) -> RunRecord:
+    """Read `path`; an empty record when there is none.
+
+    Raises FormatError, VersionError, ForeignError when it is another run's, OSError.
+    """
+    try:
+        with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+            data = file.read(_SIZE_LIMIT_BYTES)
+    except FileNotFoundError:
+        return RunRecord(run=run)
+    record = RunRecord.from_json(data, path=path)
+    if record.run != run:
+        raise ForeignError(f"belongs to run {record.run!r}, not {run!r}", path=path)
+    return record
+
+
+def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
+    """Replace `path` by `record`, durably. Raises OSError; `path` is then as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    fd = filesystem.open(temporary, flags)
+    try:
+        faults.point("record.write")
+        filesystem.write(fd, memoryview(record.to_json()), 0)
+        filesystem.sync_data(fd)
+    finally:
+        filesystem.close(fd)
+    faults.point("record.rename")
+    filesystem.rename(temporary, path)
+    faults.point("record.sync")
+    filesystem.sync_directory(path.parent)

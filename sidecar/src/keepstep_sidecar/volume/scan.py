@@ -1,0 +1,194 @@
+"""What a volume holds, as told by the shards themselves: header and control page of each.
+
+Read-only: no lock, nothing is moved or repaired (`Volume.scan` does that with what it is told
+here), so that `keepstep steps` can look at a volume beside a live sidecar or without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import ForeignError, FormatError, ImageError, TornError
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    Section,
+    check_control,
+    check_table,
+    read_control,
+    read_layout,
+)
+from keepstep.steps import StepId
+from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A sealed shard. `layout` is the parsed header; `root` and `params_digest` are hex.
+
+    `params_digest` is None when the image has no parameters. `published`: the step's directory is
+    visible to readers, because the step was committed. `written_at`: unix seconds.
+    """
+
+    path: Path
+    id: StepId
+    rank: int
+    world: int
+    run: str
+    bytes: int
+    layout: Layout
+    root: str
+    params_digest: str | None
+    published: bool
+    written_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A file that is no shard of this run, and why. `moved_to`: where quarantine keeps it.
+
+    A `VersionError` leaves the file where it is: a newer keepstep will read it.
+    """
+
+    path: Path
+    error: ImageError
+    moved_to: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """Everything on a volume, in the order of steps and ranks."""
+
+    shards: tuple[Found, ...] = ()
+    problems: tuple[Refused, ...] = ()
+
+
+def survey(root: Path, *, run: str) -> Scan:
+    """Look at every shard below `root` (`<dir>/<run>`); a missing root is an empty scan.
+
+    Raises OSError when a file cannot be read: unknown is not the same as absent.
+    """
+    tree = Tree(root.absolute())
+    shards: list[Found] = []
+    problems: list[Refused] = []
+    for path in _files(tree):
+        seen = _look(path, run=run, published=tree.is_published(path))
+        if isinstance(seen, Found):
+            shards.append(seen)
+        elif seen is not None:
+            problems.append(seen)
+    shards.sort(key=lambda shard: (shard.id, shard.rank))
+    return Scan(shards=tuple(shards), problems=tuple(problems))
+
+
+def step_directories(tree: Tree) -> Iterator[Path]:
+    """Directories of steps, published ones first. A volume with none, or no volume: nothing."""
+    for parent in (tree.root, tree.pending):
+        with contextlib.suppress(FileNotFoundError):
+            found = [path for path in parent.iterdir() if is_step(path.name)]
+            yield from sorted(path for path in found if not path.is_symlink())
+
+
+def _files(tree: Tree) -> Iterator[Path]:
+    """Whatever is named like a shard. Links stand for shards that other volumes hold."""
+    for directory in step_directories(tree):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in sorted(directory.iterdir()):
+                if is_shard(path.name) and not path.is_symlink():
+                    yield path
+
+
+def strangers(tree: Tree) -> list[Path]:
+    """`.safetensors` files among a step's shards that are none: not ours to read or to move, but
+    whoever reads the directory as it is would take them for a part of the step."""
+    found: list[Path] = []
+    for directory in step_directories(tree):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found += [
+                path
+                for path in sorted(directory.iterdir())
+                if path.suffix == ".safetensors" and not is_shard(path.name)
+            ]
+    return found
+
+
+def _look(path: Path, *, run: str, published: bool) -> Found | Refused | None:
+    """What a file is; None when the volume's owner moved or retired it meanwhile.
+
+    Whatever a reader trips over, the file does not verify: one bad file never hides the good ones.
+    """
+    try:
+        with opened(path) as fd:
+            return _found(fd, path, run=run, published=published)
+    except ImageError as error:
+        return Refused(path=path, error=error)
+    except FileNotFoundError:
+        return None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a shard, for reading: a regular file, never by a link. Raises FormatError
+    for anything else, OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FormatError("not a regular file", path=path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError("not a regular file", path=path)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _found(fd: int, path: Path, *, run: str, published: bool) -> Found:
+    layout, control = read_sealed(fd, path, run=run)
+    table = os.pread(fd, layout.control_begin - layout.digests_begin, layout.digests_begin)
+    check_table(control, layout, table, path=path)
+    return Found(
+        path=path,
+        id=control.id,
+        rank=control.rank,
+        world=control.world,
+        run=control.run,
+        bytes=layout.size_bytes,
+        layout=layout,
+        root=control.root or "",
+        params_digest=(control.sections or {}).get(Section.PARAMS.value),
+        published=published,
+        written_at=control.written_at,
+    )
+
+
+def read_sealed(fd: int, path: Path, *, run: str) -> tuple[Layout, ControlPage]:
+    """Header and control page of an open shard, checked against each other, `run` and its name.
+
+    Raises FormatError, TornError, ForeignError, VersionError, all naming `path`; OSError.
+    """
+    try:
+        name = ShardName.parse(path)
+        layout = read_layout(fd)
+        control = read_control(fd, layout)
+        check_control(control, layout, run=run, id=name.id)
+        if (control.rank, control.world) != (name.rank, name.world):
+            raise ForeignError(f"holds rank {control.rank} of {control.world}, unlike its name")
+        if control.root is None or control.sections is None:
+            raise TornError("sealed in memory only: it has no digests")
+    except ImageError as error:
+        raise type(error)(error.reason, path=path) from None
+    except ValueError as error:
+        raise FormatError(str(error), path=path) from None
+    return layout, control

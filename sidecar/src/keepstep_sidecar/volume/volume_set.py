@@ -1,0 +1,205 @@
+"""Several volumes as one: ranks are spread over them, a step is on all of them.
+
+Each volume's directory of a published step shows every shard of this machine: its own as files,
+the others' as links, so that a stock reader can be pointed at any of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, VersionError
+from keepstep.image import ControlPage, Layout
+from keepstep.steps import Epoch, StepId
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.scan import Scan
+from keepstep_sidecar.volume.shard_file import Proof
+from keepstep_sidecar.volume.volume import UnwritableVolume, Volume, Written
+
+
+class VolumeSet:
+    """The volumes of one run on this machine, at least one. Blocking, as `Volume` is."""
+
+    def __init__(self, volumes: Sequence[Volume], *, bytes_per_second: int | None = None) -> None:
+        """`bytes_per_second`: the limit of all writes together."""
+        if not volumes:
+            raise UsageError("a run needs at least one volume")
+        self.volumes: tuple[Volume, ...] = tuple(volumes)
+        self._homes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.pace = Pace(bytes_per_second)
+
+    def volume_for(self, rank: int) -> Volume:
+        """Where `rank` writes: its own volume, or a healthy one once that has failed.
+
+        With no healthy volume left it is its own again: every step is a new file, and a new try.
+        """
+        home = self.volumes[self.lane(rank)]
+        healthy = [volume for volume in self.volumes if not volume.failed]
+        if home in healthy or not healthy:
+            return home
+        return healthy[rank % len(healthy)]
+
+    def lane(self, rank: int) -> int:
+        """The number of the rank's own volume: ranks are spread evenly, whichever they are."""
+        with self._lock:
+            if rank not in self._homes:
+                taken = Counter(self._homes.values())
+                turn = [(rank + n) % len(self.volumes) for n in range(len(self.volumes))]
+                self._homes[rank] = min(turn, key=lambda number: taken[number])
+            return self._homes[rank]
+
+    def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
+        """`Volume.write` on the volume of `control.rank`; when that is full, on one that is not.
+
+        Raises NoSpaceError when all are full; that of its own volume.
+        """
+        home = self.volume_for(control.rank)
+        try:
+            return home.write(view, layout, control, pace=self.pace)
+        except NoSpaceError as error:
+            for other in self.volumes:
+                if other is not home and not other.failed:
+                    with contextlib.suppress(NoSpaceError):
+                        written = other.write(view, layout, control, pace=self.pace)
+                        warn("volume full", reason=str(error), instead=str(other.root))
+                        return written
+            raise
+
+    def load(self, path: Path, view: memoryview) -> ControlPage:
+        """`Volume.load` from the volume that holds `path`; on failure the step is hidden."""
+        with self._suspected(path) as volume:
+            return volume.load(path, view)
+
+    def prove(self, path: Path) -> Proof:
+        """`Volume.prove`, as `load`."""
+        with self._suspected(path) as volume:
+            return volume.prove(path)
+
+    def load_chunk(self, path: Path, index: int, into: memoryview, proof: Proof) -> None:
+        """`Volume.load_chunk`, as `load`."""
+        with self._suspected(path) as volume:
+            volume.load_chunk(path, index, into, proof)
+
+    @contextlib.contextmanager
+    def _suspected(self, path: Path) -> Iterator[Volume]:
+        try:
+            yield self._holder(path)
+        except VersionError:
+            raise
+        except (ImageError, StorageError):
+            self._hide(path)
+            raise
+
+    def scan(self) -> Scan:
+        """All volumes' scans as one. Raises StorageError when one of them cannot be read."""
+        scans = [volume.scan() for volume in self.volumes]
+        problems = tuple(problem for scan in scans for problem in scan.problems)
+        lost = [problem.path for problem in problems if problem.moved_to is not None]
+        if lost and len(self.volumes) > 1:
+            for path in lost:
+                self._hide(path)
+            scans = [volume.scan() for volume in self.volumes]
+        shards = sorted(
+            (shard for scan in scans for shard in scan.shards),
+            key=lambda shard: (shard.id, shard.rank),
+        )
+        return Scan(shards=tuple(shards), problems=problems)
+
+    def mend(self) -> bool:
+        """`Volume.mend` of each. Raises StorageError when one cannot be mended."""
+        mended = [volume.mend() for volume in self.volumes]
+        return any(mended)
+
+    def publish(self, id: StepId) -> Path | None:
+        """Make a committed step visible; returns the directory that shows all its shards."""
+        parts = [(volume, volume.shards(id)) for volume in self.volumes]
+        shown = [
+            volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
+            for volume, own in parts
+            if own
+        ]
+        return shown[0] if shown else None
+
+    def retire(self, id: StepId) -> int:
+        """Delete a step everywhere. Returns the bytes freed."""
+        return sum(volume.retire(id) for volume in self.volumes)
+
+    def free_bytes(self) -> int:
+        """What the roomiest volume that works has left; 0 where none can tell."""
+        free = [0]
+        for volume in self.volumes:
+            if not volume.failed:
+                with contextlib.suppress(StorageError):
+                    free.append(volume.free_bytes())
+        return max(free)
+
+    def quarantine(self, path: Path, reason: str) -> Path:
+        """Move one shard aside and hide its step on every volume."""
+        moved_to = self._holder(path).quarantine(path, reason)
+        self._hide(path)
+        return moved_to
+
+    def epochs(self) -> tuple[Epoch, ...]:
+        """Every epoch that any volume knows of, oldest first."""
+        known = {epoch.id: epoch for volume in self.volumes for epoch in volume.record.epochs}
+        return tuple(known[id] for id in sorted(known))
+
+    def save_epochs(self, *epochs: Epoch) -> None:
+        """Record epochs, durably on every volume that works; StorageError when on none."""
+        self._save(lambda record: record.with_epochs(*epochs))
+
+    def last_commit(self) -> StepId | None:
+        """The newest commit that any volume has on record."""
+        noted = (volume.record.committed for volume in self.volumes)
+        return max((id for id in noted if id is not None), default=None)
+
+    def pinned(self) -> frozenset[StepId]:
+        """Steps that any volume has on record as pinned."""
+        return frozenset().union(*(volume.record.pinned for volume in self.volumes))
+
+    def save_word(self, committed: StepId, pinned: frozenset[StepId]) -> None:
+        """Record what somebody else knows to be committed and pinned, as `save_epochs` does."""
+        self._save(lambda record: replace(record, committed=committed, pinned=pinned))
+
+    def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """Where nothing can be written at all, nothing durable will ever need the record."""
+        writable = [one for one in self.volumes if not isinstance(one, UnwritableVolume)]
+        failures = [_save_record(volume, change) for volume in writable]
+        if failures and (first := failures[0]) is not None and None not in failures:
+            raise first
+
+    def close(self) -> None:
+        """Close all volumes."""
+        for volume in self.volumes:
+            volume.close()
+
+    def _holder(self, path: Path) -> Volume:
+        for volume in self.volumes:
+            if path.is_relative_to(volume.root):
+                return volume
+        raise UsageError(f"{path}: on none of the volumes of this run")
+
+    def _hide(self, path: Path) -> None:
+        """Hide the step of `path` on every volume; a failed volume keeps what it shows."""
+        if not is_step(path.parent.name):
+            return
+        for volume in self.volumes:
+            with contextlib.suppress(StorageError):
+                volume.unpublish(StepId.parse(path.parent.name))
+
+
+def _save_record(volume: Volume, change: Callable[[RunRecord], RunRecord]) -> StorageError | None:
+    try:
+        volume.save_record(change(volume.record))
+    except StorageError as error:
+        return error
+    return None

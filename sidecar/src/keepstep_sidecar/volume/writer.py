@@ -1,0 +1,230 @@
+"""Makes one staged image durable: a new file, filled, sealed, named; or no file at all.
+
+A file that failed once is never written to again: after an fdatasync has failed, the kernel may
+call clean what never reached the medium. Such a file goes to quarantine, where it also keeps the
+bad blocks from being used again. A full volume is no failure: the file is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import (
+    ImageError,
+    KeepstepError,
+    NoSpaceError,
+    StorageError,
+    UsageError,
+    VersionError,
+)
+from keepstep.image import ControlPage, Layout, check_control
+from keepstep.steps import StepId, shard_name
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.direct_io import Engine, Pace
+from keepstep_sidecar.volume.directories import Directories
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import Tree, temporary_name
+from keepstep_sidecar.volume.scan import opened, read_sealed
+from keepstep_sidecar.volume.shard_file import Sealed, open_shard
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full volume."""
+
+CUT_OFF = "the slot was truncated; whoever may write to shared memory has done it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex;
+    `written_at` in unix seconds.
+
+    `seconds` is 0 when the shard was durable already.
+    """
+
+    path: Path
+    id: StepId
+    rank: int
+    bytes: int
+    seconds: float
+    cpu_s: float
+    root: str
+    sections: Mapping[str, str]
+    written_at: float | None
+
+
+@dataclass(kw_only=True)
+class Writer:
+    """Writes shards of `run` below `tree`. `lock` guards names; no file is written under it."""
+
+    tree: Tree
+    shelves: Directories
+    filesystem: Filesystem
+    lock: threading.RLock
+    run: str
+    engine: Engine
+    threads: int
+    capacity_bytes: int | None
+
+    def __post_init__(self) -> None:
+        self._in_progress: dict[Path, int] = {}
+        self._files_made = 0
+
+    @property
+    def in_progress(self) -> Collection[Path]:
+        """Temporary files that are being written; hold `lock`."""
+        return self._in_progress.keys()
+
+    def used_bytes(self) -> int:
+        """Space of all files, those in progress with the size that they will have."""
+        with self.lock:
+            at_rest = self.shelves.used_bytes(besides=self._in_progress)
+            return at_rest + sum(self._in_progress.values())
+
+    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Written:
+        """See `Volume.write`. Raises UsageError, NoSpaceError, StorageError."""
+        _check_arguments(view, layout, control, run=self.run)
+        try:
+            if (durable := self._durable(control)) is not None:
+                return durable
+        except OSError as error:
+            raise StorageError(f"step {control.id}, rank {control.rank}: {error}") from error
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        with self._reserved(control, layout.size_bytes) as temporary:
+            try:
+                sealed = self._write_file(temporary, view, layout, control, pace)
+                path = self._give_name(temporary, control)
+            except OSError as error:
+                raise self._give_up(temporary, control, error) from error
+        faults.point("write.done")
+        return Written(
+            path=path,
+            id=control.id,
+            rank=control.rank,
+            bytes=layout.size_bytes,
+            seconds=time.perf_counter() - started,
+            cpu_s=sealed.threads_cpu_s + time.thread_time() - cpu_started,
+            root=sealed.root,
+            sections=sealed.sections,
+            written_at=sealed.written_at,
+        )
+
+    def _durable(self, control: ControlPage) -> Written | None:
+        """The shard that an earlier write of the same step and rank has left, if any.
+
+        One that is broken makes room for a new one.
+        """
+        path = self.shelves.find(control.id, shard_name(control.rank, control.world))
+        if path is None:
+            return None
+        try:
+            with opened(path) as fd:
+                layout, sealed = read_sealed(fd, path, run=self.run)
+        except VersionError as error:
+            raise StorageError(f"a newer keepstep has written this step: {error}") from error
+        except ImageError:
+            with self.lock:
+                self.shelves.quarantine(path, "rewritten")
+            return None
+        return Written(
+            path=path,
+            id=sealed.id,
+            rank=sealed.rank,
+            bytes=layout.size_bytes,
+            seconds=0.0,
+            cpu_s=0.0,
+            root=sealed.root or "",
+            sections=sealed.sections or {},
+            written_at=sealed.written_at,
+        )
+
+    @contextlib.contextmanager
+    def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
+        """The name of a new temporary file, its space accounted for while it is written."""
+        with self.lock:
+            if self.capacity_bytes is not None:
+                free = self.capacity_bytes - self.used_bytes()
+                if size_bytes > free:
+                    raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
+            self._files_made += 1
+            shard = shard_name(control.rank, control.world)
+            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
+            temporary = self.tree.pending_step(control.id) / name
+            self._in_progress[temporary] = size_bytes
+        try:
+            yield temporary
+        finally:
+            with self.lock:
+                del self._in_progress[temporary]
+
+    def _write_file(
+        self,
+        temporary: Path,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        pace: Pace,
+    ) -> Sealed:
+        with self.lock:
+            self.shelves.make_pending(control.id)
+        faults.point("write.create")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with open_shard(
+            temporary, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
+        ) as file:
+            return file.write(view, layout, control, pace)
+
+    def _give_name(self, temporary: Path, control: ControlPage) -> Path:
+        path = self.tree.pending_shard(control.id, control.rank, control.world)
+        with self.lock:
+            faults.point("write.rename")
+            self.filesystem.rename(temporary, path)
+        try:
+            faults.point("write.directory-sync")
+            self.filesystem.sync_directory(path.parent)
+        except OSError:
+            # Nobody can tell whether the name would survive. As the caller will not count this
+            # shard, nor may a scan.
+            self.filesystem.rename(path, temporary)
+            raise
+        return path
+
+    def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> KeepstepError:
+        """Leave no half-written shard behind. Returns what to raise."""
+        if error.errno in (*FULL, errno.EFAULT):
+            with contextlib.suppress(OSError):
+                self.filesystem.unlink(temporary)
+            if error.errno == errno.EFAULT:  # the memory's fault, not the drive's
+                return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
+            return self._no_space(control, error.strerror or str(error))
+        kept = ""
+        with contextlib.suppress(OSError), self.lock:
+            kept = f"; what was written is kept as {self.shelves.quarantine(temporary, 'io')}"
+        return StorageError(
+            f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
+            f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
+        )
+
+    def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
+        limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
+        return NoSpaceError(
+            f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
+            "Free space, raise the capacity, or keep fewer steps"
+        )
+
+
+def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
+    if len(view) != layout.size_bytes:
+        raise UsageError(f"step {control.id}: {len(view)} bytes, not {layout.size_bytes}")
+    try:
+        check_control(control, layout, run=run)
+    except ImageError as error:
+        raise UsageError(f"step {control.id}, rank {control.rank}: {error.reason}") from error
+    if view[: len(layout.header)] != layout.header:
+        raise UsageError(f"step {control.id}, rank {control.rank}: the slot has another header")
