@@ -125,7 +125,7 @@ def rich_layout(rank: int = 0) -> Layout:
         TensorSpec("näme", "U8", (1,), Section.REST),
     ]
     return Layout.build(
-        [replace(one, device="cuda:1" if one.dtype == "F32" else "cpu") for one in specs],
+        [one._replace(device="cuda:1" if one.dtype == "F32" else "cpu") for one in specs],
         rank=rank,
         world=4,
         aliases={"head": "weight"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -70,7 +69,7 @@ def test_the_digest_table_grows_with_the_image(gibibytes: float) -> None:
 
 
 def test_the_order_in_which_tensors_are_named_does_not_change_the_layout() -> None:
-    specs = [replace(WEIGHT, name=str(i), dtype=d) for i, d in enumerate(["F32", "C128", "I8"])]
+    specs = [WEIGHT._replace(name=str(i), dtype=d) for i, d in enumerate(["F32", "C128", "I8"])]
     assert build(*specs) == build(*reversed(specs))
     assert [one.spec.dtype for one in build(*specs).entries.values()] == ["C128", "F32", "I8"]
 
@@ -103,12 +102,12 @@ def test_what_readers_do_not_know_in_our_metadata_does_not_disturb_them() -> Non
     ("specs", "options", "says"),
     [
         ([WEIGHT, WEIGHT], {}, "two tensors are named 'weight'"),
-        ([replace(WEIGHT, name="keepstep.extras.0")], {}, "reserved"),
-        ([replace(WEIGHT, name="__metadata__")], {}, "reserved"),
-        ([replace(WEIGHT, name="\ud800")], {}, "valid Unicode"),
-        ([replace(WEIGHT, dtype="F1")], {}, "unknown dtype 'F1'"),
-        ([replace(WEIGHT, offsets=(1, 0))], {}, "outside of its global shape"),
-        ([replace(WEIGHT, global_shape=(2,))], {}, "outside of its global shape"),
+        ([WEIGHT._replace(name="keepstep.extras.0")], {}, "reserved"),
+        ([WEIGHT._replace(name="__metadata__")], {}, "reserved"),
+        ([WEIGHT._replace(name="\ud800")], {}, "valid Unicode"),
+        ([WEIGHT._replace(dtype="F1")], {}, "unknown dtype 'F1'"),
+        ([WEIGHT._replace(offsets=(1, 0))], {}, "outside of its global shape"),
+        ([WEIGHT._replace(global_shape=(2,))], {}, "outside of its global shape"),
         ([WEIGHT], {"aliases": {"head": "body"}}, "means no tensor"),
         ([WEIGHT], {"rank": 1}, "rank: 1 is not an integer from 0 to 0"),
     ],

@@ -200,9 +200,8 @@ def test_an_older_image_that_tells_no_strides_and_no_names_is_restored(tmp_path)
 
 
 def _without(layout):
-    from dataclasses import replace
 
-    specs = [replace(entry.spec, dim_order=None, device=None) for entry in layout.entries.values()]
+    specs = [entry.spec._replace(dim_order=None, device=None) for entry in layout.entries.values()]
     return Layout.build(
         specs,
         rank=0,

@@ -322,13 +322,13 @@ def _reporting(options: dict[str, Any]) -> Any:
 
 def _restore_from(options: dict[str, Any]) -> dict[str, Any]:
     """Back to a step of this run, or on from one of another."""
-    from keepstep_sidecar.commit import restore_from
     from keepstep_sidecar.config import fork
+    from keepstep_sidecar.config.restore_from import parse
 
     text: str = (options["restore_from"] or "").removeprefix(f"{options['run']}/")
     if "/" in text:
         return {"fork": fork.parse(text)}
-    return {"wish": restore_from.parse(text, since=options["restore_since"])} if text else {}
+    return {"wish": parse(text, since=options["restore_since"])} if text else {}
 
 
 if __name__ == "__main__":

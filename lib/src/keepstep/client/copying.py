@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ PIECE_BYTES = 16 << 20
 _PARALLEL_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """`bytes` of plain memory from one address to another."""
 
     target: int

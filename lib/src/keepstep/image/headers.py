@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepstep.errors import FormatError
 from keepstep.image import fields
@@ -31,8 +31,7 @@ _RESERVED_PREFIX = "keepstep."
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor and its bytes `[begin, end)` in the image."""
 
     spec: TensorSpec

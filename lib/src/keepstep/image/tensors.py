@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepstep.errors import FormatError
 
@@ -39,8 +39,7 @@ Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and (global) shape of each parameter of an optimizer, in the order of their numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor of one rank: the box at `offsets` of the tensor `global_shape`, or all of it.
 
     `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`. `dim_order`: the

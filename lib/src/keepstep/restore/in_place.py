@@ -47,9 +47,10 @@ _Live = dict[_Path, TensorLeaf]
 
 @dataclass
 class Loading:
-    """What to do: tensor copies first, then what each component does with its tree."""
+    """What to do: tensors are filled from `slot` first, then each component gets its tree."""
 
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    slot: SlotMapping
+    pairs: list[tuple[Tensor, Entry]] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -60,13 +61,15 @@ class Loading:
     def copy(self) -> int:
         """Fill all tensors; returns the bytes copied."""
         moves, copies, plain, total = [], [], [], 0
-        for target, source in self.pairs:
-            total += source.nbytes
+        for target, entry in self.pairs:
+            size_bytes = entry.end - entry.begin
+            total += size_bytes
             if copying.is_plain(target):
-                moves.append(copying.Move(target.data_ptr(), source.data_ptr(), source.nbytes))
+                source = self.slot.address + entry.begin
+                moves.append(copying.Move(target.data_ptr(), source, size_bytes))
                 plain.append(target)
             else:
-                copies.append(copying.Copy(target, source))
+                copies.append(copying.Copy(target.detach(), self.slot.view(entry)))
         copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
         for target in plain:
             # memmove is no torch operation: whoever watches versions must see the change
@@ -110,7 +113,7 @@ class _Planner:
     def __init__(
         self, components: Mapping[str, Any], slot: SlotMapping, values: list[Any], taken: Taken
     ) -> None:
-        self.loading = Loading()
+        self.loading = Loading(slot)
         self._taken: dict[str, _Live] = {}
         for (component, *path), leaf in taken.by_path.items():
             self._taken.setdefault(component, {})[tuple(path)] = leaf
@@ -185,7 +188,7 @@ class _Planner:
             dtype = DTYPE_OF[spec.dtype]
             target = empty(spec.shape, spec.dim_order, dtype=dtype, device=device)
             pages.prefer_huge_pages(target)
-            self.loading.pairs.append((target, self._slot.view(entry)))
+            self.loading.pairs.append((target, entry))
             self._made[spec.name] = target
         return target
 
@@ -219,7 +222,7 @@ class _Planner:
             self.differ(f"{name}: one tensor with {other} here, but not in the checkpoint")
         elif self._filled.get(place) is not entry:  # else it is tied, and filled once
             self._filled[place] = entry
-            self.loading.pairs.append((whole.detach(), self._slot.view(entry)))
+            self.loading.pairs.append((whole, entry))
         return leaf.live
 
     def _gets_other_bytes(self, live: Tensor, place: Any, entry: Entry) -> bool:

@@ -139,7 +139,7 @@ class Restoring:
         modules = {
             name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
         }
-        live = [one.whole.detach() for path, one in taken.by_path.items() if path[0] in modules]
+        live = (one.whole for path, one in taken.by_path.items() if path[0] in modules)
         self._torn.check(self._id, live, self._loader.targets)
         return unused
 
@@ -253,6 +253,8 @@ class Torn:
     def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         """Raises RestoreError when step `id` would leave a live tensor as an earlier attempt at
         another step has left it. `targets`: what it fills."""
+        if not self._begun:
+            return
         stale = self._begun.keys() - {_place(one) for one in targets}
         left = [one for one in live if _place(one) in stale]
         if left:

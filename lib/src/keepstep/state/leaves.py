@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ Node = tuple[Any, ...]
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
+class TensorLeaf(NamedTuple):
     """A live tensor. `lazy`: only an optimizer step changes it, so the copy may come later.
 
     `tensor` is what this rank stages: the box at `offsets` of `global_shape` (None: all of it).

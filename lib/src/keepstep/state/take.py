@@ -16,7 +16,6 @@ i-th value, `("d", ((key, node), ...))` a dict, `("l", (node, ...))` a list, `("
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,8 +132,8 @@ def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int)
         offsets[dim] += begin
         with torch.no_grad():
             part = leaf.whole.narrow(dim, begin, end - begin)
-        leaves[at] = replace(
-            leaf, tensor=part, offsets=tuple(offsets), global_shape=leaf.sharing.global_shape
+        leaves[at] = leaf._replace(
+            tensor=part, offsets=tuple(offsets), global_shape=leaf.sharing.global_shape
         )
 
 

@@ -76,9 +76,11 @@ _RESCUE_S = 10.0
 
 
 class Reports(Protocol):
-    """Whoever tells the operator. `tried`: once, with or without an answer."""
+    """Whoever tells the operator. `tried`: once, with or without an answer. `heard_at`: the newest
+    answer, Unix seconds."""
 
     tried: bool
+    heard_at: float | None
 
     async def run(self) -> None:
         """Report until `finish`."""
