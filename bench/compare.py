@@ -69,21 +69,30 @@ def main() -> int:
         described = _described(directory, trees, options)
         began = time.monotonic()
         for number in range(options.pairs):
-            _pair(number, size, trees, results, directory)
+            _pair(number, size, trees, results, directory, options.only)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     changes = [compared(bar, results, size) for bar in BARS]
+    if options.only:
+        changes = [one for one in changes if not one.missing]
     name = options.name or f"{machine.slug()}-compared"
     _write(changes, results, described, size, options.out / name)
     return int(any(one.worse or one.missing for one in changes))
 
 
 def _pair(
-    number: int, size: int, trees: dict[str, Path], results: dict[str, Results], directory: Path
+    number: int,
+    size: int,
+    trees: dict[str, Path],
+    results: dict[str, Results],
+    directory: Path,
+    only: Sequence[str],
 ) -> None:
     order = (BASE, THIS) if number % 2 == 0 else (THIS, BASE)
     for job in _jobs(number, size):
+        if only and job.subject not in (MEMCPY, DISK, *only):
+            continue
         if job.subject in (MEMCPY, DISK):
             floor = measure(job, number, size, directory)
             for which in order:
@@ -136,6 +145,7 @@ def _described(
     # paths of checkouts say nothing to a reader of the results: their commits do
     described["command"] = (
         f"python -m bench.compare --base TREE --pairs {options.pairs} --size {options.size}"
+        + (f" --only {' '.join(options.only)}" if options.only else "")
     )
     for which, tree in trees.items():
         described[which] = _commit(tree)
@@ -210,6 +220,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--base", type=Path, required=True, help="a checkout to compare with")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--size", type=int, default=1024, metavar="MIB", help="of the state")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="SUBJECT", help="such as lives, imports: not all"
+    )
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--name", help="of the result files; default: from the machine")

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from keepstep.core.candidates import Candidate, Candidates, Offer
-
 from keepstep.core.ledger import (
     Action,
     Alarm,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from keepstep.core.candidates import Candidate, Candidates
-from keepstep_sidecar.config.restore_from import Wish, parse
 
+from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.vote import choose, limit_of
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.restore_from import Rollback
+from keepstep_sidecar.config.restore_from import Wish, parse
 
 FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from keepstep.core.candidates import Candidate, Candidates, Offer
 
+from keepstep.core.candidates import Candidate, Candidates, Offer
 from keepstep.core.ledger import (
     EpochStarted,
     Held,

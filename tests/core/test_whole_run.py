@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from keepstep.core.candidates import Candidate, Candidates
 
+from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.ledger import (
     EpochStarted,
     Event,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from keepstep.core.candidates import Candidate, Candidates, Offer
 
+from keepstep.core.candidates import Candidate, Candidates, Offer
 from keepstep.dcp.agreement import Ballot, agree
 from keepstep.dcp.choice import LoadBallot, choose
 from keepstep.errors import NothingCommonError, RestoreError, UsageError

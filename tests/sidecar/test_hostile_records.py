@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from keepstep.core.candidates import Candidates
 
+from keepstep.core.candidates import Candidates
 from keepstep.errors import FormatError, ImageError, ProtocolError, TornError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep.wire.trainer import from_json

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from keepstep.core.candidates import Candidates
 from trainer import FakeTrainer, make_layout
 
+from keepstep.core.candidates import Candidates
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.steps import Answer, StepId, Tier
 from tests.harness import SidecarProcess, eventually

@@ -1,0 +1,123 @@
+"""How large the house is, and whether it stands.
+
+`python scripts/house.py` prints each figure beside its bar, and exits with 1 when one is missed.
+
+Floors: the longest chain of packages of the sidecar that import each other, one above the other.
+`tests/core/test_house.py` holds those that are met.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY, SIDECAR = ROOT / "lib/src/keepstep", ROOT / "sidecar/src/keepstep_sidecar"
+_NAME = "keepstep_sidecar"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the code, and the most that it may be."""
+
+    name: str
+    value: int
+    most: int
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.most
+
+
+def figures() -> list[Figure]:
+    """All of them, as the checkout is now."""
+    tests = lines(ROOT / "tests") - lines(ROOT / "tests" / "operator")
+    return [
+        Figure("lines of the library", lines(LIBRARY), 10_800),
+        Figure("lines of the sidecar", lines(SIDECAR), 12_800),
+        Figure("lines of tests, the operator's left out", tests, 21_000),
+        Figure("floors of packages in the sidecar", floors(packages()), 11),
+        Figure("cycles of packages in the sidecar", len(cycles(packages())), 0),
+        Figure("files in the sidecar's root", len(list(SIDECAR.glob("*.py"))), 10),
+    ]
+
+
+def lines(folder: Path) -> int:
+    """Of all Python files below."""
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def packages() -> dict[str, set[str]]:
+    """What each package of the sidecar (or module of its root) imports of the others."""
+    modules = {_dotted(path) for path in SIDECAR.rglob("*.py")}
+    graph: dict[str, set[str]] = {_room(module): set() for module in modules}
+    for path in SIDECAR.rglob("*.py"):
+        here = _room(_dotted(path))
+        graph[here] |= {_room(one) for one in _imports(path, modules)} - {here}
+    return graph
+
+
+def _dotted(path: Path) -> str:
+    words = path.relative_to(SIDECAR.parent).with_suffix("").parts
+    return ".".join(words[:-1] if words[-1] == "__init__" else words)
+
+
+def _room(module: str) -> str:
+    """The package that a module lies in; a module of the root is one by itself. The two tiers are
+    packages in `tiers`, which holds what they share."""
+    words = module.split(".")
+    if words[1:2] == ["tiers"] and words[2:3] in (["peer"], ["archive"]):
+        return ".".join(words[:3])
+    return ".".join(words[:2])
+
+
+def _imports(path: Path, modules: set[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == _NAME:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                found = inner if inner in modules else str(node.module)
+                if found != _NAME:
+                    yield found
+
+
+def floors(graph: Mapping[str, set[str]]) -> int:
+    """The longest chain of packages that import the next one; 0 where they go in a circle."""
+    if cycles(graph):
+        return 0
+
+    @cache
+    def height(package: str) -> int:
+        return 1 + max(map(height, graph[package]), default=0)
+
+    return max(map(height, graph), default=0)
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[str]:
+    """The packages that reach themselves."""
+    return sorted(one for one in graph if one in _reached(graph, one))
+
+
+def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    left = list(graph[start])
+    while left:
+        if (one := left.pop()) not in reached:
+            reached.add(one)
+            left += graph[one]
+    return reached
+
+
+def main() -> int:
+    found = figures()
+    for one in found:
+        print(f"{one.value:>7,}  {one.name} (at most {one.most:,}){'' if one.met else '  MISSED'}")
+    return int(not all(one.met for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""The packages stand one above the other, in few floors, and the root holds what all share."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import house
+
+
+@pytest.mark.parametrize("name", ["floors", "cycles", "files in the sidecar's root"])
+def test_the_house_stands(name: str) -> None:
+    (figure,) = (one for one in house.figures() if one.name.startswith(name))
+    assert figure.met, f"{figure.value} {figure.name}, at most {figure.most}"
+
+
+def test_a_circle_is_seen_and_a_chain_is_counted() -> None:
+    assert house.cycles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
+    assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
