@@ -27,6 +27,7 @@ import numpy
 import safetensors
 import torch
 
+from keepstep.core import candidates
 from keepstep.dcp.tree import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
@@ -276,7 +277,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
 }  # fmt: skip
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2, "bytes": 5}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
-    trainer.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
+    candidates.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
     trainer.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
     trainer.Sources: {
         "id": _ID, "world": 2,
