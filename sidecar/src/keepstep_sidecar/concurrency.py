@@ -1,6 +1,7 @@
-"""One bell for everything that waits: whoever changes the state rings, waiters look again.
+"""How parts of the sidecar wait for each other, run beside each other, and leave the event loop.
 
-All state lives on one event loop, so a predicate that is false stays false until the bell rings.
+`Changes` is one bell for everything that waits: whoever changes the state rings, waiters look
+again. All state lives on one event loop, so a predicate that is false stays false until then.
 """
 
 from __future__ import annotations

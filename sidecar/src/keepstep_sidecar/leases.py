@@ -4,6 +4,8 @@ The kernel closes a connection when the last process that has it open dies, whic
 loader's worker that outlives its trainer. So the trainer's own death is watched too (pidfd), where
 the sidecar can see its process: then nobody writes into its slots any more, for certain. In a pod
 it cannot: containers have pid namespaces of their own, and the connection is all there is.
+
+Also what a trainer says first, and what follows from whom this sidecar serves (`Owner`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer's tie to the sidecar: the lease, and calls from whichever thread."""
+"""A trainer's tie to the sidecar: the lease, calls from whichever thread, how long they take."""
 
 from __future__ import annotations
 

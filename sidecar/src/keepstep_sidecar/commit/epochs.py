@@ -1,4 +1,4 @@
-"""Where a fork comes from: which steps within reach are another run's, and when they count.
+"""Which epochs are this run's own, and where a fork comes from.
 
 A step of another run stands in for step 0, so it is held to the same rule: it is a candidate only
 when every tier has said that this run has nothing committed of its own. What is the run's own is

@@ -1,4 +1,6 @@
-"""The durable shards of this machine, by step and rank, and which steps readers see."""
+"""What is held where: `Stock` on this machine's volumes, `Remotes` beyond it. `Telling` reports all
+of it, slots included, to the ledger; `Reach` says where a copy of a shard can be had.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Brings a rank's own image into a slot, verified, from the nearest place that has it whole."""
+"""Brings a rank's own image into a slot, verified, from the nearest place that has it whole; also
+before anybody asks, when it is plain which step that will be.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An archive for whoever looks at it without a run of their own: the `keepstep archive` command."""
+"""An archive for whoever has no run of their own: list, verify and pull for `keepstep archive`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts a shard, then the record of a step, into the archive.
+"""Puts a shard, piece by piece, and then the record of a step, into the archive.
 
 Twice is as good as once: what is there already and is the same is left alone, so every sidecar
 may try, and try again. What is there and is another image is never replaced.

@@ -1,7 +1,8 @@
-"""One connection to another pod, in blocking code; bytes go from and to buffers as they are.
+"""A connection to another pod (`Link`), in blocking code that the event loop runs (`Calls`).
 
-It connects at the first request and again after an error. `abort` may be called from any thread:
-the call that is under way then ends with StorageError at once.
+Bytes go from and to buffers as they are. A link connects at the first request and again after an
+error. `abort` may be called from any thread: the call that is under way then ends with StorageError
+at once.
 """
 
 from __future__ import annotations

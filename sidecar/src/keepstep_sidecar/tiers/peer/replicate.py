@@ -1,4 +1,4 @@
-"""One buddy: what it has, what it gets next, and when to try again after it was away."""
+"""Copies for buddies: what each has, what it gets next, when to try again after it was away."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Who a certificate says somebody is: a URI among its alternative names, and nothing else.
+"""The identity of pods: certificate, key and authorities, from files or from the operator.
 
+Who a certificate says somebody is stands in a URI among its alternative names:
 `keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust; a pod of another
 run is refused although the same authority signed for it.
 """
