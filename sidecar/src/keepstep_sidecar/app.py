@@ -29,7 +29,7 @@ from keepstep_sidecar.memory.slot_file import make_way
 from keepstep_sidecar.report import report
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.tiers.tier import Depot
-from keepstep_sidecar.volume.volume import Ownership, UnwritableVolume, Volume
+from keepstep_sidecar.volume.volume import Ownership, Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _SHUTDOWN_S = 3.0
@@ -151,7 +151,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
         if config.reporting is None:
             raise
         warn("volume not writable", path=str(root), reason=str(error))
-        return UnwritableVolume(root, run=config.run, reason=str(error), verify=config.verify)
+        return Volume(root, run=config.run, verify=config.verify, read_only=str(error))
 
 
 async def _serve(config: Config, claim: Claim) -> None:

@@ -33,7 +33,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listed, Listing, Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials
-from keepstep_sidecar.volume.volume import UnwritableVolume
+from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 2.0
@@ -71,9 +71,7 @@ class Shelf:
 
     def __init__(self, directories: Sequence[Path], *, run: str) -> None:
         roots = [directory / run for directory in directories]
-        volumes = [
-            UnwritableVolume(root, run=run, reason=_WHY, verify=Verify.FULL) for root in roots
-        ]
+        volumes = [Volume(root, run=run, verify=Verify.FULL, read_only=_WHY) for root in roots]
         self._copies = _Kept(volumes, run=run)
         shards = Shards(VolumeSet(volumes), self._copies, run=run)
         self.desk = Desk(shards, self._copies)

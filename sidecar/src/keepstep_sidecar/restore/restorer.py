@@ -24,7 +24,7 @@ from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.restore.chunks import Windows
 from keepstep_sidecar.restore.prefetch import Loader, plan
 from keepstep_sidecar.restore.sources import Reads
-from keepstep_sidecar.volume.volume import UnwritableVolume, Volume
+from keepstep_sidecar.volume.volume import Volume
 
 
 class Restorer:
@@ -93,7 +93,8 @@ class Restorer:
 
     def _failed(self) -> list[Volume]:
         """Volumes of which it could not be seen what is there."""
-        return [v for v in self._committer.volumes.volumes if v.failed and not _is_read_only(v)]
+        volumes = self._committer.volumes.volumes
+        return [volume for volume in volumes if volume.failed and not volume.read_only]
 
     def _wanted(self) -> dict[str, Any]:
         """What a person wants to go back to. All is listed nonetheless: so that the vote can tell
@@ -232,11 +233,6 @@ class Restorer:
             slot_set, index = pinned
             slot_set.table.unpin(index)
             self._changes.ring()
-
-
-def _is_read_only(volume: Volume) -> bool:
-    """Whether it was seen what is there, although nothing can be written."""
-    return isinstance(volume, UnwritableVolume)
 
 
 def _at(slots: RankSlots, id: StepId) -> tuple[SlotSet, int]:

@@ -49,6 +49,11 @@ class Volume:
 
     All methods block, may be called from any thread, and raise StorageError (NoSpaceError when
     the volume is full). `failed` is the text of the last I/O error, "" when there was none.
+
+    `read_only`: why nothing can be written (mounted so, or another user's), "" when it can. In a
+    pod that is no reason to keep the training waiting: steps are staged in memory, what the volume
+    holds already can be restored, and everybody is told why nothing new becomes durable. What
+    would change it raises StorageError with that reason.
     """
 
     def __init__(
@@ -61,17 +66,18 @@ class Volume:
         filesystem: Filesystem | None = None,
         engine: Engine | None = None,
         verify: Verify = Verify.FULL,
+        read_only: str = "",
     ) -> None:
         """Make and lock the directory, find out the engine (`engine` forces one).
 
-        `verify`: what `load` checks.
+        `verify`: what `load` checks. `read_only`: see the class; then nothing is made or locked.
         Raises StorageError when another process owns it (the message names its pid) or when it
         cannot be written, ForeignError when it belongs to another run.
         """
         self.root = root.absolute()
         self.run = run
         self.capacity_bytes = capacity_bytes
-        self.failed = ""
+        self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` of the last scan, while it is nothing worse."""
         self._threads = io_threads
@@ -80,18 +86,14 @@ class Volume:
         self._tree = Tree(self.root)
         self._shelves = Directories(self._tree, self._filesystem)
         self._lock = threading.RLock()
-        with self._translated(f"cannot use the volume {self.root}"):
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._ownership = Ownership(self._tree.lock)
-            self._device = self.root.stat().st_dev
-            try:
+        self._ownership: Ownership | None = None
+        if read_only:
+            self.engine, self.engine_reason = Engine.BUFFERED, "read only"
+            self.record = RunRecord(run=run)
+            with contextlib.suppress(OSError, ImageError):
                 self.record = run_record.load(self._tree.record, run=run)
-                self.engine, self.engine_reason = (
-                    (engine, "as configured") if engine else probe(self._filesystem, self.root)
-                )
-            except BaseException:
-                self._ownership.release()
-                raise
+        else:
+            self._take(engine)
         self._writer = Writer(
             tree=self._tree,
             shelves=self._shelves,
@@ -102,6 +104,25 @@ class Volume:
             threads=io_threads,
             capacity_bytes=capacity_bytes,
         )
+
+    def _take(self, engine: Engine | None) -> None:
+        with self._translated(f"cannot use the volume {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._ownership = Ownership(self._tree.lock)
+            self._device = self.root.stat().st_dev
+            try:
+                self.record = run_record.load(self._tree.record, run=self.run)
+                self.engine, self.engine_reason = (
+                    (engine, "as configured") if engine else probe(self._filesystem, self.root)
+                )
+            except BaseException:
+                self._ownership.release()
+                raise
+
+    def _require_writable(self) -> Ownership:
+        if self._ownership is None:
+            raise StorageError(self.read_only)
+        return self._ownership
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -121,6 +142,7 @@ class Volume:
         `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
         StorageError (the file is quarantined); neither is ever retried here.
         """
+        self._require_writable()
         try:
             written = self._writer.write(view, layout, control, pace or Pace(None))
         except NoSpaceError:
@@ -195,6 +217,7 @@ class Volume:
         """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers.
 
         A step of which a shard had to be moved is hidden from readers (`published` is False).
+        Where nothing can be written nothing is moved either.
         """
         try:
             found = self._scan()
@@ -207,6 +230,8 @@ class Volume:
 
     def _scan(self) -> Scan:
         with self._lock, self._translated(f"cannot scan {self.root}"):
+            if self.read_only:
+                return survey(self.root, run=self.run)
             self._shelves.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)
             for path in strangers(Tree(self.root)):
@@ -230,12 +255,14 @@ class Volume:
         which the directory then shows as links. Call it only when the step is committed. Raises
         UsageError while a shard of the step is being written.
         """
+        self._require_writable()
         with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
             self._refuse_while_writing(id)
             return self._shelves.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step again, because one of its shards is lost. Idempotent."""
+        self._require_writable()
         with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
             self._shelves.unpublish(id)
 
@@ -244,6 +271,7 @@ class Volume:
 
         Raises UsageError while a shard of the step is being written.
         """
+        self._require_writable()
         with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
             self._refuse_while_writing(id)
             doomed = self._shelves.retire(id)
@@ -258,8 +286,10 @@ class Volume:
         """Move a file aside; it is kept and never read again. Returns where it is now.
 
         A published step that loses a shard is hidden first. `path` may be from before the step was
-        published or hidden.
+        published or hidden. Where nothing can be written it stays where it is.
         """
+        if self.read_only:
+            return path
         with self._lock, self._translated(f"cannot quarantine {path}"):
             return self._shelves.quarantine(self._shelves.locate(path), reason)
 
@@ -270,6 +300,7 @@ class Volume:
 
     def save_record(self, record: RunRecord) -> None:
         """Replace `run.json`, durably; `record` is the new `self.record`."""
+        self._require_writable()
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
             run_record.save(self._tree.record, record, filesystem=self._filesystem)
             self.record = record
@@ -278,16 +309,15 @@ class Volume:
         """Make the run's directory again when somebody removed it. True when that was so: then
         nothing is known of the shards any more, and `scan` has to look."""
         with self._lock, self._translated(f"cannot make {self.root} again"):
-            if self._ownership.held:
+            if (ownership := self._require_writable()).held:
                 return False
             above = (self.root, *self.root.parents)
             device = next(path.stat().st_dev for path in above if path.exists())
             if device != self._device:  # a drive that was unmounted: what lies below is not meant
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
             self.root.mkdir(parents=True, exist_ok=True)
-            taken = Ownership(self._tree.lock)
-            self._ownership.release()
-            self._ownership = taken
+            self._ownership = Ownership(self._tree.lock)
+            ownership.release()
             run_record.save(self._tree.record, self.record, filesystem=self._filesystem)
             self.failed = ""
             return True
@@ -296,11 +326,15 @@ class Volume:
 
     def used_bytes(self) -> int:
         """Space that this volume's files take, quarantine and writes in progress included."""
+        if self.read_only:
+            return 0
         with self._translated(f"cannot measure {self.root}"):
             return self._writer.used_bytes()
 
     def free_bytes(self) -> int:
         """Space that is left: of the file system, or below the capacity limit if less."""
+        if self.read_only:
+            return 0
         with self._translated(f"cannot measure {self.root}"):
             free = self._filesystem.free_bytes(self.root)
             if self.capacity_bytes is None:
@@ -308,13 +342,16 @@ class Volume:
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
 
     def quarantined(self) -> int:
-        """Number of files in quarantine."""
+        """Number of files in quarantine, that this process could have put there."""
+        if self.read_only:
+            return 0
         with self._translated(f"cannot list {self._tree.quarantine}"):
             return self._shelves.quarantined()
 
     def close(self) -> None:
         """Give the directory up. Call it when no other method is running. Idempotent."""
-        self._ownership.release()
+        if self._ownership is not None:
+            self._ownership.release()
 
     # --- errors ------------------------------------------------------------------------------
 
@@ -330,7 +367,7 @@ class Volume:
             raise StorageError(f"{what}: {error}") from error
 
     def _fail(self, error: OSError) -> None:
-        self.failed = str(error)
+        self.failed = self.read_only or str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -392,77 +429,3 @@ class Ownership:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-# --- read-only volumes -----------------------------------------------------------------------
-#
-# A volume on which nothing can be written: mounted read-only, or another user's.
-#
-# In a pod that is no reason to keep the training waiting: steps are staged in memory, what the
-# volume holds already can be restored, and everybody is told why nothing new becomes durable. On
-# one machine, where somebody sits before the command line, it is an error instead.
-
-
-class UnwritableVolume(Volume):
-    """Reads what is there; every write raises StorageError with `reason`."""
-
-    def __init__(self, root: Path, *, run: str, reason: str, verify: Verify) -> None:
-        self.root = root.absolute()
-        self.run = run
-        self.capacity_bytes = None
-        self.failed = self._why = reason
-        self.engine, self.engine_reason = Engine.BUFFERED, "read only"
-        self.record = RunRecord(run=run)
-        self._threads = 1
-        self._verify = verify
-        self._filesystem = Filesystem()
-        self._tree = Tree(self.root)
-        self._shelves = Directories(self._tree, self._filesystem)
-        self._lock = threading.RLock()
-        with contextlib.suppress(OSError, ImageError):
-            self.record = run_record.load(self._tree.record, run=run)
-
-    def write(
-        self, view: memoryview, layout: Layout, control: ControlPage, *, pace: Pace | None = None
-    ) -> Written:
-        raise StorageError(self._why)
-
-    def save_record(self, record: RunRecord) -> None:
-        raise StorageError(self._why)
-
-    def scan(self) -> Scan:
-        """What can be read; nothing is moved. Raises StorageError when that cannot be told."""
-        try:
-            return survey(self.root, run=self.run)
-        except OSError as error:
-            raise StorageError(f"cannot scan {self.root}: {error}") from error
-
-    def quarantine(self, path: Path, reason: str) -> Path:
-        return path
-
-    def publish(self, id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
-        return None
-
-    def unpublish(self, id: StepId) -> None:
-        pass
-
-    def retire(self, id: StepId) -> int:
-        return 0
-
-    def shards(self, id: StepId) -> tuple[Path, ...]:
-        return ()
-
-    def mend(self) -> bool:
-        return False
-
-    def used_bytes(self) -> int:
-        return 0
-
-    def free_bytes(self) -> int:
-        return 0
-
-    def quarantined(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass

@@ -22,7 +22,7 @@ from keepstep_sidecar.volume.paths import is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.shard_file import Proof
-from keepstep_sidecar.volume.volume import UnwritableVolume, Volume, Written
+from keepstep_sidecar.volume.volume import Volume, Written
 
 
 class VolumeSet:
@@ -33,6 +33,7 @@ class VolumeSet:
         if not volumes:
             raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
+        self._writable = [one for one in volumes if not one.read_only]
         self._homes: dict[int, int] = {}
         self._lock = threading.Lock()
         self.pace = Pace(bytes_per_second)
@@ -116,12 +117,12 @@ class VolumeSet:
 
     def mend(self) -> bool:
         """`Volume.mend` of each. Raises StorageError when one cannot be mended."""
-        mended = [volume.mend() for volume in self.volumes]
+        mended = [volume.mend() for volume in self._writable]
         return any(mended)
 
     def publish(self, id: StepId) -> Path | None:
         """Make a committed step visible; returns the directory that shows all its shards."""
-        parts = [(volume, volume.shards(id)) for volume in self.volumes]
+        parts = [(volume, volume.shards(id)) for volume in self._writable]
         shown = [
             volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
             for volume, own in parts
@@ -131,7 +132,7 @@ class VolumeSet:
 
     def retire(self, id: StepId) -> int:
         """Delete a step everywhere. Returns the bytes freed."""
-        return sum(volume.retire(id) for volume in self.volumes)
+        return sum(volume.retire(id) for volume in self._writable)
 
     def free_bytes(self) -> int:
         """What the roomiest volume that works has left; 0 where none can tell."""
@@ -172,8 +173,7 @@ class VolumeSet:
 
     def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """Where nothing can be written at all, nothing durable will ever need the record."""
-        writable = [one for one in self.volumes if not isinstance(one, UnwritableVolume)]
-        failures = [_save_record(volume, change) for volume in writable]
+        failures = [_save_record(volume, change) for volume in self._writable]
         if failures and (first := failures[0]) is not None and None not in failures:
             raise first
 
@@ -192,7 +192,7 @@ class VolumeSet:
         """Hide the step of `path` on every volume; a failed volume keeps what it shows."""
         if not is_step(path.parent.name):
             return
-        for volume in self.volumes:
+        for volume in self._writable:
             with contextlib.suppress(StorageError):
                 volume.unpublish(StepId.parse(path.parent.name))
 

@@ -32,7 +32,7 @@ from keepstep_sidecar.tiers.tier import Remote
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_sealed
-from keepstep_sidecar.volume.volume import UnwritableVolume, Volume
+from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.writer import FULL
 
 DIRECTORY = "peers"
@@ -173,9 +173,7 @@ class Copies:
         return len(self._parts) > _MOST_PARTS or headers > _MOST_HEADER_BYTES
 
     def _volume_for(self, where: Path, size_bytes: int) -> Volume:
-        usable = [
-            one for one in self._volumes if not one.failed and not isinstance(one, UnwritableVolume)
-        ]
+        usable = [one for one in self._volumes if not one.failed and not one.read_only]
         if not usable:
             raise StorageError("no volume here takes writes; another pod must keep this copy")
         begun = where.with_name(f".{where.name}.part")
