@@ -5,252 +5,111 @@ Imported at the first scrape only: prometheus_client costs 50 ms, and a restart 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from keepstep.steps import Epoch, StepId
 from keepstep.wire.status import Status
 
-Samples = Iterator[tuple[tuple[str, ...], float]]
+_TABLE = """
+saves                           counter rank.saves                    Images staged
+skipped_saves                   counter rank.skipped                  Saves that found no slot
+discarded_images                counter rank.discarded                Images of tensors that changed under the copy
+blocked_seconds                 counter rank.blocked_s                Training time that saves took
+copy_seconds                    counter rank.copy_s                   Time that copies into slots took
+trainer_alive                   gauge   rank.alive                    1 while the rank's trainer holds its lease
+slot_bytes                      gauge   rank.slot_bytes               Size of the rank's image
+slots                           gauge   rank.slots                    Slots of the rank
+persisted_steps                 counter status.persisted              Steps made durable for all ranks here
+skipped_persists                counter status.persist_skipped        Due steps that were not made durable
+persist_seconds                 counter status.persist_seconds        Time that writes took, over all ranks
+persist_bytes                   counter status.persist_bytes          Bytes made durable, over all ranks
+evicted_steps                   counter status.evicted                Steps deleted because the volumes were full
+persist_interval_steps          gauge   status.persist_every          Steps between two persisted ones
+watermark_step                  gauge   tier.watermarks               Newest step complete on the tier
+epoch                           gauge   status.epoch                  Number of the epoch, 0 before the first
+last_commit_timestamp_seconds   gauge   status.committed_at           When the newest commit was made
+last_report_timestamp_seconds   gauge   status.reported_at            When the operator last answered, 0 without one
+volume_used_bytes               gauge   volume.used_bytes             Bytes that the run takes
+volume_free_bytes               gauge   volume.free_bytes             Bytes that are left
+volume_failed                   gauge   volume.failed                 1 after an I/O error
+quarantined_files               gauge   volume.quarantined            Files in quarantine
+depot_sent_shards               counter depot.sent                    Shards sent beyond this machine
+depot_sent_bytes                counter depot.sent_bytes              Bytes sent beyond this machine
+depot_sent_seconds              counter depot.sent_seconds            Time that sending them took
+depot_received_bytes            counter depot.received_bytes          Bytes fetched for restores
+depot_received_seconds          counter depot.received_seconds        Time that fetching them took
+depot_failures                  counter depot.failures                Attempts that failed
+depot_backlog_shards            gauge   depot.backlog                 Shards that are not there yet
+depot_behind_seconds            gauge   depot.behind_s                For how long the oldest of them waits
+depot_trouble                   gauge   depot.trouble                 1 when the last attempt failed
+window_read_bytes               counter tier.window_bytes             Bytes read for restores into another layout
+window_shared_bytes             counter status.window_shared_bytes    Bytes that ranks got from the read of another one, instead
+warnings                        gauge   status.warnings               Warnings that `keepstep status` shows
+"""  # noqa: E501
+"""Name, kind, of what and which attribute, help; docs/metrics.md is made of it."""
+
+_LABELS = {"rank": ("rank",), "volume": ("volume",), "tier": ("tier",), "status": ()}
+_LABELS["depot"] = ("tier", "where")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric: `samples` yields (label values, value) from a status."""
+    """One metric. `scope`: a sample for each `rank`, `volume`, `depot` or `tier`, or one of the
+    whole `status`; `attribute`: of that."""
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: str
+    scope: str
+    attribute: str
     help: str
-    labels: tuple[str, ...]
-    samples: Callable[[Status], Samples]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return _LABELS[self.scope]
+
+    def samples(self, status: Status) -> Iterator[tuple[tuple[str, ...], float]]:
+        """(label values, value)."""
+        get = attrgetter(self.attribute)
+        if self.scope == "rank":
+            yield from (((str(one.rank),), _number(get(one))) for one in status.ranks)
+        elif self.scope == "volume":
+            yield from (((one.path,), _number(get(one))) for one in status.volumes)
+        elif self.scope == "depot":
+            yield from (((str(one.tier), one.where), _number(get(one))) for one in status.depots)
+        elif self.scope == "tier":
+            tiers: Mapping[str, Any] = get(status)
+            yield from (((tier,), _number(value)) for tier, value in tiers.items())
+        else:
+            yield (), _number(get(status))
 
 
-def _one(value: Callable[[Status], float]) -> Callable[[Status], Samples]:
-    return lambda status: iter([((), value(status))])
+def _number(value: Any) -> float:
+    """0 for what is not there, 1 for a text that says something, the count of several things."""
+    if value is None:
+        return 0.0
+    if isinstance(value, StepId):
+        return float(value.step)
+    if isinstance(value, Epoch):
+        return float(value.id.number)
+    if isinstance(value, str):
+        return float(bool(value))
+    return float(len(value) if isinstance(value, Sized) else value)
 
 
-def _ranks(attribute: str) -> Callable[[Status], Samples]:
-    return lambda status: (
-        ((str(one.rank),), float(getattr(one, attribute))) for one in status.ranks
-    )
+def _row(line: str) -> Row:
+    name, kind, of, help = line.split(maxsplit=3)
+    scope, attribute = of.split(".")
+    return Row(f"keepstep_{name}", kind, scope, attribute, help)
 
 
-def _volumes(value: Callable[..., float]) -> Callable[[Status], Samples]:
-    return lambda status: (((one.path,), float(value(one))) for one in status.volumes)
-
-
-def _depots(value: Callable[..., float]) -> Callable[[Status], Samples]:
-    return lambda status: (((str(one.tier), one.where), float(value(one))) for one in status.depots)
-
-
-def _depot(name: str, kind: Literal["counter", "gauge"], help: str, attribute: str) -> Row:
-    labels = ("tier", "where")
-    return Row(name, kind, help, labels, _depots(lambda one: getattr(one, attribute)))
-
-
-def _watermarks(status: Status) -> Samples:
-    return (((tier,), float(id.step)) for tier, id in status.watermarks.items())
-
-
-TABLE = (
-    Row("keepstep_saves", "counter", "Images staged", ("rank",), _ranks("saves")),
-    Row(
-        "keepstep_skipped_saves",
-        "counter",
-        "Saves that found no slot",
-        ("rank",),
-        _ranks("skipped"),
-    ),
-    Row(
-        "keepstep_discarded_images",
-        "counter",
-        "Images of tensors that changed under the copy",
-        ("rank",),
-        _ranks("discarded"),
-    ),
-    Row(
-        "keepstep_blocked_seconds",
-        "counter",
-        "Training time that saves took",
-        ("rank",),
-        _ranks("blocked_s"),
-    ),
-    Row(
-        "keepstep_copy_seconds",
-        "counter",
-        "Time that copies into slots took",
-        ("rank",),
-        _ranks("copy_s"),
-    ),
-    Row(
-        "keepstep_trainer_alive",
-        "gauge",
-        "1 while the rank's trainer holds its lease",
-        ("rank",),
-        _ranks("alive"),
-    ),
-    Row(
-        "keepstep_slot_bytes", "gauge", "Size of the rank's image", ("rank",), _ranks("slot_bytes")
-    ),
-    Row(
-        "keepstep_slots",
-        "gauge",
-        "Slots of the rank",
-        ("rank",),
-        lambda status: (((str(one.rank),), float(len(one.slots))) for one in status.ranks),
-    ),
-    Row(
-        "keepstep_persisted_steps",
-        "counter",
-        "Steps made durable for all ranks here",
-        (),
-        _one(lambda status: status.persisted),
-    ),
-    Row(
-        "keepstep_skipped_persists",
-        "counter",
-        "Due steps that were not made durable",
-        (),
-        _one(lambda status: status.persist_skipped),
-    ),
-    Row(
-        "keepstep_persist_seconds",
-        "counter",
-        "Time that writes took, over all ranks",
-        (),
-        _one(lambda status: status.persist_seconds),
-    ),
-    Row(
-        "keepstep_persist_bytes",
-        "counter",
-        "Bytes made durable, over all ranks",
-        (),
-        _one(lambda status: status.persist_bytes),
-    ),
-    Row(
-        "keepstep_evicted_steps",
-        "counter",
-        "Steps deleted because the volumes were full",
-        (),
-        _one(lambda status: status.evicted),
-    ),
-    Row(
-        "keepstep_persist_interval_steps",
-        "gauge",
-        "Steps between two persisted ones",
-        (),
-        _one(lambda status: status.persist_every),
-    ),
-    Row(
-        "keepstep_watermark_step",
-        "gauge",
-        "Newest step complete on the tier",
-        ("tier",),
-        _watermarks,
-    ),
-    Row(
-        "keepstep_epoch",
-        "gauge",
-        "Number of the epoch, 0 before the first",
-        (),
-        _one(lambda status: status.epoch.id.number if status.epoch else 0),
-    ),
-    Row(
-        "keepstep_last_commit_timestamp_seconds",
-        "gauge",
-        "When the newest commit was made",
-        (),
-        _one(lambda status: status.committed_at or 0.0),
-    ),
-    Row(
-        "keepstep_last_report_timestamp_seconds",
-        "gauge",
-        "When the operator last answered, 0 without one",
-        (),
-        _one(lambda status: status.reported_at or 0.0),
-    ),
-    Row(
-        "keepstep_volume_used_bytes",
-        "gauge",
-        "Bytes that the run takes",
-        ("volume",),
-        _volumes(lambda one: one.used_bytes),
-    ),
-    Row(
-        "keepstep_volume_free_bytes",
-        "gauge",
-        "Bytes that are left",
-        ("volume",),
-        _volumes(lambda one: one.free_bytes),
-    ),
-    Row(
-        "keepstep_volume_failed",
-        "gauge",
-        "1 after an I/O error",
-        ("volume",),
-        _volumes(lambda one: bool(one.failed)),
-    ),
-    Row(
-        "keepstep_quarantined_files",
-        "gauge",
-        "Files in quarantine",
-        ("volume",),
-        _volumes(lambda one: one.quarantined),
-    ),
-    _depot("keepstep_depot_sent_shards", "counter", "Shards sent beyond this machine", "sent"),
-    _depot("keepstep_depot_sent_bytes", "counter", "Bytes sent beyond this machine", "sent_bytes"),
-    _depot("keepstep_depot_sent_seconds", "counter", "Time that sending them took", "sent_seconds"),
-    _depot(
-        "keepstep_depot_received_bytes", "counter", "Bytes fetched for restores", "received_bytes"
-    ),
-    _depot(
-        "keepstep_depot_received_seconds",
-        "counter",
-        "Time that fetching them took",
-        "received_seconds",
-    ),
-    _depot("keepstep_depot_failures", "counter", "Attempts that failed", "failures"),
-    _depot("keepstep_depot_backlog_shards", "gauge", "Shards that are not there yet", "backlog"),
-    _depot(
-        "keepstep_depot_behind_seconds",
-        "gauge",
-        "For how long the oldest of them waits",
-        "behind_s",
-    ),
-    Row(
-        "keepstep_depot_trouble",
-        "gauge",
-        "1 when the last attempt failed",
-        ("tier", "where"),
-        _depots(lambda one: bool(one.trouble)),
-    ),
-    Row(
-        "keepstep_window_read_bytes",
-        "counter",
-        "Bytes read for restores into another layout",
-        ("tier",),
-        lambda status: (((tier,), float(size)) for tier, size in status.window_bytes.items()),
-    ),
-    Row(
-        "keepstep_window_shared_bytes",
-        "counter",
-        "Bytes that ranks got from the read of another one, instead",
-        (),
-        _one(lambda status: status.window_shared_bytes),
-    ),
-    Row(
-        "keepstep_warnings",
-        "gauge",
-        "Warnings that `keepstep status` shows",
-        (),
-        _one(lambda status: len(status.warnings)),
-    ),
-)
-"""docs/operations.md lists the same table."""
+TABLE = tuple(map(_row, _TABLE.strip().splitlines()))
 
 
 class _Scrape(Collector):
