@@ -27,7 +27,7 @@ demo: $(READY) ## train a small GPT, kill it three times, compare the loss curve
 	$(BIN)/python examples/demo.py
 
 test: check ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest -n $(JOBS) -m "not e2e and not soak" --junitxml build/junit-test.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -n $(JOBS) -m "not e2e and not soak" --junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
