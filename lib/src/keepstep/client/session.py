@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +38,7 @@ class Link:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
         self._world = world
-        self._attempt = secrets.token_hex(8)
+        self._attempt = os.urandom(8).hex()
         self._changed = changed
         self._lease: Lease | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -97,7 +96,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             # the planner cached plans, and with them their answers: the epoch is still that one
             agreed = sessions.session().again(self._save.step or 0, world=len(plans))
         elif all(isinstance(one, Ballot) for one in ballots):
-            agreed = agree(ballots, nonce=secrets.token_hex(4))
+            agreed = agree(ballots, nonce=os.urandom(4).hex())
         else:
             raise UsageError(_LOST)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, agreed, strict=True)]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import decimal
 import enum
-import fractions
 import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # who holds a zone has imported it; the others need not wait for it
+if TYPE_CHECKING:  # who holds one of these has imported it; the others need not wait for it
+    import decimal
+    import fractions
     import zoneinfo
 
 _MAX_FRACTION = 1 << 4096
@@ -33,9 +33,9 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     kind = type(value)
     if kind in _PARTS:
         return f"!{kind.__name__.lower()}", _PARTS[kind](value)
-    zones = sys.modules.get("zoneinfo")
-    if zones is not None and kind is zones.ZoneInfo:
-        return "!zoneinfo", _zone(value)
+    late = _LATE.get(kind.__name__)
+    if late is not None and kind is getattr(sys.modules.get(late[0]), kind.__name__, None):
+        return f"!{kind.__name__.lower()}", late[1](value)
     if isinstance(value, enum.Enum):
         return "!enum", [*_name_of(kind), _member(value)]
     if dataclasses.is_dataclass(kind):
@@ -66,9 +66,13 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: list(value.__getinitargs__()),
     range: lambda value: [value.start, value.stop, value.step],
-    decimal.Decimal: str,
-    fractions.Fraction: _fraction,
 }
+_LATE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "Decimal": ("decimal", str),
+    "Fraction": ("fractions", _fraction),
+    "ZoneInfo": ("zoneinfo", _zone),
+}
+"""By the name of the class: its module, and its parts."""
 
 
 # --- classes ------------------------------------------------------------------------------------
@@ -196,6 +200,8 @@ def _to_timedelta(parts: Any) -> datetime.timedelta:
 def _to_decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str:
         raise TypeError("not a text")
+    import decimal
+
     return decimal.Decimal(text)
 
 
@@ -209,6 +215,8 @@ def _to_fraction(parts: Any) -> fractions.Fraction:
     above, below = parts
     if type(above) is not int or type(below) is not int or max(abs(above), below) >= _MAX_FRACTION:
         raise ValueError("not two numbers of a fraction")
+    import fractions
+
     return fractions.Fraction(above, below)
 
 

@@ -8,7 +8,7 @@ comes to the same decision by the same pure function (`core.vote.choose`).
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -174,7 +174,7 @@ class Collective:
 
     def _arrive(self, timeout_s: float) -> _Ballot:
         """Take this rank's lease."""
-        nonce = secrets.token_hex(4)
+        nonce = os.urandom(4).hex()
         if self._agent is None:
             return _Ballot(None, nonce, error="KEEPSTEP_SOCKET is not set", inactive=True)
         try:
