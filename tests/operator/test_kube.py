@@ -46,7 +46,6 @@ from keepstep_operator.serving import listening
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import policy_body
-from tests.operator.loop import in_loop
 
 _DAY = timedelta(days=1)
 
@@ -69,7 +68,6 @@ def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[K
     assert type(error_of(status, "")) is kind
 
 
-@in_loop
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
@@ -85,7 +83,6 @@ async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -
             await client.get(CONFIG_MAPS, "b", namespace="n")
 
 
-@in_loop
 async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         server.delay_s = 5
@@ -96,7 +93,6 @@ async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
             await client.get(PODS, "p", namespace="n")
 
 
-@in_loop
 async def test_following_begins_with_all_there_is_and_goes_on_through_errors() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         server.put(POLICIES, policy_body(name="a"))
@@ -123,7 +119,6 @@ async def test_following_begins_with_all_there_is_and_goes_on_through_errors() -
         task.cancel()
 
 
-@in_loop
 async def test_a_collection_is_read_in_pages() -> None:
     asked: list[Any] = []
 
@@ -189,7 +184,6 @@ def _server_context(directory: Path, authority: Pair, leaf: Pair) -> ssl.SSLCont
 
 
 @pytest.mark.parametrize("inline", [True, False])
-@in_loop
 async def test_a_kubeconfig_gives_token_authority_and_client_certificate(
     tmp_path: Path, inline: bool
 ) -> None:
@@ -235,7 +229,6 @@ def _kubeconfig(directory: Path, cluster: dict[str, str], user: dict[str, str]) 
     return path
 
 
-@in_loop
 async def test_the_service_accounts_token_is_read_anew_for_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +279,6 @@ def test_a_kubeconfig_that_cannot_be_used_says_why(
         from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))
 
 
-@in_loop
 async def test_an_answer_that_is_no_json_is_unavailable() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text="<html>", status=int(request.query.get("limit", 200)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,223 +26,188 @@ async def sent(here: Node, buddy: Node, *steps: int) -> None:
         await until(lambda step=step: (step, 0) in buddy.copies())
 
 
-def test_the_depot_is_what_the_service_expects(node: Make) -> None:
-    async def story() -> None:
-        one = node(0)
-        depot: Depot = one.depot
-        assert isinstance(one.depot, Keeper)
-        assert isinstance(one.depot, Acquainted)
-        assert depot.status().backlog == 0
-        async with running(one):
-            pass
-
-    asyncio.run(story())
+async def test_the_depot_is_what_the_service_expects(node: Make) -> None:
+    one = node(0)
+    depot: Depot = one.depot
+    assert isinstance(one.depot, Keeper)
+    assert isinstance(one.depot, Acquainted)
+    assert depot.status().backlog == 0
+    async with running(one):
+        pass
 
 
 @pytest.mark.parametrize("parameters", [6000, BIG])
-def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
+async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
     node: Make, parameters: int
 ) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        buddy.knows(here)
-        async with running(here, buddy):
-            slot, found = here.write(5, rank=0, parameters=parameters)
-            here.depot.durable(found)
-            await until(lambda: here.depot.status().sent == 1)
-            assert await here.depot.drain(timeout_s=10)
-            assert buddy.copies() == [(5, 0)]
-            assert here.depot.status().sent_bytes == slot.layout.digests_begin
-            # readers of the buddy's volume see no step that is not theirs
-            assert survey(buddy.root, run=RUN).shards == ()
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    async with running(here, buddy):
+        slot, found = here.write(5, rank=0, parameters=parameters)
+        here.depot.durable(found)
+        await until(lambda: here.depot.status().sent == 1)
+        assert await here.depot.drain(timeout_s=10)
+        assert buddy.copies() == [(5, 0)]
+        assert here.depot.status().sent_bytes == slot.layout.digests_begin
+        # readers of the buddy's volume see no step that is not theirs
+        assert survey(buddy.root, run=RUN).shards == ()
 
-            here.volume.retire(found.id)  # the drive of this pod is lost
-            seen = await here.depot.look()
-            assert (seen.answer, seen.reason) == (Answer.STEPS, "")
-            (remote,) = seen.shards
-            assert (remote.id, remote.rank, remote.root) == (found.id, 0, found.root)
-            view = empty_slot(slot.layout)
-            control = await here.depot.load(remote, view)
-            assert same(view, slot)
-            assert verify_image(view, slot.layout, run=RUN, id=found.id) == control
-            assert await here.depot.layout(remote) == slot.layout
-            assert await here.depot.control(remote) == control
-
-    asyncio.run(story())
+        here.volume.retire(found.id)  # the drive of this pod is lost
+        seen = await here.depot.look()
+        assert (seen.answer, seen.reason) == (Answer.STEPS, "")
+        (remote,) = seen.shards
+        assert (remote.id, remote.rank, remote.root) == (found.id, 0, found.root)
+        view = empty_slot(slot.layout)
+        control = await here.depot.load(remote, view)
+        assert same(view, slot)
+        assert verify_image(view, slot.layout, run=RUN, id=found.id) == control
+        assert await here.depot.layout(remote) == slot.layout
+        assert await here.depot.control(remote) == control
 
 
-def test_chunks_of_what_another_pod_holds_itself_are_read(node: Make) -> None:
-    async def story() -> None:
-        here, other = node(0), node(1)
-        here.knows(other)
-        async with running(here, other):
-            slot, _ = other.write(5, rank=1, parameters=BIG)
-            (remote,) = (await here.depot.look()).shards
-            last = slot.layout.chunk_count - 1
-            end = slot.layout.digests_begin
-            wanted = [
-                (last, memoryview(bytearray(end - last * (8 << 20)))),
-                (1, memoryview(bytearray(8 << 20))),
-            ]
-            await here.depot.chunks(remote, wanted)
-            assert wanted[0][1] == slot.view[last * (8 << 20) : end]
-            assert wanted[1][1] == slot.view[8 << 20 : 16 << 20]
-
-    asyncio.run(story())
-
-
-def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            slot, found = here.write(5, rank=0)
-            here.depot.durable(found)
-            await until(lambda: buddy.copies() == [(5, 0)])
-            buddy.knows()  # the other pod is gone
-            (remote,) = (await buddy.depot.look()).shards
-            assert remote.where == "this pod"
-            view = empty_slot(slot.layout)
-            await buddy.depot.load(remote, view)
-            assert same(view, slot)
-
-    asyncio.run(story())
-
-
-def test_copies_are_found_again_after_a_restart(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            _, found = here.write(5, rank=0)
-            here.depot.durable(found)
-            await until(lambda: buddy.copies() == [(5, 0)])
-        again = node(1)
-        async with running(again):
-            await until(lambda: again.copies() == [(5, 0)])
-
-    asyncio.run(story())
-
-
-def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            _, found = here.write(5, rank=0)
-            here.depot.durable(found)
-            await until(lambda: buddy.copies() == [(5, 0)])
-        path = buddy.copy_path(found.id)
-        with path.open("r+b") as file:
-            file.seek(-10, 2)
-            file.write(b"x")
-        again = node(1)
-        async with running(again):
-            assert (await again.depot.look()).answer is Answer.NONE
-        assert [one.name for one in (again.root / "quarantine").iterdir()] == [
-            f"{found.id}.rank-00000-of-00002.torn.1"
+async def test_chunks_of_what_another_pod_holds_itself_are_read(node: Make) -> None:
+    here, other = node(0), node(1)
+    here.knows(other)
+    async with running(here, other):
+        slot, _ = other.write(5, rank=1, parameters=BIG)
+        (remote,) = (await here.depot.look()).shards
+        last = slot.layout.chunk_count - 1
+        end = slot.layout.digests_begin
+        wanted = [
+            (last, memoryview(bytearray(end - last * (8 << 20)))),
+            (1, memoryview(bytearray(8 << 20))),
         ]
-
-    asyncio.run(story())
-
-
-def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            await sent(here, buddy, 1, 2, 3)
-            assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
-            here.depot.committed(step_id(2), {})
-            await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-            here.depot.forget([step_id(1), step_id(2)])
-            here.depot.committed(step_id(3), {})
-            await until(lambda: buddy.copies() == [(3, 0)])
-
-    asyncio.run(story())
+        await here.depot.chunks(remote, wanted)
+        assert wanted[0][1] == slot.view[last * (8 << 20) : end]
+        assert wanted[1][1] == slot.view[8 << 20 : 16 << 20]
 
 
-def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> None:
+async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        slot, found = here.write(5, rank=0)
+        here.depot.durable(found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+        buddy.knows()  # the other pod is gone
+        (remote,) = (await buddy.depot.look()).shards
+        assert remote.where == "this pod"
+        view = empty_slot(slot.layout)
+        await buddy.depot.load(remote, view)
+        assert same(view, slot)
+
+
+async def test_copies_are_found_again_after_a_restart(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0)
+        here.depot.durable(found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+    again = node(1)
+    async with running(again):
+        await until(lambda: again.copies() == [(5, 0)])
+
+
+async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0)
+        here.depot.durable(found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+    path = buddy.copy_path(found.id)
+    with path.open("r+b") as file:
+        file.seek(-10, 2)
+        file.write(b"x")
+    again = node(1)
+    async with running(again):
+        assert (await again.depot.look()).answer is Answer.NONE
+    assert [one.name for one in (again.root / "quarantine").iterdir()] == [
+        f"{found.id}.rank-00000-of-00002.torn.1"
+    ]
+
+
+async def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        await sent(here, buddy, 1, 2, 3)
+        assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
+        here.depot.committed(step_id(2), {})
+        await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
+        here.depot.forget([step_id(1), step_id(2)])
+        here.depot.committed(step_id(3), {})
+        await until(lambda: buddy.copies() == [(3, 0)])
+
+
+async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> None:
     """A sender that comes back empty wants nothing; its copies are all that is left."""
-
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            _, found = here.write(5, rank=0)
-            here.depot.durable(found)
-            await until(lambda: buddy.copies() == [(5, 0)])
-            here.depot.forget([found.id])
-            here.depot.committed(step_id(9), {})
-            _, other = here.write(7, rank=1)
-            here.depot.durable(other)
-            await until(lambda: not here.depot.status().backlog)
-            assert (5, 0) in buddy.copies()
-
-    asyncio.run(story())
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0)
+        here.depot.durable(found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+        here.depot.forget([found.id])
+        here.depot.committed(step_id(9), {})
+        _, other = here.write(7, rank=1)
+        here.depot.durable(other)
+        await until(lambda: not here.depot.status().backlog)
+        assert (5, 0) in buddy.copies()
 
 
-def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            await sent(here, buddy, 1, 2, 3)
-            here.depot.committed(step_id(2), {})
-            await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-            assert await buddy.depot.make_room(1 << 60)
-            assert buddy.copies() == [(2, 0)]
-            assert not await buddy.depot.make_room(1 << 60)
-
-    asyncio.run(story())
+async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        await sent(here, buddy, 1, 2, 3)
+        here.depot.committed(step_id(2), {})
+        await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
+        assert await buddy.depot.make_room(1 << 60)
+        assert buddy.copies() == [(2, 0)]
+        assert not await buddy.depot.make_room(1 << 60)
 
 
-def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            await sent(here, buddy, 1, 2, 3)
-        again = node(1)  # and nobody sends to it any more
-        async with running(again):
-            await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
-            assert not await again.depot.make_room(1 << 60), "it knows of no commit"
-            again.depot.commit = lambda: step_id(2)
-            assert await again.depot.make_room(1 << 60)
-            assert again.copies() == [(2, 0)]
-
-    asyncio.run(story())
+async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        await sent(here, buddy, 1, 2, 3)
+    again = node(1)  # and nobody sends to it any more
+    async with running(again):
+        await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
+        assert not await again.depot.make_room(1 << 60), "it knows of no commit"
+        again.depot.commit = lambda: step_id(2)
+        assert await again.depot.make_room(1 << 60)
+        assert again.copies() == [(2, 0)]
 
 
-def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1, capacity_bytes=200_000)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            _, small = here.write(1, rank=0)
-            here.depot.durable(small)
-            await until(lambda: buddy.copies() == [(1, 0)])
-            _, big = here.write(2, rank=0, parameters=BIG)
-            here.depot.durable(big)
-            await until(lambda: here.depot.status().trouble)
-            assert "bytes needed for a copy" in here.depot.status().trouble
-            assert here.depot.status().backlog == 1
-            assert not list(buddy.root.rglob("*.part"))
-            assert not here.depot.in_use(big.id)
-
-    asyncio.run(story())
+async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
+    here, buddy = node(0), node(1, capacity_bytes=200_000)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        _, small = here.write(1, rank=0)
+        here.depot.durable(small)
+        await until(lambda: buddy.copies() == [(1, 0)])
+        _, big = here.write(2, rank=0, parameters=BIG)
+        here.depot.durable(big)
+        await until(lambda: here.depot.status().trouble)
+        assert "bytes needed for a copy" in here.depot.status().trouble
+        assert here.depot.status().backlog == 1
+        assert not list(buddy.root.rglob("*.part"))
+        assert not here.depot.in_use(big.id)
 
 
-def test_the_ring_is_built_of_a_static_list_and_certificates(node: Make, tmp_path: Path) -> None:
-    async def story() -> None:
-        nodes = [node(rank) for rank in (0, 1, 2)]
-        await nodes[1].depot.close()
-        nodes[1].depot = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
-        async with running(*nodes):
-            _, found = nodes[1].write(5, rank=1)
-            nodes[1].depot.durable(found)
-            await until(lambda: nodes[2].copies() == [(5, 1)])
-            assert nodes[0].copies() == []
-
-    asyncio.run(story())
+async def test_the_ring_is_built_of_a_static_list_and_certificates(
+    node: Make, tmp_path: Path
+) -> None:
+    nodes = [node(rank) for rank in (0, 1, 2)]
+    await nodes[1].depot.close()
+    nodes[1].depot = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
+    async with running(*nodes):
+        _, found = nodes[1].write(5, rank=1)
+        nodes[1].depot.durable(found)
+        await until(lambda: nodes[2].copies() == [(5, 1)])
+        assert nodes[0].copies() == []

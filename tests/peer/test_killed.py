@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -59,52 +58,48 @@ def told(node: Node, address: str) -> None:
     [(point, 0) for point in POINTS if point != "peer.data"]
     + [("peer.data", 0), ("peer.data@4", 3)],
 )
-def test_a_copy_goes_on_where_the_killed_receiver_was(
+async def test_a_copy_goes_on_where_the_killed_receiver_was(
     node: Make, receiver: Start, point: str, kept: int
 ) -> None:
-    async def story() -> None:
-        here = node(0)
-        async with running(here):
-            slot, found = here.write(5, rank=0, parameters=BIG)
-            name, at, hit = point.partition("@")
-            address, dying = receiver(f"{name}:kill{at}{hit}")
-            told(here, address)
-            here.depot.durable(found)
-            await until(lambda: dying.poll() is not None, what=f"death at {point}")
-            address, _ = receiver()
-            told(here, address)
-            await until(lambda: not here.depot.status().backlog)
-            whole = slot.layout.digests_begin
-            sent = here.depot.status().sent_bytes
-            if point == "peer.data@4":
-                assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
-            elif point not in ("peer.create", "peer.data"):
-                assert sent == 0, "all chunks had arrived before it died"
-            here.volume.retire(found.id)
-            here.depot.forget([found.id])
-            seen = await here.depot.look()
-            assert seen.answer is Answer.STEPS
-            view = empty_slot(slot.layout)
-            await here.depot.load(seen.shards[0], view)
-            assert same(view, slot)
-
-    asyncio.run(story())
+    here = node(0)
+    async with running(here):
+        slot, found = here.write(5, rank=0, parameters=BIG)
+        name, at, hit = point.partition("@")
+        address, dying = receiver(f"{name}:kill{at}{hit}")
+        told(here, address)
+        here.depot.durable(found)
+        await until(lambda: dying.poll() is not None, what=f"death at {point}")
+        address, _ = receiver()
+        told(here, address)
+        await until(lambda: not here.depot.status().backlog)
+        whole = slot.layout.digests_begin
+        sent = here.depot.status().sent_bytes
+        if point == "peer.data@4":
+            assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
+        elif point not in ("peer.create", "peer.data"):
+            assert sent == 0, "all chunks had arrived before it died"
+        here.volume.retire(found.id)
+        here.depot.forget([found.id])
+        seen = await here.depot.look()
+        assert seen.answer is Answer.STEPS
+        view = empty_slot(slot.layout)
+        await here.depot.load(seen.shards[0], view)
+        assert same(view, slot)
 
 
-def test_while_the_receiver_is_dead_nothing_is_half_there(node: Make, receiver: Start) -> None:
-    async def story() -> None:
-        here = node(0)
-        async with running(here):
-            _, found = here.write(5, rank=0, parameters=BIG)
-            address, dying = receiver("peer.control-sync:kill")
-            told(here, address)
-            here.depot.durable(found)
-            await until(lambda: dying.poll() is not None)
-            await until(lambda: here.depot.status().trouble)
-            assert here.depot.status().backlog == 1
-        buddy = node(1)
-        async with running(buddy):
-            buddy.knows()
-            assert (await buddy.depot.look()).answer is Answer.NONE
-
-    asyncio.run(story())
+async def test_while_the_receiver_is_dead_nothing_is_half_there(
+    node: Make, receiver: Start
+) -> None:
+    here = node(0)
+    async with running(here):
+        _, found = here.write(5, rank=0, parameters=BIG)
+        address, dying = receiver("peer.control-sync:kill")
+        told(here, address)
+        here.depot.durable(found)
+        await until(lambda: dying.poll() is not None)
+        await until(lambda: here.depot.status().trouble)
+        assert here.depot.status().backlog == 1
+    buddy = node(1)
+    async with running(buddy):
+        buddy.knows()
+        assert (await buddy.depot.look()).answer is Answer.NONE

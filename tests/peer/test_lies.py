@@ -41,214 +41,188 @@ def flip(node: Node, found, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(node: Make) -> None:
-    async def story() -> None:
-        here, liar, honest = node(0), node(1), node(2)
-        async with running(here, liar, honest):
-            slot, found = await two_copies(here, liar, honest)
-            flip(liar, found, 2 * CHUNK_BYTES + 5)
-            (remote,) = (await here.depot.look()).shards
-            assert remote.where == "node rank 1, node rank 2"
-            view = empty_slot(slot.layout)
+async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(node: Make) -> None:
+    here, liar, honest = node(0), node(1), node(2)
+    async with running(here, liar, honest):
+        slot, found = await two_copies(here, liar, honest)
+        flip(liar, found, 2 * CHUNK_BYTES + 5)
+        (remote,) = (await here.depot.look()).shards
+        assert remote.where == "node rank 1, node rank 2"
+        view = empty_slot(slot.layout)
+        await here.depot.load(remote, view)
+        assert same(view, slot)
+        # it is not offered again as a holder of this shard, and nothing of it was deleted
+        (remote,) = (await here.depot.look()).shards
+        assert remote.where == "node rank 2"
+        assert liar.copies() == [(5, 0)]
+
+
+async def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_seal(
+    node: Make,
+) -> None:
+    here, liar = node(0), node(1)
+    async with running(here, liar):
+        slot, found = await two_copies(here, liar)
+        flip(liar, found, 2 * CHUNK_BYTES + 5)
+        (remote,) = (await here.depot.look()).shards
+        view = empty_slot(slot.layout)
+        with pytest.raises(DigestError, match=r"node rank 1 .*chunk 2 .*damaged"):
             await here.depot.load(remote, view)
-            assert same(view, slot)
-            # it is not offered again as a holder of this shard, and nothing of it was deleted
-            (remote,) = (await here.depot.look()).shards
-            assert remote.where == "node rank 2"
-            assert liar.copies() == [(5, 0)]
-
-    asyncio.run(story())
-
-
-def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_seal(node: Make) -> None:
-    async def story() -> None:
-        here, liar = node(0), node(1)
-        async with running(here, liar):
-            slot, found = await two_copies(here, liar)
-            flip(liar, found, 2 * CHUNK_BYTES + 5)
-            (remote,) = (await here.depot.look()).shards
-            view = empty_slot(slot.layout)
-            with pytest.raises(DigestError, match=r"node rank 1 .*chunk 2 .*damaged"):
-                await here.depot.load(remote, view)
-            assert bytes(view[-4096:]) == bytes(4096)
-            with pytest.raises(StorageError, match="nobody is left"):
-                await here.depot.load(remote, view)
-
-    asyncio.run(story())
+        assert bytes(view[-4096:]) == bytes(4096)
+        with pytest.raises(StorageError, match="nobody is left"):
+            await here.depot.load(remote, view)
 
 
 @pytest.mark.parametrize("what", ["table", "control"])
-def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(node: Make, what: str) -> None:
-    async def story() -> None:
-        here, liar = node(0), node(1)
-        async with running(here, liar):
-            slot, found = await two_copies(here, liar, parameters=6000)
-            layout = slot.layout
-            flip(liar, found, layout.digests_begin if what == "table" else layout.control_begin)
-            (remote,) = (await here.depot.look()).shards
-            with pytest.raises(ImageError, match="node rank 1"):
-                await here.depot.load(remote, empty_slot(layout))
+async def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(
+    node: Make, what: str
+) -> None:
+    here, liar = node(0), node(1)
+    async with running(here, liar):
+        slot, found = await two_copies(here, liar, parameters=6000)
+        layout = slot.layout
+        flip(liar, found, layout.digests_begin if what == "table" else layout.control_begin)
+        (remote,) = (await here.depot.look()).shards
+        with pytest.raises(ImageError, match="node rank 1"):
+            await here.depot.load(remote, empty_slot(layout))
 
-    asyncio.run(story())
 
-
-def test_a_peer_whose_list_promises_another_root_is_named(
+async def test_a_peer_whose_list_promises_another_root_is_named(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, liar = node(0), node(1)
-        async with running(here, liar):
-            slot, _ = await two_copies(here, liar, parameters=6000)
-            truth = liar.depot._shards.listing
+    here, liar = node(0), node(1)
+    async with running(here, liar):
+        slot, _ = await two_copies(here, liar, parameters=6000)
+        truth = liar.depot._shards.listing
 
-            def lie() -> protocol.Listing:
-                listing = truth()
-                return replace(
-                    listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)
-                )
+        def lie() -> protocol.Listing:
+            listing = truth()
+            return replace(
+                listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)
+            )
 
-            monkeypatch.setattr(liar.depot._shards, "listing", lie)
-            (remote,) = (await here.depot.look()).shards
-            with pytest.raises(DigestError, match=r"node rank 1 .*was promised"):
-                await here.depot.load(remote, empty_slot(slot.layout))
-
-    asyncio.run(story())
+        monkeypatch.setattr(liar.depot._shards, "listing", lie)
+        (remote,) = (await here.depot.look()).shards
+        with pytest.raises(DigestError, match=r"node rank 1 .*was promised"):
+            await here.depot.load(remote, empty_slot(slot.layout))
 
 
-def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shard(
+async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shard(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, liar = node(0), node(1)
-        here.knows(liar, buddies=(liar,))
-        monkeypatch.setattr(liar.depot._copies, "seal", lambda part: "f" * 32)
-        async with running(here, liar):
-            _, found = here.write(5, rank=0)
-            here.depot.durable(found)
-            await until(lambda: "gets no copy of this shard again" in here.depot.status().trouble)
-            assert here.depot.status().sent == 0
-            assert here.depot.status().backlog == 1
-
-    asyncio.run(story())
+    here, liar = node(0), node(1)
+    here.knows(liar, buddies=(liar,))
+    monkeypatch.setattr(liar.depot._copies, "seal", lambda part: "f" * 32)
+    async with running(here, liar):
+        _, found = here.write(5, rank=0)
+        here.depot.durable(found)
+        await until(lambda: "gets no copy of this shard again" in here.depot.status().trouble)
+        assert here.depot.status().sent == 0
+        assert here.depot.status().backlog == 1
 
 
-def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
+async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        write, seen = Copies.write, []
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    write, seen = Copies.write, []
 
-        def spoil(self: Copies, part, chunk, data, *, whose) -> None:
-            if not seen:
-                data[100] ^= 1
-                seen.append(chunk)
-            write(self, part, chunk, data, whose=whose)
+    def spoil(self: Copies, part, chunk, data, *, whose) -> None:
+        if not seen:
+            data[100] ^= 1
+            seen.append(chunk)
+        write(self, part, chunk, data, whose=whose)
 
-        monkeypatch.setattr(Copies, "write", spoil)
-        async with running(here, buddy):
-            _, found = here.write(5, rank=0, parameters=BIG)
-            here.depot.durable(found)
-            await until(lambda: "is damaged" in here.depot.status().trouble)
-            assert "node rank 0 of run team/gpt" in here.depot.status().trouble
-            await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
-
-    asyncio.run(story())
+    monkeypatch.setattr(Copies, "write", spoil)
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0, parameters=BIG)
+        here.depot.durable(found)
+        await until(lambda: "is damaged" in here.depot.status().trouble)
+        assert "node rank 0 of run team/gpt" in here.depot.status().trouble
+        await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
 
 
-def test_a_shard_that_rotted_here_is_not_sent(node: Make) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            _, found = here.write(5, rank=0, parameters=BIG)
-            with found.path.open("r+b") as file:
-                file.seek(CHUNK_BYTES + 7)
-                file.write(b"rot")
-            here.depot.durable(found)
-            await until(lambda: "is damaged" in here.depot.status().trouble)
-            assert str(found.path) in here.depot.status().trouble
-            assert buddy.copies() == []
-
-    asyncio.run(story())
+async def test_a_shard_that_rotted_here_is_not_sent(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0, parameters=BIG)
+        with found.path.open("r+b") as file:
+            file.seek(CHUNK_BYTES + 7)
+            file.write(b"rot")
+        here.depot.durable(found)
+        await until(lambda: "is damaged" in here.depot.status().trouble)
+        assert str(found.path) in here.depot.status().trouble
+        assert buddy.copies() == []
 
 
-def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
+async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, dying, other = node(0), node(1), node(2)
-        async with running(here, dying, other):
-            slot, _ = await two_copies(here, dying, other)
-            (remote,) = (await here.depot.look()).shards
-            read = Reading.read
+    here, dying, other = node(0), node(1), node(2)
+    async with running(here, dying, other):
+        slot, _ = await two_copies(here, dying, other)
+        (remote,) = (await here.depot.look()).shards
+        read = Reading.read
 
-            def die(self: Reading, into: memoryview, begin: int) -> None:
-                if "/drives/1/" in str(self.path) and begin >= 3 * CHUNK_BYTES:
-                    raise OSError("the drive is gone")
-                read(self, into, begin)
+        def die(self: Reading, into: memoryview, begin: int) -> None:
+            if "/drives/1/" in str(self.path) and begin >= 3 * CHUNK_BYTES:
+                raise OSError("the drive is gone")
+            read(self, into, begin)
 
-            monkeypatch.setattr(Reading, "read", die)
-            view = empty_slot(slot.layout)
-            await here.depot.load(remote, view)
-            assert same(view, slot)
-
-    asyncio.run(story())
+        monkeypatch.setattr(Reading, "read", die)
+        view = empty_slot(slot.layout)
+        await here.depot.load(remote, view)
+        assert same(view, slot)
 
 
-def test_a_cancelled_load_leaves_the_slot_alone(
+async def test_a_cancelled_load_leaves_the_slot_alone(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, slow = node(0), node(1)
-        async with running(here, slow):
-            slot, _ = await two_copies(here, slow)
-            (remote,) = (await here.depot.look()).shards
-            read = Reading.read
+    here, slow = node(0), node(1)
+    async with running(here, slow):
+        slot, _ = await two_copies(here, slow)
+        (remote,) = (await here.depot.look()).shards
+        read = Reading.read
 
-            def dawdle(self: Reading, into: memoryview, begin: int) -> None:
-                time.sleep(0.3 if begin > 0 and len(into) == CHUNK_BYTES else 0.0)
-                read(self, into, begin)
+        def dawdle(self: Reading, into: memoryview, begin: int) -> None:
+            time.sleep(0.3 if begin > 0 and len(into) == CHUNK_BYTES else 0.0)
+            read(self, into, begin)
 
-            monkeypatch.setattr(Reading, "read", dawdle)
-            view = empty_slot(slot.layout)
-            loading = asyncio.create_task(here.depot.load(remote, view))
-            await until(lambda: any(view[:CHUNK_BYTES:65536]))
-            began = time.monotonic()
-            loading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await loading
-            assert time.monotonic() - began < 5
-            before = bytes(view)
-            await asyncio.sleep(0.5)
-            assert bytes(view) == before
-
-    asyncio.run(story())
+        monkeypatch.setattr(Reading, "read", dawdle)
+        view = empty_slot(slot.layout)
+        loading = asyncio.create_task(here.depot.load(remote, view))
+        await until(lambda: any(view[:CHUNK_BYTES:65536]))
+        began = time.monotonic()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert time.monotonic() - began < 5
+        before = bytes(view)
+        await asyncio.sleep(0.5)
+        assert bytes(view) == before
 
 
-def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_coarser_grid(
+async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_coarser_grid(
     node: Make,
 ) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        await here.depot.close()
-        here.depot = here.make(bytes_per_second=20 << 20)
-        here.knows(buddy, buddies=(buddy,))
-        async with running(here, buddy):
-            began = time.monotonic()
-            founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
-            here.depot.durable(founds[0])
-            await until(lambda: here.depot.in_use(founds[0].id))
-            for found in founds[1:]:
-                here.depot.durable(found)
-            assert here.depot.in_use(founds[3].id)  # step 8 is next, and stays here until then
-            assert not here.depot.in_use(founds[2].id)
-            await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
-            sent = here.depot.status().sent_bytes
-            assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)
-
-    asyncio.run(story())
+    here, buddy = node(0), node(1)
+    await here.depot.close()
+    here.depot = here.make(bytes_per_second=20 << 20)
+    here.knows(buddy, buddies=(buddy,))
+    async with running(here, buddy):
+        began = time.monotonic()
+        founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
+        here.depot.durable(founds[0])
+        await until(lambda: here.depot.in_use(founds[0].id))
+        for found in founds[1:]:
+            here.depot.durable(found)
+        assert here.depot.in_use(founds[3].id)  # step 8 is next, and stays here until then
+        assert not here.depot.in_use(founds[2].id)
+        await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
+        sent = here.depot.status().sent_bytes
+        assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)
 
 
 def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> None:

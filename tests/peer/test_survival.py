@@ -27,33 +27,29 @@ from tests.peer.nodes import Node, running
 Make = Callable[..., Node]
 
 
-def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
+async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
     node: Make, tmp_path: Path, authority: Authority
 ) -> None:
     """Its own step is durable for one rank only: the buddy's copy is all that the run has."""
-
-    async def story() -> None:
-        old, buddy = node(0), node(1)
-        old.knows(buddy, buddies=(buddy,))
-        async with running(buddy):
-            async with running(old):
-                _, committed = old.write(100, rank=0)
-                old.depot.durable(committed)
-                old.depot.committed(committed.id, {0: committed})
-                await until(lambda: buddy.copies() == [(100, 0)])
-            new = Node(tmp_path / "drives-new", 0, authority.files(0))
-            new.knows(buddy, buddies=(buddy,))
-            async with running(new):
-                _, later = new.write(110, rank=0)
-                new.depot.durable(later)
-                await until(lambda: new.depot.status().sent == 1 and not new.depot.status().backlog)
-                feeder = next(iter(new.depot._feeders.values()))[0]
-                await until(lambda: feeder._said == new.depot._outbox.wanted())
-                assert buddy.copies() == [(100, 0), (110, 0)]
-                new.depot.committed(later.id, {0: later})
-                await until(lambda: buddy.copies() == [(110, 0)])
-
-    asyncio.run(story())
+    old, buddy = node(0), node(1)
+    old.knows(buddy, buddies=(buddy,))
+    async with running(buddy):
+        async with running(old):
+            _, committed = old.write(100, rank=0)
+            old.depot.durable(committed)
+            old.depot.committed(committed.id, {0: committed})
+            await until(lambda: buddy.copies() == [(100, 0)])
+        new = Node(tmp_path / "drives-new", 0, authority.files(0))
+        new.knows(buddy, buddies=(buddy,))
+        async with running(new):
+            _, later = new.write(110, rank=0)
+            new.depot.durable(later)
+            await until(lambda: new.depot.status().sent == 1 and not new.depot.status().backlog)
+            feeder = next(iter(new.depot._feeders.values()))[0]
+            await until(lambda: feeder._said == new.depot._outbox.wanted())
+            assert buddy.copies() == [(100, 0), (110, 0)]
+            new.depot.committed(later.id, {0: later})
+            await until(lambda: buddy.copies() == [(110, 0)])
 
 
 def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committed(
@@ -73,29 +69,26 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     here.volume.close()
 
 
-def test_a_drive_that_fails_a_read_ends_no_tier(
+async def test_a_drive_that_fails_a_read_ends_no_tier(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        here, buddy = node(0), node(1)
-        here.knows(buddy, buddies=(buddy,))
-        filesystem = here.depot._shards._filesystem
-        read, failed = filesystem.read, []
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    filesystem = here.depot._shards._filesystem
+    read, failed = filesystem.read, []
 
-        def fail_once(fd: int, into: memoryview, offset: int) -> int:
-            if not failed:
-                failed.append(fd)
-                raise OSError(errno.EIO, "Input/output error")
-            return read(fd, into, offset)
+    def fail_once(fd: int, into: memoryview, offset: int) -> int:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.EIO, "Input/output error")
+        return read(fd, into, offset)
 
-        monkeypatch.setattr(filesystem, "read", fail_once)
-        async with running(here, buddy):
-            _, found = here.write(1, rank=0)
-            here.depot.durable(found)
-            await until(lambda: bool(failed))
-            await until(lambda: buddy.copies() == [(1, 0)])
-
-    asyncio.run(story())
+    monkeypatch.setattr(filesystem, "read", fail_once)
+    async with running(here, buddy):
+        _, found = here.write(1, rank=0)
+        here.depot.durable(found)
+        await until(lambda: bool(failed))
+        await until(lambda: buddy.copies() == [(1, 0)])
 
 
 def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
@@ -156,48 +149,43 @@ def served(link: Callable[[], Link], *, tries: int) -> int:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"])
-def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
+async def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
     node: Make, authority: Authority, source: str
 ) -> None:
     """From an address of its own, and from the one that the peers share with it."""
     credentials = FileCredentials(authority.files(1))
-
-    async def story() -> None:
-        here = node(0)
-        async with running(here):
-            await until(lambda: here.depot._server is not None and here.depot._server._threads)
-            with Flood(here.address, source=source) as flood:
-                await until(lambda: flood.opened > 100)
-                with Link(here.address, credentials) as before:
-                    await asyncio.to_thread(before.listing)
-                    count = await asyncio.to_thread(
-                        served, lambda: Link(here.address, credentials), tries=6
-                    )
-                    assert count >= 5
-                    await asyncio.to_thread(before.listing)  # on the connection that it had
-                assert flood.opened > 110, "it did not stop meanwhile"
-
-    asyncio.run(story())
+    here = node(0)
+    async with running(here):
+        await until(lambda: here.depot._server is not None and here.depot._server._threads)
+        with Flood(here.address, source=source) as flood:
+            await until(lambda: flood.opened > 100)
+            with Link(here.address, credentials) as before:
+                await asyncio.to_thread(before.listing)
+                count = await asyncio.to_thread(
+                    served, lambda: Link(here.address, credentials), tries=6
+                )
+                assert count >= 5
+                await asyncio.to_thread(before.listing)  # on the connection that it had
+            assert flood.opened > 110, "it did not stop meanwhile"
 
 
-def test_strangers_get_no_more_threads_than_there_are_places_for_an_address(node: Make) -> None:
-    async def story() -> None:
-        here = node(0)
-        async with running(here):
-            await until(lambda: here.depot._server is not None and here.depot._server._threads)
-            host, _, port = here.address.rpartition(":")
-            before = threading.active_count()
-            with ExitStack() as stack:
-                for _ in range(3 * _MOST_STRANGERS):
-                    stranger = socket.create_connection((host, int(port)))
-                    stack.callback(stranger.close)
-                await until(lambda: threading.active_count() - before == _MOST_OF_AN_ADDRESS)
-            await until(lambda: threading.active_count() == before)
+async def test_strangers_get_no_more_threads_than_there_are_places_for_an_address(
+    node: Make,
+) -> None:
+    here = node(0)
+    async with running(here):
+        await until(lambda: here.depot._server is not None and here.depot._server._threads)
+        host, _, port = here.address.rpartition(":")
+        before = threading.active_count()
+        with ExitStack() as stack:
+            for _ in range(3 * _MOST_STRANGERS):
+                stranger = socket.create_connection((host, int(port)))
+                stack.callback(stranger.close)
+            await until(lambda: threading.active_count() - before == _MOST_OF_AN_ADDRESS)
+        await until(lambda: threading.active_count() == before)
 
-    asyncio.run(story())
 
-
-def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
+async def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keepstep_sidecar.tiers.peer.server._HANDSHAKE_S", 1.0)
@@ -214,9 +202,6 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
                     return sent
         return 300
 
-    async def story() -> None:
-        here = node(0)
-        async with running(here):
-            assert await asyncio.to_thread(drip, here.address) < 100
-
-    asyncio.run(story())
+    here = node(0)
+    async with running(here):
+        assert await asyncio.to_thread(drip, here.address) < 100

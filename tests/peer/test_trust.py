@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -57,68 +56,55 @@ def strangers(tmp_path: Path, authority: Authority) -> dict[str, tuple[Files, st
 @pytest.mark.parametrize(
     "kind", ["another run", "another namespace", "an expired certificate", "another authority"]
 )
-def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
+async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     node: Make, authority: Authority, tmp_path: Path, kind: str
 ) -> None:
     files, why = strangers(tmp_path, authority)[kind]
-
-    async def story() -> None:
-        one = node(0)
-        stranger = Node(tmp_path / "strange", 1, files)
-        stranger.knows(one, buddies=(one,))
-        one.knows(stranger)
-        one.write(3, rank=0)
-        async with running(one, stranger):
-            _, found = stranger.write(5, rank=1)
-            stranger.depot.durable(found)
-            await until(lambda: stranger.depot.status().trouble)
-            seen, looked = await stranger.depot.look(), await one.depot.look()
-        # both sides refuse, whoever calls
-        for inventory in (seen, looked):
-            assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
-        assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
-        assert any(text in looked.reason for text in why.split("|")), looked.reason
-        assert one.copies() == []
-        assert [found.id.step for found in survey(one.root, run=RUN).shards] == [3]
-        assert [found.id.step for found in survey(stranger.root, run=RUN).shards] == [5]
-
-    asyncio.run(story())
+    one = node(0)
+    stranger = Node(tmp_path / "strange", 1, files)
+    stranger.knows(one, buddies=(one,))
+    one.knows(stranger)
+    one.write(3, rank=0)
+    async with running(one, stranger):
+        _, found = stranger.write(5, rank=1)
+        stranger.depot.durable(found)
+        await until(lambda: stranger.depot.status().trouble)
+        seen, looked = await stranger.depot.look(), await one.depot.look()
+    # both sides refuse, whoever calls
+    for inventory in (seen, looked):
+        assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
+    assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
+    assert any(text in looked.reason for text in why.split("|")), looked.reason
+    assert one.copies() == []
+    assert [found.id.step for found in survey(one.root, run=RUN).shards] == [3]
+    assert [found.id.step for found in survey(stranger.root, run=RUN).shards] == [5]
 
 
-def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:
-    async def story() -> None:
-        here, two = node(0), node(2)
-        two.node_rank = 1  # as an operator says that has not seen yet who is there now
-        here.knows(two)
-        async with running(here, two):
-            assert (
-                "is node rank 2 of run team/gpt, not node rank 1"
-                in (await here.depot.look()).reason
-            )
-
-    asyncio.run(story())
+async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:
+    here, two = node(0), node(2)
+    two.node_rank = 1  # as an operator says that has not seen yet who is there now
+    here.knows(two)
+    async with running(here, two):
+        assert "is node rank 2 of run team/gpt, not node rank 1" in (await here.depot.look()).reason
 
 
-def test_new_certificates_hold_from_the_next_connection_on(
+async def test_new_certificates_hold_from_the_next_connection_on(
     node: Make, authority: Authority
 ) -> None:
-    async def story() -> None:
-        here, other = node(0), node(1)
-        here.knows(other)
-        async with running(here, other):
-            assert (await here.depot.look()).answer is Answer.NONE
-            expired = authority.files(0, ends=-timedelta(minutes=1))
-            shutil.copy(expired.certificate, here.files.certificate)
-            # half of a new pair: the old one stays
-            assert (await here.depot.look()).answer is Answer.NONE
-            shutil.copy(expired.key, here.files.key)
-            assert "expired" in (await here.depot.look()).reason
-            good = authority.files(0)
-            shutil.copy(good.key, here.files.key)
-            shutil.copy(good.certificate, here.files.certificate)
-            assert (await here.depot.look()).answer is Answer.NONE
-
-    asyncio.run(story())
+    here, other = node(0), node(1)
+    here.knows(other)
+    async with running(here, other):
+        assert (await here.depot.look()).answer is Answer.NONE
+        expired = authority.files(0, ends=-timedelta(minutes=1))
+        shutil.copy(expired.certificate, here.files.certificate)
+        # half of a new pair: the old one stays
+        assert (await here.depot.look()).answer is Answer.NONE
+        shutil.copy(expired.key, here.files.key)
+        assert "expired" in (await here.depot.look()).reason
+        good = authority.files(0)
+        shutil.copy(good.key, here.files.key)
+        shutil.copy(good.certificate, here.files.certificate)
+        assert (await here.depot.look()).answer is Answer.NONE
 
 
 def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> None:
@@ -151,19 +137,16 @@ def test_settings_that_cannot_work_are_refused(authority: Authority) -> None:
         PeerSettings(listen="127.0.0.1:0", peers=("10.0.0.1:9465",))
 
 
-def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
+async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
     node: Make, authority: Authority
 ) -> None:
-    async def story() -> None:
-        one, away = node(0), node(1)
-        await away.depot.close()  # nobody listens there any more
-        one.knows(away)
-        async with running(one):
-            seen = await one.depot.look()
-            assert seen.answer is Answer.UNKNOWN
-            assert seen.reason.startswith("node rank 1: ")
-            one.knows()
-            assert (await one.depot.look()).answer is Answer.NONE
-        away.volume.close()
-
-    asyncio.run(story())
+    one, away = node(0), node(1)
+    await away.depot.close()  # nobody listens there any more
+    one.knows(away)
+    async with running(one):
+        seen = await one.depot.look()
+        assert seen.answer is Answer.UNKNOWN
+        assert seen.reason.startswith("node rank 1: ")
+        one.knows()
+        assert (await one.depot.look()).answer is Answer.NONE
+    away.volume.close()

@@ -65,68 +65,59 @@ def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, 
     return slot, found
 
 
-def test_a_shard_that_was_left_comes_back_byte_for_byte(
+async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     tmp_path: Path, authority: Authority
 ) -> None:
-    async def story() -> None:
-        directory = tmp_path / "old"
-        slot, found = write(directory, 5, parameters=3_000_000)
-        before = _files(directory)
-        shelf = Shelf([directory], run=RUN)
-        assert not shelf.listing.ready
-        shelf.look()
-        depot = fetching(tmp_path, authority)
-        assert depot.address == ""
-        assert (await depot.look()).answer is Answer.NONE, "without an operator it is as without"
-        async with serving(shelf, authority) as helper:
-            depot.peers_are((helper,))
-            seen = await depot.look()
-            (remote,) = seen.shards
-            assert (remote.id, remote.rank, remote.tier) == (found.id, 1, Tier.PEER)
-            view = empty_slot(slot.layout)
-            await depot.load(remote, view)
-            assert same(view, slot)
-        assert _files(directory) == before, "nothing was written, locked or moved"
-        await depot.close()
-
-    asyncio.run(story())
-
-
-def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
-    tmp_path: Path, authority: Authority
-) -> None:
-    async def story() -> None:
-        depot = fetching(tmp_path, authority)
-        depot.peers_are((), awaits="shards lie on node b")
+    directory = tmp_path / "old"
+    slot, found = write(directory, 5, parameters=3_000_000)
+    before = _files(directory)
+    shelf = Shelf([directory], run=RUN)
+    assert not shelf.listing.ready
+    shelf.look()
+    depot = fetching(tmp_path, authority)
+    assert depot.address == ""
+    assert (await depot.look()).answer is Answer.NONE, "without an operator it is as without"
+    async with serving(shelf, authority) as helper:
+        depot.peers_are((helper,))
         seen = await depot.look()
-        assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
-        depot.peers_are(())
-        assert (await depot.look()).answer is Answer.NONE
-        await depot.close()
+        (remote,) = seen.shards
+        assert (remote.id, remote.rank, remote.tier) == (found.id, 1, Tier.PEER)
+        view = empty_slot(slot.layout)
+        await depot.load(remote, view)
+        assert same(view, slot)
+    assert _files(directory) == before, "nothing was written, locked or moved"
+    await depot.close()
 
-    asyncio.run(story())
 
-
-def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
+async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
     tmp_path: Path, authority: Authority
 ) -> None:
-    async def story() -> None:
-        directory = tmp_path / "old" / "1"
-        node = Node(tmp_path / "old", 1, authority.files(1))
-        sender = Node(tmp_path / "old", 0, authority.files(0))
-        async with running(node, sender):
-            sender.knows(node, buddies=(node,))
-            for sent, step in enumerate((4, 5)):
-                _, found = sender.write(step, rank=0)
-                sender.depot.durable(found)
-                await until(lambda: sender.depot.status().sent > sent)  # noqa: B023
-        shelf = Shelf([directory], run=RUN)
-        assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
-        newest = Wanted(ranks={0: (found.id,)}, committed=found.id)
-        assert shelf.desk.copies.want(newest, sender=0) == 0
-        assert len(shelf.look().shards) == 2
+    depot = fetching(tmp_path, authority)
+    depot.peers_are((), awaits="shards lie on node b")
+    seen = await depot.look()
+    assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
+    depot.peers_are(())
+    assert (await depot.look()).answer is Answer.NONE
+    await depot.close()
 
-    asyncio.run(story())
+
+async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
+    tmp_path: Path, authority: Authority
+) -> None:
+    directory = tmp_path / "old" / "1"
+    node = Node(tmp_path / "old", 1, authority.files(1))
+    sender = Node(tmp_path / "old", 0, authority.files(0))
+    async with running(node, sender):
+        sender.knows(node, buddies=(node,))
+        for sent, step in enumerate((4, 5)):
+            _, found = sender.write(step, rank=0)
+            sender.depot.durable(found)
+            await until(lambda: sender.depot.status().sent > sent)  # noqa: B023
+    shelf = Shelf([directory], run=RUN)
+    assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
+    newest = Wanted(ranks={0: (found.id,)}, committed=found.id)
+    assert shelf.desk.copies.want(newest, sender=0) == 0
+    assert len(shelf.look().shards) == 2
 
 
 def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> None:

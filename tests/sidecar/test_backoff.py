@@ -13,27 +13,26 @@ from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.report.reporter import Look, Reporter
 
 
-def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(tmp_path: Path) -> None:
-    async def story() -> None:
-        waiting, changes = False, Changes()
-        unused: Any = None
-        reporter = Reporter(
-            Reporting(
-                url="https://localhost:1",
-                ca=make_identity(tmp_path / "tls").pem,
-                token_file=tmp_path / "token",
-            ),
-            Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
-            obey=unused,
-            changes=changes,
-        )
-        reporter._failures = 8  # now it pauses for 15 to 30 s
-        pause = asyncio.create_task(reporter._until_due())
-        await asyncio.sleep(5.0)
-        assert not pause.done()
-        waiting = True
-        changes.ring()
-        async with asyncio.timeout(5.0):
-            await pause
-
-    asyncio.run(story())
+async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
+    tmp_path: Path,
+) -> None:
+    waiting, changes = False, Changes()
+    unused: Any = None
+    reporter = Reporter(
+        Reporting(
+            url="https://localhost:1",
+            ca=make_identity(tmp_path / "tls").pem,
+            token_file=tmp_path / "token",
+        ),
+        Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
+        obey=unused,
+        changes=changes,
+    )
+    reporter._failures = 8  # now it pauses for 15 to 30 s
+    pause = asyncio.create_task(reporter._until_due())
+    await asyncio.sleep(5.0)
+    assert not pause.done()
+    waiting = True
+    changes.ring()
+    async with asyncio.timeout(5.0):
+        await pause

@@ -53,51 +53,45 @@ class Copy:
         )
 
 
-def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_alone(
+async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_alone(
     tmp_path: Path,
 ) -> None:
     """There is one slot. The vote chose an older step than this sidecar had planned: what waits
     to fetch that one gives up, whether it asked before the agreed image was there or after."""
-
-    async def story() -> None:
-        layout = make_layout()
-        keeper = SlotPool(tmp_path, run="run")
-        slot_set = keeper.rank(0).slot_sets[layout.id] = SlotSet(layout)
-        path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
-        slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
-        copies = {id: Copy(id, layout) for id in (AGREED, PLANNED)}
-        committer: Any = SimpleNamespace(
-            look=lambda: SimpleNamespace(watermark=lambda tier: None),
-            wanted=lambda: PLANNED,
-            ranks=lambda: [0],
-            reach=SimpleNamespace(
-                nearest=lambda id, rank: Tier.ARCHIVE, origins=lambda id, rank: [copies[id]]
-            ),
-            ledger=SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
-            opening=lambda id, *, on: None,
-        )
-        waits = asyncio.Event()
-        loader = Loader(
-            keeper,
-            committer,
-            Fetcher(keeper, committer),
-            changes=Changes(),
-            grow=lambda slots, slot_set: waits.set(),
-            leased=lambda rank: True,
-        )
-        opened = asyncio.create_task(loader.bring(AGREED, 0))
-        await copies[AGREED].reading.wait()
-        before = asyncio.create_task(loader.bring(PLANNED, 0))
-        await waits.wait()
-        loader.agreed[0] = AGREED
-        for copy in copies.values():
-            copy.let.set()
-        await opened
-        for prefetch in (before, loader.bring(PLANNED, 0)):
-            with pytest.raises(
-                NoMemoryError, match=f"rank 0 restores step {AGREED}, not {PLANNED}"
-            ):
-                await prefetch
-        assert keeper.rank(0).find(AGREED) is not None
-
-    asyncio.run(story())
+    layout = make_layout()
+    keeper = SlotPool(tmp_path, run="run")
+    slot_set = keeper.rank(0).slot_sets[layout.id] = SlotSet(layout)
+    path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
+    slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
+    copies = {id: Copy(id, layout) for id in (AGREED, PLANNED)}
+    committer: Any = SimpleNamespace(
+        look=lambda: SimpleNamespace(watermark=lambda tier: None),
+        wanted=lambda: PLANNED,
+        ranks=lambda: [0],
+        reach=SimpleNamespace(
+            nearest=lambda id, rank: Tier.ARCHIVE, origins=lambda id, rank: [copies[id]]
+        ),
+        ledger=SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
+        opening=lambda id, *, on: None,
+    )
+    waits = asyncio.Event()
+    loader = Loader(
+        keeper,
+        committer,
+        Fetcher(keeper, committer),
+        changes=Changes(),
+        grow=lambda slots, slot_set: waits.set(),
+        leased=lambda rank: True,
+    )
+    opened = asyncio.create_task(loader.bring(AGREED, 0))
+    await copies[AGREED].reading.wait()
+    before = asyncio.create_task(loader.bring(PLANNED, 0))
+    await waits.wait()
+    loader.agreed[0] = AGREED
+    for copy in copies.values():
+        copy.let.set()
+    await opened
+    for prefetch in (before, loader.bring(PLANNED, 0)):
+        with pytest.raises(NoMemoryError, match=f"rank 0 restores step {AGREED}, not {PLANNED}"):
+            await prefetch
+    assert keeper.rank(0).find(AGREED) is not None

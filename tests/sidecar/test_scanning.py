@@ -112,23 +112,20 @@ def test_a_shard_that_is_deleted_during_a_scan_does_not_come_back(
     assert asyncio.run(story()) == [2]
 
 
-def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
+async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> Scan:
         raise StorageError("Input/output error")
 
-    async def story() -> None:
-        write(committer, 1)
-        with monkeypatch.context() as broken:
-            broken.setattr(volumes, "scan", failing)
-            await committer.scan()
-        assert "Input/output" in committer.unreadable
+    write(committer, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(volumes, "scan", failing)
         await committer.scan()
-        assert committer.unreadable == ""
-        assert [id.step for id in committer.stock.shards] == [1]
-
-    asyncio.run(story())
+    assert "Input/output" in committer.unreadable
+    await committer.scan()
+    assert committer.unreadable == ""
+    assert [id.step for id in committer.stock.shards] == [1]
 
 
 # --- the process: files that are none, scans that fail ----------------------------------------

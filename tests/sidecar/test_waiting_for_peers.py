@@ -50,52 +50,45 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
     assert not work.done()
 
 
-def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
-    async def story() -> None:
-        peers = Peers()
-        remotes = Remotes([peers])  # type: ignore[list-item]
-        before = asyncio.create_task(remotes.look())
-        await _let_begin(before)
-        peers.known = (MET,)
-        shared, new, newer = (
-            asyncio.create_task(remotes.look(anew=anew)) for anew in (False, True, True)
-        )
-        await _let_begin(new)
-        assert peers.asked == 1
-        peers.answers.set()
-        await asyncio.gather(before, shared, new, newer)
-        assert peers.asked == 2, "one look for both who asked after it was named"
-        assert remotes.epochs == (MET,)
-
-    asyncio.run(story())
+async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
+    peers = Peers()
+    remotes = Remotes([peers])  # type: ignore[list-item]
+    before = asyncio.create_task(remotes.look())
+    await _let_begin(before)
+    peers.known = (MET,)
+    shared, new, newer = (
+        asyncio.create_task(remotes.look(anew=anew)) for anew in (False, True, True)
+    )
+    await _let_begin(new)
+    assert peers.asked == 1
+    peers.answers.set()
+    await asyncio.gather(before, shared, new, newer)
+    assert peers.asked == 2, "one look for both who asked after it was named"
+    assert remotes.epochs == (MET,)
 
 
-def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> None:
+async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> None:
     """Also that of a rank which holds something: it may be old."""
+    peers = Peers()
+    peers.answers.set()
+    remotes = Remotes([peers])  # type: ignore[list-item]
 
-    async def story() -> None:
-        peers = Peers()
-        peers.answers.set()
-        remotes = Remotes([peers])  # type: ignore[list-item]
+    async def look_beyond(*, anew: bool = False) -> None:
+        await remotes.look(anew=anew)
 
-        async def look_beyond(*, anew: bool = False) -> None:
-            await remotes.look(anew=anew)
+    committer: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
+    beyond = RemoteTiers(committer, Changes())
+    await beyond.look()
+    peers.answers.clear()
+    looks: list[asyncio.Task[None]] = []
 
-        committer: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
-        beyond = RemoteTiers(committer, Changes())
-        await beyond.look()
-        peers.answers.clear()
-        looks: list[asyncio.Task[None]] = []
+    def spawn(work: Coroutine[Any, Any, None], name: str) -> None:
+        looks.append(asyncio.create_task(work, name=name))
 
-        def spawn(work: Coroutine[Any, Any, None], name: str) -> None:
-            looks.append(asyncio.create_task(work, name=name))
-
-        beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
-        vote = asyncio.create_task(beyond.fresh(held=True, timeout_s=60.0))
-        await _let_begin(vote)
-        peers.answers.set()
-        await vote
-        assert remotes.epochs == (MET,)
-        await asyncio.gather(*looks)
-
-    asyncio.run(story())
+    beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
+    vote = asyncio.create_task(beyond.fresh(held=True, timeout_s=60.0))
+    await _let_begin(vote)
+    peers.answers.set()
+    await vote
+    assert remotes.epochs == (MET,)
+    await asyncio.gather(*looks)

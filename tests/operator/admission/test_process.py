@@ -21,7 +21,6 @@ from tests.harness import until
 from tests.operator.admission.reviews import ApiServersWebhook
 from tests.operator.apiserver import ApiServer, put_policy
 from tests.operator.injection.pods import DEFAULTS, policy_body, pytorch_job
-from tests.operator.loop import in_loop
 
 _CONFIG_MAP = {
     "metadata": {"name": "keepstep-reports-ca", "namespace": "keepstep-system"},
@@ -95,7 +94,6 @@ async def _admission(
             await process.wait()
 
 
-@in_loop
 async def test_it_is_ready_once_it_knows_policies_and_ca(tls_dir: Path, authority: Pair) -> None:
     async with (
         ApiServer().running() as server,
@@ -125,7 +123,6 @@ async def test_it_is_ready_once_it_knows_policies_and_ca(tls_dir: Path, authorit
         assert await admission.ended() == 0
 
 
-@in_loop
 async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
     tls_dir: Path, authority: Pair
 ) -> None:
@@ -150,7 +147,6 @@ async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
 _POLICY = "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default"
 
 
-@in_loop
 async def test_without_a_certificate_it_says_what_is_missing(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "keepstep_operator.main", "admission",

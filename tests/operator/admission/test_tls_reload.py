@@ -16,7 +16,6 @@ from keepstep_operator.serving import health_routes, listening
 from keepstep_operator.tls import ServerTls
 from tests.harness import until
 from tests.operator.admission.reviews import NAME, write_pair
-from tests.operator.loop import in_loop
 
 _DAY = timedelta(days=1)
 
@@ -35,7 +34,6 @@ async def _serial(port: int, authority: Pair) -> int:
     return facts(ssl.DER_cert_to_PEM_cert(shown).encode()).serial
 
 
-@in_loop
 async def test_new_connections_get_the_new_certificate(tls_dir: Path, authority: Pair) -> None:
     tls = ServerTls(tls_dir)
     app = web.Application()
@@ -55,7 +53,6 @@ async def test_new_connections_get_the_new_certificate(tls_dir: Path, authority:
         assert await _serial(port, authority) == facts(new.certificate).serial
 
 
-@in_loop
 async def test_a_half_written_pair_is_left_alone_until_it_fits(
     tls_dir: Path, authority: Pair
 ) -> None:

@@ -28,7 +28,6 @@ from tests.operator.injection.pods import (
     policy_body,
     pytorch_job,
 )
-from tests.operator.loop import in_loop
 
 
 async def _synced(running: Running) -> None:
@@ -45,7 +44,6 @@ def _reason(pod: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-@in_loop
 async def test_an_annotated_pod_becomes_what_injection_makes_of_it(
     started: Start, make: Any
 ) -> None:
@@ -57,7 +55,6 @@ async def test_an_annotated_pod_becomes_what_injection_makes_of_it(
         assert warnings == []
 
 
-@in_loop
 async def test_a_reinvocation_is_answered_without_a_patch(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -67,7 +64,6 @@ async def test_a_reinvocation_is_answered_without_a_patch(started: Start) -> Non
         assert running.count("skipped", "AlreadyInjected") == 1
 
 
-@in_loop
 async def test_a_namespace_that_only_the_request_names_is_enough(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -77,7 +73,6 @@ async def test_a_namespace_that_only_the_request_names_is_enough(started: Start)
         assert "patch" in await running.webhook.post(review)
 
 
-@in_loop
 async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
     async with started() as running:
         pod = bare_pod()
@@ -86,7 +81,6 @@ async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
         assert running.count("skipped", "NotAsked") == 1
 
 
-@in_loop
 async def test_a_cached_policy_is_used_without_asking_the_api_server(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -97,7 +91,6 @@ async def test_a_cached_policy_is_used_without_asking_the_api_server(started: St
         assert warnings == []
 
 
-@in_loop
 async def test_a_pod_prefers_the_nodes_that_hold_its_shards(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(HOST_PATH))
@@ -116,7 +109,6 @@ async def test_a_pod_prefers_the_nodes_that_hold_its_shards(started: Start) -> N
         assert _preferred(again) == [("node-6", 100), ("node-7", 50), ("node-5", 50)], "remembered"
 
 
-@in_loop
 async def test_a_run_that_is_not_there_or_makes_no_sense_means_no_preference(
     started: Start,
 ) -> None:
@@ -131,7 +123,6 @@ async def test_a_run_that_is_not_there_or_makes_no_sense_means_no_preference(
         assert (_preferred(created), warnings) == ([], [])
 
 
-@in_loop
 async def test_a_changed_policy_holds_for_the_next_pod(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -147,7 +138,6 @@ async def test_a_changed_policy_holds_for_the_next_pod(started: Start) -> None:
         await until(kept_nine)
 
 
-@in_loop
 async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -160,7 +150,6 @@ async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
         await until(lambda: _policies(running) == 1)
 
 
-@in_loop
 async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started: Start) -> None:
     async with started() as running:
         creation = asyncio.create_task(running.webhook.create(pytorch_job()))
@@ -172,7 +161,6 @@ async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started:
         assert warnings == []
 
 
-@in_loop
 async def test_a_wrong_name_is_waited_for_only_once(started: Start) -> None:
     async with started(patience_s=0.3) as running:
         put_policy(running.server, policy_body(name="other"))
@@ -190,7 +178,6 @@ def _path(name: str) -> str:
     return POLICIES.path(name, namespace=NAMESPACE)
 
 
-@in_loop
 async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(memory={"limit": "12"}))
@@ -202,7 +189,6 @@ async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: 
         ]
 
 
-@in_loop
 async def test_a_host_path_that_is_not_allowed_lets_the_pod_pass(started: Start) -> None:
     async with started() as running:
         elsewhere = {**HOST_PATH, "hostPath": {"path": "/etc"}}
@@ -213,7 +199,6 @@ async def test_a_host_path_that_is_not_allowed_lets_the_pod_pass(started: Start)
         assert "hostPath" not in str(created["spec"]["volumes"])
 
 
-@in_loop
 async def test_warnings_of_an_injection_reach_whoever_creates_the_pod(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(accounting="CarveOut"))
@@ -224,7 +209,6 @@ async def test_warnings_of_an_injection_reach_whoever_creates_the_pod(started: S
         assert "CarveOut is not possible" in warnings[0]
 
 
-@in_loop
 async def test_an_api_server_that_is_away_lets_the_pod_pass(started: Start) -> None:
     async with started(follow=False) as running:
         running.server.down = True
@@ -234,7 +218,6 @@ async def test_an_api_server_that_is_away_lets_the_pod_pass(started: Start) -> N
         assert running.count("failed", "Unavailable") == 1
 
 
-@in_loop
 async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: Start) -> None:
     async with started(follow=False, deadline_s=0.3) as running:
         running.server.delay_s = 30
@@ -244,7 +227,6 @@ async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: S
         assert _reason(created) == "Timeout"
 
 
-@in_loop
 async def test_an_unknown_reports_ca_lets_the_pod_pass(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
@@ -253,7 +235,6 @@ async def test_an_unknown_reports_ca_lets_the_pod_pass(started: Start) -> None:
         assert _reason(created) == "NotReady"
 
 
-@in_loop
 async def test_a_bug_of_ours_lets_the_pod_pass(
     started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +253,6 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"request": {}}', b'{"request": {"uid": "1", "object": 5}}']
 )
-@in_loop
 async def test_what_is_no_review_is_refused(started: Start, data: bytes) -> None:
     async with started(follow=False) as running:
         status, text = await running.webhook.raw(data)
@@ -291,7 +271,6 @@ async def test_what_is_no_review_is_refused(started: Start, data: bytes) -> None
         ("spec", {"containers": [{"name": "a", "env": [{}]}]}),
     ],
 )
-@in_loop
 async def test_a_malformed_pod_is_left_to_the_api_servers_own_validation(
     started: Start, field: str, value: Any
 ) -> None:
@@ -307,7 +286,6 @@ def _request(pod: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return request
 
 
-@in_loop
 async def test_health_and_readiness_are_told_apart(started: Start) -> None:
     async with started(follow=False) as running:
         assert await running.webhook.get("/healthz") == (200, "ok\n")

@@ -24,7 +24,6 @@ from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeE
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.certificates.handshake import shakes_hands
-from tests.operator.loop import in_loop
 
 Body = dict[str, Any]
 DAY = timedelta(days=1)
@@ -85,7 +84,6 @@ def _trusts(bundle: bytes, pair: Pair) -> bool:
     return any(is_signed_by(pair.certificate, one) for one in split(bundle))
 
 
-@in_loop
 async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -> None:
     async with _kept(at=datetime.now(UTC)) as kept:
         leaf = await kept.after(timedelta())
@@ -96,7 +94,6 @@ async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -
         assert body["type"] == "kubernetes.io/tls"
 
 
-@in_loop
 async def test_a_round_with_nothing_to_do_writes_nothing() -> None:
     async with _kept() as kept:
         await kept.after(timedelta())
@@ -105,7 +102,6 @@ async def test_a_round_with_nothing_to_do_writes_nothing() -> None:
         assert {method for method, _ in kept.server.requests} == {"GET"}
 
 
-@in_loop
 async def test_over_ten_years_every_client_accepts_every_server_within_the_overlap() -> None:
     """Clients know a bundle that is up to 28 days old, servers show a leaf that is up to 14."""
     async with _kept() as kept:
@@ -125,7 +121,6 @@ async def test_over_ten_years_every_client_accepts_every_server_within_the_overl
         assert len(split(bundles[-1])) == 1
 
 
-@in_loop
 async def test_a_new_authority_is_published_before_it_signs_and_real_clients_follow() -> None:
     async with _kept(at=datetime.now(UTC) - 2 * DAY) as kept:
         await kept.after(timedelta())
@@ -164,7 +159,6 @@ async def _ask(server: ApiServer) -> None:
     )
 
 
-@in_loop
 async def test_nothing_is_promoted_while_it_could_not_be_published() -> None:
     async with _kept() as kept:
         await kept.after(timedelta())
@@ -199,7 +193,6 @@ class _Refusing:
         self._server.down = False
 
 
-@in_loop
 async def test_a_lost_authority_is_replaced_and_what_clients_trusted_stays_trusted() -> None:
     async with _kept() as kept:
         await kept.after(timedelta())
@@ -214,7 +207,6 @@ async def test_a_lost_authority_is_replaced_and_what_clients_trusted_stays_trust
 
 
 @pytest.mark.parametrize("spoilt", ["tls.key", "tls.crt"])
-@in_loop
 async def test_a_spoilt_leaf_is_made_anew(spoilt: str) -> None:
     async with _kept() as kept:
         await kept.after(timedelta())
@@ -227,7 +219,6 @@ async def test_a_spoilt_leaf_is_made_anew(spoilt: str) -> None:
         assert _trusts(kept.published, kept.shown)
 
 
-@in_loop
 async def test_a_config_map_that_somebody_emptied_is_filled_again() -> None:
     async with _kept() as kept:
         await kept.after(timedelta())
@@ -240,7 +231,6 @@ async def test_a_config_map_that_somebody_emptied_is_filled_again() -> None:
         assert body["data"]["other"] == "kept"
 
 
-@in_loop
 async def test_of_two_writers_at_once_one_wins_and_the_other_goes_on_from_there() -> None:
     async with _kept() as kept, Client(kept.server.access) as client:
         publish = Published(client, namespace=NAMESPACE).in_config_map(f"{SERVICE}-ca")
@@ -253,7 +243,6 @@ async def test_of_two_writers_at_once_one_wins_and_the_other_goes_on_from_there(
         assert _trusts(kept.published, kept.shown)
 
 
-@in_loop
 async def test_an_api_server_that_is_away_is_an_error_that_can_be_tried_again() -> None:
     async with _kept() as kept:
         kept.server.down = True
@@ -279,7 +268,6 @@ def _bundles(server: ApiServer) -> dict[str, str | None]:
     return {one["name"]: one["clientConfig"].get("caBundle") for one in body["webhooks"]}
 
 
-@in_loop
 async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         publish = Published(client, namespace=NAMESPACE).in_webhook("keepstep")
@@ -296,7 +284,6 @@ async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
         assert [method for method, _ in server.requests] == ["GET", "PATCH", "GET"]
 
 
-@in_loop
 async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         server.put(WEBHOOKS, _webhooks(inject="", other="theirs"))
@@ -315,7 +302,6 @@ async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
         assert set(_bundles(server).values()) == {bundle["tls.crt"]}
 
 
-@in_loop
 async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
     async with ApiServer().running() as server:
         server.put(WEBHOOKS, _webhooks(inject=None))
@@ -339,7 +325,6 @@ async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
         assert leaf.names[0] == f"keepstep-admission.{NAMESPACE}.svc"
 
 
-@in_loop
 async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
     process = await create_subprocess_exec(
         sys.executable, "-m", "keepstep_operator.main", "certificates", "--once",
@@ -353,7 +338,6 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
     assert b"Traceback" not in err
 
 
-@in_loop
 async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
     tmp_path: Path,
 ) -> None:

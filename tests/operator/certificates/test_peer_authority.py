@@ -10,10 +10,8 @@ from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.kube import SECRETS, Client
 from tests.operator.apiserver import ApiServer
 from tests.operator.certificates.test_keeper import LIFETIMES, NAMESPACE
-from tests.operator.loop import in_loop
 
 
-@in_loop
 async def test_no_secret_but_its_own_is_asked_for() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         await _keeper(client, LIFETIMES).round()

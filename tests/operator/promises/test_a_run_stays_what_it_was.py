@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness import until
 from tests.operator.injection.pods import NAMESPACE, policy_body, pytorch_job
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     GROUP,
     REPORTS_CA,
@@ -57,7 +56,6 @@ async def _recorded(created: Body, directory: Path) -> Body:
     reason="all pods of a run have the sidecar image and the policy with which it began; mended"
     " with the operator's rebuild",
 )
-@in_loop
 async def test_a_pod_that_joins_a_run_gets_the_image_and_policy_of_the_others(
     tmp_path: Path,
 ) -> None:
@@ -78,7 +76,6 @@ async def test_a_pod_that_joins_a_run_gets_the_image_and_policy_of_the_others(
     reason="sidecars that run hear of a new authority of the reports API by the replies, so that an"
     " old one can go within days; mended with the operator's rebuild",
 )
-@in_loop
 async def test_a_reply_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
     path = f"/api/v1/namespaces/{SYSTEM}/configmaps/{REPORTS_CA['metadata']['name']}"
     cluster = Cluster(objects=dict([policy(), (path, REPORTS_CA)]))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import until
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Body,
     Cluster,
@@ -41,7 +40,6 @@ def _ranks(node_rank: int, ranks: int, world: int, step: int) -> list[Body]:
     reason="a rank takes 2 KiB of the reconciler's memory, so that 10,000 pods of eight ranks fit"
     " in; mended with the operator's rebuild",
 )
-@in_loop
 async def test_a_rank_takes_little_memory(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     sizes = {"few": 1, "many": 64}
@@ -98,7 +96,6 @@ def _nothing(number: int, turn: int) -> list[Body]:
     reason="a report costs the same however many steps are archived; mended with the operator's"
     " rebuild",
 )
-@in_loop
 async def test_a_long_run_with_many_archived_steps_reports_as_cheaply(tmp_path: Path) -> None:
     def with_archive(archived: int) -> Says:
         archive = tuple(1000 * (number + 1) for number in range(archived))
@@ -125,7 +122,6 @@ async def test_a_long_run_with_many_archived_steps_reports_as_cheaply(tmp_path: 
     reason="a pod's report costs the same in a run of thousands of ranks; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_a_report_costs_the_same_in_a_large_run(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     runs, others = [(_bind(cluster, "idle"), _nothing)], {}
@@ -154,7 +150,6 @@ def _of_a_world(world: int, number: int, turn: int) -> list[Body]:
     reason="pods of jobs that never asked for keepstep are not held in memory; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_pods_of_others_take_no_memory(tmp_path: Path) -> None:
     alone, beside = Cluster(), Cluster(objects=dict(foreign_pod(one) for one in range(1500)))
     async with (

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import until
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Cluster,
     finished_run,
@@ -38,7 +37,6 @@ def _cluster() -> tuple[Cluster, list[str]]:
     reason="sidecars report as often beside many finished runs as alone; mended with the operator's"
     " rebuild",
 )
-@in_loop
 async def test_reports_come_no_less_often_beside_finished_runs(tmp_path: Path) -> None:
     cluster, tokens = _cluster()
     async with reconciler(cluster, tmp_path) as operator:
@@ -54,7 +52,6 @@ async def test_reports_come_no_less_often_beside_finished_runs(tmp_path: Path) -
     reason="a run's status is written as soon beside many finished runs as alone; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_statuses_are_written_no_later_beside_finished_runs(tmp_path: Path) -> None:
     cluster, tokens = _cluster()
     async with reconciler(cluster, tmp_path) as operator:

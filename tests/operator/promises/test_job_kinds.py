@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.operator.injection.pods import bare_pod, owner, policy_body
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Body,
     Cluster,
@@ -67,7 +66,6 @@ async def _two_pods(
     reason="two pods of a job have two node ranks, or are refused with UnknownJobKind; mended with"
     " the operator's rebuild",
 )
-@in_loop
 async def test_pods_that_have_an_index_never_share_a_node_rank(tmp_path: Path) -> None:
     shared = {}
     async with webhook(tmp_path, policy_body()) as admission:
@@ -86,7 +84,6 @@ async def test_pods_that_have_an_index_never_share_a_node_rank(tmp_path: Path) -
     reason="pods whose kind of job tells no rank are refused with UnknownJobKind and the label to"
     " set; mended with the operator's rebuild",
 )
-@in_loop
 async def test_several_pods_that_nothing_tells_apart_are_refused_with_what_to_do(
     tmp_path: Path,
 ) -> None:
@@ -106,7 +103,6 @@ async def test_several_pods_that_nothing_tells_apart_are_refused_with_what_to_do
     reason="a run says which living pods have one node rank between them; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_two_living_pods_of_one_node_rank_show_on_the_run(tmp_path: Path) -> None:
     first, second = pod(0), pod(0, node="node-1")
     second["metadata"] |= {"name": "twin", "uid": "twin"}

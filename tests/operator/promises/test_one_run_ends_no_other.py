@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Cluster,
     pod,
@@ -27,7 +26,6 @@ from tests.operator.promises.surface import (
     reason="a run whose state raises is counted and left out, and the process goes on; mended with"
     " the operator's rebuild",
 )
-@in_loop
 async def test_a_run_that_raises_does_not_end_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.operator.injection.pods import policy_body
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Body,
     Cluster,
@@ -66,7 +65,6 @@ REPORTS = [a_large_world, many_steps, many_epochs, many_warnings]
     reason="one report costs a bounded share of memory and CPU, taken or refused; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_one_report_costs_little_memory_and_cpu(
     tmp_path: Path, hostile: Callable[[], Body]
 ) -> None:
@@ -87,7 +85,6 @@ async def test_one_report_costs_little_memory_and_cpu(
     reason="the work for one report does not keep others waiting; mended with the operator's"
     " rebuild",
 )
-@in_loop
 async def test_health_is_answered_while_a_report_is_worked_on(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     token = cluster.bind(pod(0))
@@ -103,7 +100,6 @@ async def test_health_is_answered_while_a_report_is_worked_on(tmp_path: Path) ->
     reason="a pod that reports faster than it was told is refused with 429; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_the_pace_that_a_reply_asks_for_is_enforced(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     token = cluster.bind(pod(0))
@@ -133,7 +129,6 @@ async def _holds_idle_connections(operator: Operator) -> None:
     reason="connections of one source that ask nothing are few and are ended soon, on the reports"
     " API; mended with the operator's rebuild",
 )
-@in_loop
 async def test_idle_connections_do_not_fill_the_reconciler(tmp_path: Path) -> None:
     async with reconciler(Cluster(), tmp_path) as operator:
         await _holds_idle_connections(operator)
@@ -145,7 +140,6 @@ async def test_idle_connections_do_not_fill_the_reconciler(tmp_path: Path) -> No
     reason="connections of one source that ask nothing are few and are ended soon, on the webhook;"
     " mended with the operator's rebuild",
 )
-@in_loop
 async def test_idle_connections_do_not_fill_admission(tmp_path: Path) -> None:
     async with webhook(tmp_path, policy_body()) as admission:
         await _holds_idle_connections(admission.operator)
@@ -169,7 +163,6 @@ def _forged(number: int) -> str:
     reason="wrong tokens of one source become a bounded number of TokenReviews; mended with the"
     " operator's rebuild",
 )
-@in_loop
 async def test_wrong_tokens_do_not_flood_the_api_server(tmp_path: Path) -> None:
     cluster = Cluster()
     async with reconciler(cluster, tmp_path) as operator:

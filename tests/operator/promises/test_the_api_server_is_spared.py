@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import until
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import Cluster, dead_watch_noticed_after_s, reconciler
 
 LATER_S = 3.0
@@ -18,7 +17,6 @@ LATER_S = 3.0
     raises=AssertionError,
     reason="Retry-After is waited for; mended with the operator's rebuild",
 )
-@in_loop
 async def test_who_is_told_to_come_later_comes_later(tmp_path: Path) -> None:
     cluster = Cluster(busy_part="/pods", busy_s=LATER_S)
     async with reconciler(cluster, tmp_path):

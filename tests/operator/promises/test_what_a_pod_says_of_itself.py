@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.harness import until
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     HELPERS,
     RUN,
@@ -37,7 +36,6 @@ _OF_A_RUN = re.compile(r"/host/\d+/[a-z0-9-]+/[a-z0-9]([-a-z0-9]*[a-z0-9])?")
     reason="the job that a pod's annotation names is looked up in the pod's own namespace and by"
     " its kind, or not at all; mended with the operator's rebuild",
 )
-@in_loop
 async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
     cluster = Cluster()
     pods = [
@@ -66,7 +64,6 @@ async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
     reason="what is no name of a run is none, wherever it comes from, and no cleaning pod is made"
     " for it; mended with the operator's rebuild",
 )
-@in_loop
 async def test_a_label_that_is_no_name_of_a_run_sends_out_no_cleaner(
     tmp_path: Path, key: str
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import until
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import (
     Cluster,
     ends_when_its_kind_may_not_be_read,
@@ -26,7 +25,6 @@ from tests.operator.promises.surface import (
     raises=AssertionError,
     reason="a Checkpoint goes with its CheckpointRun; mended with the operator's rebuild",
 )
-@in_loop
 async def test_checkpoints_are_owned_by_their_run(tmp_path: Path) -> None:
     archive = {"s3": {"bucket": "b"}, "every": 10}
     cluster = Cluster(objects=dict([policy(archive=archive)]))
@@ -47,7 +45,6 @@ async def test_checkpoints_are_owned_by_their_run(tmp_path: Path) -> None:
     reason="only the object that was looked at is deleted, by uid; mended with the operator's"
     " rebuild",
 )
-@in_loop
 async def test_a_run_is_deleted_by_its_uid(tmp_path: Path) -> None:
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
     cluster = Cluster(objects=dict([policy(), finished_run("old", at=ended)]))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.operator.injection.pods import bare_pod, policy_body
-from tests.operator.loop import in_loop
 from tests.operator.promises.surface import is_injected, webhook
 
 
@@ -19,7 +18,6 @@ from tests.operator.promises.surface import is_injected, webhook
     reason="a pod whose containers see each other's processes is refused, or its creator warned;"
     " mended with the operator's rebuild",
 )
-@in_loop
 async def test_a_shared_process_namespace_is_never_passed_over_in_silence(
     tmp_path: Path, spec: dict[str, Any]
 ) -> None:
@@ -37,7 +35,6 @@ async def test_a_shared_process_namespace_is_never_passed_over_in_silence(
     reason="a container of the user's that mounts a volume of the sidecar is refused, or does not"
     " get it; mended with the operator's rebuild",
 )
-@in_loop
 async def test_the_training_container_does_not_get_the_sidecars_volumes_by_naming_them(
     tmp_path: Path, volume: str
 ) -> None:
