@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 KILLS ?= 500
 MINUTES ?= 60
-# tests at a time: half of them wait for processes
-JOBS ?= 3
+# tests at a time
+JOBS ?= 2
 
 .PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks fuzz clean help
 
