@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import pytest
-
 from keepstep.core.slot_table import Slot, SlotState, SlotTable
 from keepstep.steps import EpochId, StepId
 
@@ -179,24 +177,20 @@ def _way(state: State, came_from: dict[State, tuple[str, State] | None]) -> list
     return names[::-1]
 
 
-@pytest.mark.timeout(60)
 def test_four_slots_always_leave_a_step_in_common_in_memory() -> None:
     visited, window = search(Rules(slots=4))
     assert window is None
     assert visited > 1000, "the search must not end early"
 
 
-@pytest.mark.timeout(90)
 def test_three_slots_suffice_while_nothing_is_pinned() -> None:
     assert search(Rules(slots=3, pins=False))[1] is None
 
 
-@pytest.mark.timeout(60)
 def test_three_ranks_need_no_more_slots_than_two() -> None:
     assert search(Rules(slots=3, pins=False), ranks=3)[1] is None
 
 
-@pytest.mark.timeout(90)
 def test_three_slots_with_a_pinned_one_leave_a_window() -> None:
     _, window = search(Rules(slots=3))
     assert window is not None
@@ -204,20 +198,17 @@ def test_three_slots_with_a_pinned_one_leave_a_window() -> None:
     assert window[-1].endswith("saves"), "the window opens when a victim is zeroed"
 
 
-@pytest.mark.timeout(90)
 def test_four_slots_leave_a_window_when_victims_are_zeroed_before_the_collective() -> None:
     _, window = search(Rules(slots=4, zeroed_early=True))
     assert window is not None
     assert window[-1].endswith("asks ahead")
 
 
-@pytest.mark.timeout(90)
 def test_two_slots_leave_a_window_even_without_pins() -> None:
     _, window = search(Rules(slots=2, pins=False))
     assert window is not None
     assert window[-1].endswith("saves")
 
 
-@pytest.mark.timeout(90)
 def test_two_slots_leave_no_window_when_images_are_copied_before_save_returns() -> None:
     assert search(Rules(slots=2, pins=False, lazy=False))[1] is None

@@ -21,7 +21,6 @@ def _play(text: str) -> str:
     return str(module.play(text))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("file", _FILES, ids=lambda file: file.stem)
 def test_the_scenario_prints_what_its_file_says(file: Path) -> None:
     text = file.read_text()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -421,5 +420,5 @@ class Tiers(RuleBasedStateMachine):
             assert newest is None or plan.id >= newest
 
 
-TestTiers = pytest.mark.timeout(120)(Tiers.TestCase)
+TestTiers = Tiers.TestCase
 TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blob=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -390,5 +389,5 @@ def _report(rank: Rank, world: int) -> RankReport:
     )
 
 
-TestWholeRun = pytest.mark.timeout(60)(WholeRun.TestCase)
+TestWholeRun = WholeRun.TestCase
 TestWholeRun.settings = settings(max_examples=60, stateful_step_count=60, print_blob=True)

@@ -23,8 +23,6 @@ SCRIPT = ROOT / "examples" / "train_gpt.py"
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "8")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def train_gpt() -> ModuleType:

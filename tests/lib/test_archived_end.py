@@ -11,8 +11,6 @@ from torch import nn
 
 import keepstep
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture
 def archive(tmp_path):

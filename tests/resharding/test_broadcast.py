@@ -13,8 +13,6 @@ import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
 
-pytestmark = pytest.mark.timeout(240)
-
 BIG = 999
 """See `zygote`: 124 MB of state."""
 

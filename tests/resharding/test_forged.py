@@ -14,8 +14,6 @@ from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.steps import StepId
 from tests.sidecar.trainer import FakeTrainer
 
-pytestmark = pytest.mark.timeout(120)
-
 SKELETON = json.dumps(["d", [["state", ["d", [["w", ["t", "state.w"]]]]]]])
 EXTRAS = extras.encode({"values": []}, trusted=False)
 

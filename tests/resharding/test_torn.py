@@ -9,8 +9,6 @@ from keepstep.errors import RestoreError
 from keepstep.restore.restore import Torn
 from tests.resharding.worlds import ID
 
-pytestmark = pytest.mark.timeout(240)
-
 BIG = 999
 LIMIT = ("--memory-limit", "100Mi")
 

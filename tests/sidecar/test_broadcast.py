@@ -15,8 +15,6 @@ ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)
 FRAME = memoryview(b"")
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def sit(broadcast: Broadcast, rank: int, *chunks: int) -> list[Seat]:
     return broadcast.sit(rank, ID, [((0, one), FRAME) for one in chunks])

@@ -16,7 +16,6 @@ from tests.harness import SidecarProcess, eventually
 MIB = 1 << 20
 Sidecars = Callable[..., SidecarProcess]
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 def train(sidecar: SidecarProcess, trainer: FakeTrainer, steps: range) -> list[list[int]]:

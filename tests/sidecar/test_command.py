@@ -19,7 +19,6 @@ from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(60)
 COMMAND = (sys.executable, "-m", "keepstep_sidecar")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")
 

@@ -20,7 +20,6 @@ from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces and other users"),
 ]

@@ -18,7 +18,6 @@ from keepstep.steps import Answer, Tier
 from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 PEERS = {"KEEPSTEP_PEER_LISTEN": "127.0.0.1:0", "KEEPSTEP_PEER_REPLICAS": "1"}
 

@@ -18,7 +18,6 @@ from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
 Start = Callable[..., SidecarProcess]
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

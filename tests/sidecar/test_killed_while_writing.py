@@ -18,7 +18,6 @@ from tests.harness import SidecarProcess
 _KILLABLE = [p for p in POINTS if p.split(".")[0] in ("write", "publish", "retire", "record")]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", _KILLABLE)
 def test_no_kill_loses_a_commit_or_leaves_a_torn_one(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer], point: str

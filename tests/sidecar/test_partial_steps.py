@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from trainer import FakeTrainer, make_layout
 
 from keepstep.core.candidates import Candidates
@@ -15,7 +14,6 @@ from keepstep.steps import Answer, StepId, Tier
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 def twin_layout(rank: int) -> Layout:

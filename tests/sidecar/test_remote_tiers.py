@@ -24,7 +24,6 @@ from keepstep.wire.trainer import (
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from keepstep_sidecar.memory.slot_file import rank_directory
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 def tree(root: Path) -> dict[str, bytes]:

@@ -25,7 +25,6 @@ from keepstep_sidecar.cli import calls
 from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from keepstep_sidecar.cli.calls import _Connection
 from keepstep_sidecar.config.sidecar import check_run
 from tests.harness import SidecarProcess
 
-pytestmark = pytest.mark.timeout(60)
 ODD = (-1, 1 << 31, 1 << 63, 1 << 70, -(1 << 70))
 ROUTES = {
     "/v1/layout": protocol.LayoutRequest,

@@ -21,7 +21,6 @@ from keepstep_sidecar.volume.faults import FAULTS_ENV
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 def next_epoch(parent: StepId | None, number: int = 2) -> Epoch:

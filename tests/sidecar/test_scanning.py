@@ -30,7 +30,6 @@ from tests.harness import SidecarProcess, eventually
 from tests.volume.images import RUN, make_layout, staged
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from keepstep.wire.trainer import (
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(90)
 
 SIZE = 20 << 20
 """Three chunks, of which the last one is short."""

@@ -19,7 +19,6 @@ from keepstep_sidecar.memory.slot_file import locking, may_swap
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
-pytestmark = pytest.mark.timeout(60)
 
 
 def slots_of(sidecar: SidecarProcess, rank: int = 0) -> list[dict[str, object]]:

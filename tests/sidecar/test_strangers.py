@@ -14,8 +14,6 @@ import pytest
 
 from tests.harness import SidecarProcess
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def free_port() -> int:
     with socket.socket() as probe:
