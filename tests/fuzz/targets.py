@@ -28,7 +28,7 @@ import safetensors
 import torch
 
 from keepstep.core import candidates
-from keepstep.dcp.tree import Tree
+from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
 from keepstep.image.verify import seal_for_disk

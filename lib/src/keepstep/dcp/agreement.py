@@ -1,4 +1,6 @@
-"""What the ranks of a `dcp.save` must agree on before they write: the step and the epoch.
+"""What the ranks of a `dcp.save` or `dcp.load` agree on, by DCP's own exchange of plans.
+
+Of a save, before they write: the step and the epoch.
 
 It travels with DCP's own plans: each rank puts a `Ballot` into its local plan, the coordinator
 answers with an `Agreed` in each rank's part of the global plan. So there is no collective of ours,
@@ -9,11 +11,14 @@ storage writer is not told which one it is, and a vote of its own would meet the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.errors import UsageError
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.core.candidates import Candidates
+from keepstep.core.vote import choose as choose_step
+from keepstep.core.vote import limit_of
+from keepstep.errors import NothingCommonError, RestoreError, UsageError
+from keepstep.steps import Answer, Epoch, EpochId, StepId
 
 T = TypeVar("T")
 
@@ -66,3 +71,91 @@ def _same(values: Sequence[T], what: str) -> T:
                 " all ranks must name the same step"
             )
     return values[0]
+
+
+# --- which step is loaded --------------------------------------------------------------------
+#
+# Which step the ranks of a `dcp.load` bring back: `keepstep.core.vote`, by DCP's own exchange.
+#
+# DCP plans before it exchanges anything. So each rank plans for the newest step that its own
+# sidecar can bring, and its ballot travels with that plan; the coordinator answers with the
+# newest step that all of them can bring, and a rank that planned for another one plans again. As
+# with a save there is no collective of ours, and whatever group DCP was given is the one that
+# agrees.
+#
+# Only *offers* count: steps of which a sidecar can bring every byte of every rank. An image of
+# the rank's own is not enough, as DCP's planner keeps what ranks have alike in one of them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBallot:
+    """What one rank knows. `step`: the number that is asked for, None for the newest. `failed`:
+    steps that it could not read."""
+
+    vote: Candidates
+    step: int | None
+    failed: frozenset[StepId]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAgreed:
+    """What all ranks load."""
+
+    id: StepId
+
+
+def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
+    """The newest step that all ranks can bring, from the ballots in rank order; None: nothing was
+    ever kept. Pure.
+
+    Raises UsageError when the ranks ask for different steps, RestoreError when something is there
+    but no step that all can bring.
+    """
+    for rank, one in enumerate(ballots):
+        if one.step != ballots[0].step:
+            raise UsageError(
+                f"rank 0 asks for step {ballots[0].step}, rank {rank} for {one.step}: all ranks"
+                " must name the same step, or none"
+            )
+    limit, exact = limit_of([one.vote for one in ballots])
+    votes = [_offers_of(one) for one in ballots]
+    for rank, (ballot, vote) in enumerate(zip(ballots, votes, strict=True)):
+        if not vote.offers:
+            if limit is None and ballot.step is None and all(map(_is_empty, ballots)):
+                return None
+            raise _nothing(rank, ballot, votes)
+    failed = {id for one in ballots for id in one.failed}
+    return choose_step(votes, failed, limit=limit, exact=exact).id
+
+
+def _offers_of(ballot: LoadBallot) -> Candidates:
+    offers = tuple(one for one in ballot.vote.offers if ballot.step in (None, one.id.step))
+    return replace(ballot.vote, candidates=(), offers=offers)
+
+
+def _is_empty(ballot: LoadBallot) -> bool:
+    vote = ballot.vote
+    return vote.answer is Answer.NONE and not vote.candidates and not vote.offers
+
+
+def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> RestoreError:
+    """Why this rank can bring nothing, while it must."""
+    vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
+    others = sorted({one.id for each in votes for one in each.offers})
+    said = f"; another rank can bring {others[-1]}" if others else ""
+    if vote.answer is Answer.UNKNOWN:
+        return RestoreError(
+            f"rank {rank}: nobody can tell what there is to load: {vote.reason}; bring that storage"
+            f" back, or load a copy by its path{said}"
+        )
+    own = [one.id for one in vote.candidates if ballot.step in (None, one.id.step)]
+    if own and not vote.offers:
+        return NothingCommonError(
+            f"rank {rank}: its sidecar holds step {max(own)}, but not the images of all ranks of"
+            " it: dcp.load needs them within reach of every sidecar, by peers or by an archive"
+            f" (or keepstep.Checkpointer, which needs a rank's own image only){said}"
+        )
+    return RestoreError(
+        f"rank {rank}: no committed step{which} to load{said}: `keepstep steps` lists what is"
+        " there, and keepstep.dcp.newest_step() is None when a run begins"
+    )

@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from keepstep.dcp import session as sessions
-from keepstep.dcp.choice import LoadAgreed, LoadBallot, choose
-from keepstep.dcp.directory import Directory
-from keepstep.dcp.names import names_step, step_of
-from keepstep.dcp.place import group_place
-from keepstep.dcp.reach import Reached
+from keepstep.dcp.agreement import LoadAgreed, LoadBallot, choose
+from keepstep.dcp.path_reader import Directory
+from keepstep.dcp.session import group_place, names_step, step_of
+from keepstep.dcp.sidecar_reader import Reached
 from keepstep.errors import (
     CoverageError,
     ImageError,

@@ -9,16 +9,19 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from keepstep.client.session import restore_timeout_s
 from keepstep.client.slot import SlotMapping
 from keepstep.core.candidates import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
-from keepstep.dcp.reach import Reached
+from keepstep.dcp.sidecar_reader import Reached
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
@@ -292,3 +295,56 @@ def close() -> None:
 @functools.cache
 def _close_at_exit() -> None:
     atexit.register(close)
+
+
+# --- checkpoint ids --------------------------------------------------------------------------
+#
+# Which step a checkpoint id means.
+
+
+_STEP = re.compile(r"^(?:.*[^0-9])?([0-9]{1,18})$")
+
+
+def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
+    """The number that an id is or ends with: `1200`, `"1200"`, `"out/step-1200/"`.
+
+    Raises UsageError for an id without one.
+    """
+    text = ""
+    if isinstance(checkpoint_id, str | os.PathLike):
+        text = os.path.basename(os.fspath(checkpoint_id).rstrip("/"))
+    elif isinstance(checkpoint_id, int) and not isinstance(checkpoint_id, bool):
+        text = str(checkpoint_id)
+    if not (match := _STEP.match(text)):
+        raise UsageError(
+            f"no step in the checkpoint id {checkpoint_id!r}: let it end with the step's number,"
+            ' such as "step-1200", or give the step: StorageWriter(step=1200)'
+        )
+    return int(match[1])
+
+
+def names_step(checkpoint_id: object) -> bool:
+    """Whether `step_of` finds one."""
+    try:
+        step_of(checkpoint_id)  # type: ignore[arg-type]
+    except UsageError:
+        return False
+    return True
+
+
+# --- the rank in DCP's group -----------------------------------------------------------------
+#
+# Which rank of which world this process is, as far as DCP tells a storage plugin.
+
+
+def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
+    """This process's rank and world as far as a storage plugin can know them before the plans of
+    all ranks are seen: DCP tells the rank in its group (since torch 2.7), and nothing of its size.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    own, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank is None:
+        rank = 0 if is_coordinator else own
+    # a coordinator that is not rank 0 of the job: `no_dist`, or a group of its own
+    return (0, 1) if is_coordinator and own != 0 else (rank, world)

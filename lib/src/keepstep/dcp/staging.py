@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from keepstep.dcp.items import Items
+from keepstep.dcp.plan_items import Items
 from keepstep.dcp.session import Session, Taken
 from keepstep.errors import KeepstepError
 from keepstep.image import Entry, TensorSpec

@@ -16,10 +16,8 @@ from torch.futures import Future
 
 from keepstep.dcp import session as sessions
 from keepstep.dcp.agreement import Agreed, Ballot, agree
-from keepstep.dcp.items import Items
-from keepstep.dcp.names import names_step, step_of
-from keepstep.dcp.place import group_place
-from keepstep.dcp.session import Taken
+from keepstep.dcp.plan_items import Items
+from keepstep.dcp.session import Taken, group_place, names_step, step_of
 from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
 from keepstep.errors import UsageError
 from keepstep.image import extras

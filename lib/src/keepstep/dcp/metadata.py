@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from keepstep.dcp.tree import Tree
-from keepstep.errors import CoverageError, FormatError
+from keepstep.errors import CoverageError, FormatError, UsageError
+from keepstep.image import fields, strictjson
 from keepstep.restore.boxes import Box, cover
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.steps import StepId, shard_name
@@ -208,3 +209,94 @@ def _gaps(name: str, first: Stored, held: dict[tuple[int, ...], Stored]) -> Iter
         yield f"{name}: nobody holds {list(box.sizes)} at {list(box.offsets)}"
     for box in found.overlaps():
         yield f"{name}: held twice: {list(box.sizes)} at {list(box.offsets)}"
+
+
+# --- the skeleton of an image ----------------------------------------------------------------
+#
+# What an image of a `dcp.save` says besides its tensors: the header's skeleton.
+#
+# DCP's `Metadata` is rebuilt from the headers alone. Boxes, shapes and dtypes stand there anyway;
+# the skeleton adds the names of the values that are no tensors (their bytes are in the extras),
+# which entries are boxes of one tensor (`name@0`, `name@1`), and the planner's mapping from flat
+# names to paths. All of it is constant while the keys of the state dict are.
+
+
+_MARK = "dcp"
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """`values`: names of what is no tensor. `boxes`: the tensor's name of each entry that has
+    another one. `paths`: where each flat name stands in the nested state dict, None if the planner
+    did not flatten it. `foreign`: a `Checkpointer` made the image; its tree is another one."""
+
+    values: tuple[str, ...] = ()
+    boxes: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, Path] | None = None
+    foreign: bool = False
+
+    def render(self) -> str:
+        """For the header. Raises UsageError for a path that JSON would change."""
+        if self.paths is not None:
+            _check_paths(self.paths)
+        tree = {
+            _MARK: 1,
+            "values": list(self.values),
+            "boxes": dict(self.boxes),
+            "paths": None if self.paths is None else {k: list(p) for k, p in self.paths.items()},
+        }
+        return json.dumps(tree, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, skeleton: str) -> Tree:
+        """Inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
+
+        Raises FormatError.
+        """
+        try:
+            tree = strictjson.loads(skeleton, what="the tree of this image") if skeleton else None
+            if not isinstance(tree, dict) or _MARK not in tree:
+                return cls(foreign=True)
+            paths = tree["paths"]
+            return cls(
+                values=tuple(map(_text, tree["values"])),
+                boxes={_text(k): _text(v) for k, v in tree["boxes"].items()},
+                paths=None if paths is None else {k: _path(p) for k, p in paths.items()},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FormatError(f"the tree of this image makes no sense ({error})") from error
+
+
+def paths_of(planner_data: Any) -> Mapping[str, Path] | None:
+    """The mapping that the stock planner leaves in a plan, None for none.
+
+    Raises UsageError for the data of another planner: it could only be pickled.
+    """
+    if planner_data is None:
+        return None
+    if not isinstance(planner_data, Mapping):
+        raise UsageError(
+            f"the planner's data is a {type(planner_data).__name__}, which keepstep does not keep:"
+            " only the mapping of names to paths that DefaultSavePlanner makes"
+        )
+    return planner_data
+
+
+def _check_paths(paths: Mapping[str, Path]) -> None:
+    for name, path in paths.items():
+        if type(name) is not str or any(type(one) not in (str, int) for one in path):
+            raise UsageError(f"the planner maps {name!r} to {path!r}: only strings and numbers can")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{fields.quoted(value)} is not a string")
+    return value
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, list) or any(type(one) not in (str, int) for one in value):
+        raise TypeError(f"{fields.quoted(value)} is not a path")
+    return tuple(value)

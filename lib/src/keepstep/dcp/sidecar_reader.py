@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from keepstep.client.session import Link
 from keepstep.core.ledger import NEAREST_FIRST
-from keepstep.dcp.contents import Contents, Part, Stored, dtype_of
-from keepstep.dcp.tree import Tree
+from keepstep.dcp.metadata import Contents, Part, Stored, Tree, dtype_of
 from keepstep.errors import FormatError, MismatchError
 from keepstep.image import extras
 from keepstep.restore import transfer

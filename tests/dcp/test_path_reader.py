@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
-from keepstep.dcp.folder import Folder
-from keepstep.dcp.tree import Tree
+from keepstep.dcp.metadata import Tree
+from keepstep.dcp.path_reader import Folder
 from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name

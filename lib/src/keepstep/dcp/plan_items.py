@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import (
 
 from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
-from keepstep.dcp.tree import Tree, paths_of
+from keepstep.dcp.metadata import Tree, paths_of
 from keepstep.errors import UsageError
 from keepstep.image import Section, TensorSpec
 from keepstep.state.dtypes import DTYPE_OF, code_of
