@@ -8,8 +8,8 @@ from typing import Any
 import keepstep
 from keepstep.client.slot import SlotMapping
 from keepstep.core.vote import Decision
-from keepstep.restore.restore import Restoring, Torn
-from keepstep.save.snapshot import Imaging
+from keepstep.restore.restore import Restore, Torn
+from keepstep.save.snapshot import Snapshots
 from keepstep.state.take import take
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Opened, SlotGranted, Source, Sources
@@ -41,8 +41,8 @@ def keep(components: dict[str, Any], path: Path) -> None:
     layout = checkpointer._layout_of(taken, len(extras))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
     slot = SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout)
-    imaging = Imaging(layout, taken, run="run")
-    pending = imaging.begin(slot, taken, extras, id=_ID, epoch=_EPOCH, lazy=True)
+    snapshots = Snapshots(layout, taken, run="run")
+    pending = snapshots.begin(slot, taken, extras, id=_ID, epoch=_EPOCH, lazy=True)
     pending.copy()
     pending.judge()
     pending.slot.seal(pending.control)
@@ -55,7 +55,7 @@ def bring_back(
     from the rank's own image, or put together as for another world."""
     decision = Decision(id=_ID, tiers=(Tier.MEMORY,), epoch_number=2, direct=(direct,), world=1)
     with torn or Torn() as torn:
-        restoring = Restoring(
+        restoring = Restore(
             components,
             _Link(path),
             decision,

@@ -201,12 +201,12 @@ def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch)
 def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, monkeypatch):
     """The agent may wake while the training thread still copies eagerly: asking for a slot then
     would bring the same one again, and the next save would write over a sealed image."""
-    from keepstep.save.snapshot import Imaging
+    from keepstep.save.snapshot import Snapshots
 
     model, extra = nn.Linear(8, 8), {"x": torch.zeros(4)}
     checkpointer = keepstep.Checkpointer({"m": model, "extra": extra}, strict=True)
     checkpointer.restore()
-    begin = Imaging.begin
+    begin = Snapshots.begin
 
     def begin_while_the_agent_wakes(self, *arguments, **options):
         checkpointer._agent.skip(0, "a reason to wake up")
@@ -217,7 +217,7 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
         assert checkpointer._agent._ready is None, "one slot is being filled, none is at hand"
         return begin(self, *arguments, **options)
 
-    monkeypatch.setattr(Imaging, "begin", begin_while_the_agent_wakes)
+    monkeypatch.setattr(Snapshots, "begin", begin_while_the_agent_wakes)
     used = []
     for step in range(6):
         assert checkpointer.save(step)

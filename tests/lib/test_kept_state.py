@@ -162,10 +162,10 @@ def test_a_growing_list_of_values_keeps_its_layout(sidecar):
     with keepstep.Checkpointer({"p": progress, "m": nn.Linear(2, 2)}, strict=True) as checkpointer:
         checkpointer.restore()
         checkpointer.save(0)
-        layout = checkpointer._imaging.layout.id
+        layout = checkpointer._snapshots.layout.id
         progress["losses"] += [1.0, 2.0]
         checkpointer.save(1)
-        assert checkpointer._imaging.layout.id == layout
+        assert checkpointer._snapshots.layout.id == layout
 
 
 def test_extras_that_outgrow_their_room_get_a_new_layout(sidecar):

@@ -33,9 +33,9 @@ from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, KeepstepError, NotDurableError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather
-from keepstep.restore.restore import Restoring, Torn
+from keepstep.restore.restore import Restore, Torn
 from keepstep.save.agent import Agent
-from keepstep.save.snapshot import Imaging
+from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
 from keepstep.state.memory import check_memory
@@ -92,7 +92,7 @@ class Checkpointer:
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
         self._agent: Agent | None = None
-        self._imaging: Imaging | None = None
+        self._snapshots: Snapshots | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._stage_every = 1
@@ -208,9 +208,9 @@ class Checkpointer:
         probed, self._probed = self._probed, None
         return probed or self._take()
 
-    def _restoring(self, torn: Torn, decision: Decision) -> Restoring:
+    def _restoring(self, torn: Torn, decision: Decision) -> Restore:
         assert self._agent is not None
-        return Restoring(
+        return Restore(
             self._components,
             self._agent.link,
             decision,
@@ -293,7 +293,7 @@ class Checkpointer:
         agent.settle()
         taken = self._take()
         data = self._encode(taken)
-        imaging = self._imaging_for(taken, len(data))
+        snapshots = self._snapshots_for(taken, len(data))
         slot = agent.take_slot() if patience_s is None else agent.await_slot(timeout_s=patience_s)
         if isinstance(slot, str):
             if self._strict:
@@ -303,7 +303,7 @@ class Checkpointer:
         lazy = self._lazy and not agent.copies_eagerly
         agent.eager_next = False
         try:
-            pending = imaging.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
+            pending = snapshots.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
             if not lazy:
                 pending.copy()
                 pending.judge()
@@ -316,16 +316,16 @@ class Checkpointer:
             raise
         return True
 
-    def _imaging_for(self, taken: Taken, extras_bytes: int) -> Imaging:
+    def _snapshots_for(self, taken: Taken, extras_bytes: int) -> Snapshots:
         """The layout of this state; a new one when tensors came, went or changed their shape."""
-        imaging = self._imaging
-        if imaging is not None and imaging.fits(taken, extras_bytes):
-            return imaging
+        snapshots = self._snapshots
+        if snapshots is not None and snapshots.fits(taken, extras_bytes):
+            return snapshots
         assert self._agent is not None
         layout = self._layout_of(taken, extras_bytes)
-        self._imaging = Imaging(layout, taken, run=self._run_name())
+        self._snapshots = Snapshots(layout, taken, run=self._run_name())
         self._agent.use_layout(layout)
-        return self._imaging
+        return self._snapshots
 
     def _layout_of(self, taken: Taken, extras_bytes: int) -> Layout:
         return Layout.build(taken.specs, **self._more_of(taken, extras_bytes))

@@ -18,7 +18,7 @@ import torch
 from keepstep.core.candidates import Candidates
 from keepstep.core.vote import Decision, choose, limit_of
 from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
-from keepstep.restore.restore import Restoring
+from keepstep.restore.restore import Restore
 from keepstep.save.agent import Agent
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.trainer import CandidatesRequest, RestoredRequest
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
 
-Begin = Callable[[Decision], Restoring]
+Begin = Callable[[Decision], Restore]
 """Makes this rank's way to the step of a decision."""
 
 Gather = Callable[[Any], list[Any]]
@@ -42,7 +42,7 @@ class Agreed:
 
     epoch: Epoch
     stage_every: int
-    restoring: Restoring | None = None
+    restoring: Restore | None = None
 
     @property
     def tier(self) -> Tier | None:
@@ -127,7 +127,7 @@ class Collective:
                 ", ".join(map(str, decision.incomplete)),
             )
 
-    def _together(self, restoring: Restoring) -> list[str]:
+    def _together(self, restoring: Restore) -> list[str]:
         """Go through all stages, each once all ranks are through the one before.
 
         Returns why another step must be tried. Raises, on all ranks, what no other step can mend.

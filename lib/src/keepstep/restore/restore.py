@@ -43,7 +43,7 @@ _BAD_SLOTS = 3
 Stage = Callable[[Sequence[Any]], Any]
 
 
-class Restoring:
+class Restore:
     """`stages` in this order, each with what all ranks returned from the one before. `tier` and
     `bytes`: where the image came from (the farthest, of several) and what was copied."""
 

@@ -22,7 +22,7 @@ from keepstep.steps import Epoch, StepId
 from keepstep.wire.trainer import SlotGranted
 
 
-class Imaging:
+class Snapshots:
     """Makes images of one layout."""
 
     def __init__(self, layout: Layout, taken: Taken, *, run: str) -> None:
