@@ -271,7 +271,13 @@ class PeerDepot:
         return self._backlog() == 0
 
     def _backlog(self) -> int:
-        return sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
+        """A buddy that was named just now has nobody who sends to it yet, and lacks everything."""
+        begun = sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
+        return begun + len(self._buddies().keys() - self._feeders) * len(self._outbox.due(()))
+
+    def _buddies(self) -> dict[str, Known]:
+        """By address."""
+        return {one.address: one for one in self._directory.known.values() if one.buddy}
 
     # --- working -----------------------------------------------------------------------------
 
@@ -302,7 +308,7 @@ class PeerDepot:
 
     async def _keep_feeding(self, group: asyncio.TaskGroup) -> None:
         while True:
-            chosen = {one.address: one for one in self._directory.known.values() if one.buddy}
+            chosen = self._buddies()
             for address in [address for address in self._feeders if address not in chosen]:
                 self._feeders.pop(address)[1].cancel()
             for address, one in chosen.items():
@@ -313,8 +319,7 @@ class PeerDepot:
             await self._changes.until(self._buddies_changed, timeout_s=_LOOK_EVERY_S)
 
     def _buddies_changed(self) -> bool:
-        chosen = {one.address for one in self._directory.known.values() if one.buddy}
-        return chosen != self._feeders.keys()
+        return self._buddies().keys() != self._feeders.keys()
 
     def status(self) -> DepotStatus:
         counts, feeders = self._counts, [feeder for feeder, _ in self._feeders.values()]

@@ -1,0 +1,189 @@
+"""Wherever a shard lies, it is read in one way: a drive, a pod, a kept copy, a directory, S3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import ImageError, StorageError
+from keepstep.image import PAGE_BYTES, verify_image
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.source import LocalOrigin, LocalReader, Origin, RemoteOrigin
+from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.archive.conftest import commit, write_step
+from tests.archive.conftest import running as archiving
+from tests.harness import until
+from tests.peer.nodes import BIG, running, same
+from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged
+
+STEP = 5
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A shard of rank 0 of two, in one place. `path`: its bytes there."""
+
+    source: Origin
+    path: Path
+    slot: Slot
+
+
+Place = Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Lying]]
+
+
+def _slot() -> Slot:
+    return staged(make_layout(rank=0, world=2, parameters=BIG), STEP)
+
+
+async def _seen(depot: Depot) -> RemoteOrigin:
+    shards = (await depot.look()).shards
+    return RemoteOrigin(remote=next(one for one in shards if one.rank == 0), depot=depot)
+
+
+@asynccontextmanager
+async def on_a_drive(request: pytest.FixtureRequest) -> AsyncIterator[Lying]:
+    volume = request.getfixturevalue("local")
+    found = write_step(volume, STEP, parameters=BIG)[0]
+    with ThreadPoolExecutor(2) as threads:
+        reader = LocalReader(VolumeSet([volume]), loads=threads, chunks=threads)
+        yield Lying(LocalOrigin(found=found, reader=reader), found.path, _slot())
+
+
+@asynccontextmanager
+async def on_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[Lying]:
+    node = request.getfixturevalue("node")
+    here, other = node(0), node(1)
+    here.knows(other)
+    async with running(here, other):
+        slot, found = other.write(STEP, rank=0, parameters=BIG)
+        yield Lying(await _seen(here.depot), found.path, slot)
+
+
+@asynccontextmanager
+async def kept_for_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[Lying]:
+    node = request.getfixturevalue("node")
+    owner, here = node(0), node(1)
+    owner.knows(here, buddies=(here,))
+    async with running(owner, here):
+        slot, found = owner.write(STEP, rank=0, parameters=BIG)
+        owner.depot.durable(found)
+        await until(lambda: here.copies() == [(STEP, 0)])
+        yield Lying(await _seen(here.depot), here.copy_path(found.id), slot)
+
+
+@asynccontextmanager
+async def _archived(
+    request: pytest.FixtureRequest, config: ArchiveConfig, root: Path
+) -> AsyncIterator[Lying]:
+    shards = write_step(request.getfixturevalue("local"), STEP, parameters=BIG)
+    async with archiving(config) as depot:
+        commit(depot, shards)
+        assert await depot.drain(timeout_s=60)
+        (path,) = root.rglob("rank-00000-*.safetensors")
+        yield Lying(await _seen(depot), path, _slot())
+
+
+def in_a_directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Lying]:
+    root = request.getfixturevalue("archive_dir")
+    return _archived(request, ArchiveConfig(url=str(root), every=1), root)
+
+
+def in_s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Lying]:
+    bucket = request.getfixturevalue("bucket")
+    return _archived(request, bucket.config(), bucket.directory)
+
+
+PLACES = [on_a_drive, on_another_pod, kept_for_another_pod, in_a_directory, in_s3]
+everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda one: one.__name__)
+
+
+@everywhere
+async def test_it_says_what_it_is_and_gives_header_and_seal(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
+    async with place(request) as lying:
+        source, slot = lying.source, lying.slot
+        assert (source.id, source.rank, source.world) == (slot.id, 0, 2)
+        assert source.bytes == slot.layout.size_bytes
+        assert source.twins == slot.layout.twins
+        assert await source.layout() == slot.layout
+        control = await source.control()
+        assert (control.run, control.id, control.rank) == (RUN, slot.id, 0)
+        assert control.root is not None
+
+
+@everywhere
+async def test_the_whole_image_comes_verified_with_its_seal(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
+    async with place(request) as lying:
+        view = empty_slot(lying.slot.layout)
+        control = await lying.source.load(view)
+        assert same(view, lying.slot)
+        assert verify_image(view, lying.slot.layout, run=RUN, id=lying.slot.id) == control
+
+
+@everywhere
+async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureRequest) -> None:
+    async with place(request) as lying:
+        layout = lying.slot.layout
+        last = layout.chunk_count - 1
+        sizes = {last: layout.digests_begin - last * CHUNK, 1: CHUNK}
+        wanted = [(index, empty_buffer(size)) for index, size in sizes.items()]
+        await lying.source.chunks(wanted)
+        for index, buffer in wanted:
+            begin = index * CHUNK
+            assert buffer == lying.slot.view[begin : begin + sizes[index]]
+
+
+def empty_buffer(size: int) -> memoryview:
+    """Page aligned, as a drive wants it."""
+    return empty_slot(make_layout(parameters=BIG))[:size]
+
+
+@everywhere
+async def test_a_flipped_byte_is_found_and_leaves_no_seal(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
+    async with place(request) as lying:
+        flip(lying.path, CHUNK + 5)
+        view = empty_slot(lying.slot.layout)
+        with pytest.raises((ImageError, StorageError)):
+            await lying.source.load(view)
+        assert bytes(view[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+
+
+@everywhere
+async def test_a_flipped_byte_is_found_in_its_chunk(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
+    async with place(request) as lying:
+        flip(lying.path, CHUNK + 5)
+        with pytest.raises((ImageError, StorageError)):
+            await lying.source.chunks([(1, empty_buffer(CHUNK))])
+
+
+@everywhere
+async def test_what_is_gone_is_an_error_that_leaves_no_seal(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
+    async with place(request) as lying:
+        lying.path.unlink()
+        view = empty_slot(lying.slot.layout)
+        with pytest.raises((ImageError, StorageError)):
+            await lying.source.load(view)
+        assert bytes(view[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit, on the medium."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)

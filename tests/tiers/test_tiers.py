@@ -1,0 +1,145 @@
+"""Every tier beyond the machine keeps the promises of `Depot`: another pod, a directory, S3."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from keepstep.steps import Answer
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.volume.scan import Found
+from tests.archive.conftest import commit, write_step
+from tests.archive.conftest import running as archiving
+from tests.peer.nodes import running
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A tier that has nothing yet. `send`: rank 0's shard of a step, durable and committed here, is
+    given to it; `leave`: it cannot be reached any more."""
+
+    tier: Depot
+    send: Callable[[int], Found]
+    leave: Callable[[], Awaitable[None]]
+
+
+Tiers = Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Scene]]
+
+
+@asynccontextmanager
+async def peers(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    node = request.getfixturevalue("node")
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+
+    def send(step: int) -> Found:
+        _, found = here.write(step, rank=0)
+        here.depot.durable(found)
+        here.depot.committed(found.id, {0: found})
+        return found
+
+    async with running(here, buddy):
+        yield Scene(here.depot, send, buddy.depot.close)
+
+
+@asynccontextmanager
+async def _archive(
+    request: pytest.FixtureRequest, config: ArchiveConfig, leave: Callable[[], None]
+) -> AsyncIterator[Scene]:
+    volume = request.getfixturevalue("local")
+
+    async def left() -> None:
+        leave()
+
+    async with archiving(config) as depot:
+
+        def send(step: int) -> Found:
+            shards = write_step(volume, step)
+            commit(depot, shards)
+            return shards[0]
+
+        yield Scene(depot, send, left)
+
+
+def directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
+    root: Path = request.getfixturevalue("archive_dir")
+
+    def leave() -> None:  # as a share that is not mounted any more
+        root.rename(root.with_name("elsewhere"))
+        root.write_text("")
+
+    return _archive(request, ArchiveConfig(url=str(root), every=1), leave)
+
+
+def s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
+    bucket = request.getfixturevalue("bucket")
+
+    def leave() -> None:
+        bucket.proxy.faults.answer = 503
+
+    return _archive(request, bucket.config(), leave)
+
+
+on_every_tier = pytest.mark.parametrize(
+    "tiers", [peers, directory, s3], ids=lambda one: one.__name__
+)
+
+
+@on_every_tier
+async def test_a_tier_without_anything_says_so(
+    tiers: Tiers, request: pytest.FixtureRequest
+) -> None:
+    async with tiers(request) as scene:
+        seen = await scene.tier.look()
+        assert (seen.answer, seen.shards, seen.reason) == (Answer.NONE, (), "")
+        assert scene.tier.status().backlog == 0
+
+
+@on_every_tier
+async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
+    tiers: Tiers, request: pytest.FixtureRequest
+) -> None:
+    async with tiers(request) as scene:
+        found = scene.send(5)
+        assert await scene.tier.drain(timeout_s=60)
+        seen = await scene.tier.look()
+        assert seen.answer is Answer.STEPS
+        remote = next(one for one in seen.shards if one.rank == 0)
+        assert (remote.id, remote.world, remote.bytes) == (found.id, found.world, found.bytes)
+        assert (remote.root, remote.tier) == (found.root, scene.tier.tier)
+        assert remote.where
+        status = scene.tier.status()
+        assert (status.backlog, status.trouble) == (0, "")
+        assert status.sent_bytes > 0
+        assert not scene.tier.in_use(found.id)
+
+
+@on_every_tier
+async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRequest) -> None:
+    async with tiers(request) as scene:
+        found = scene.send(5)
+        assert await scene.tier.drain(timeout_s=60)
+        sent = scene.tier.status().sent_bytes
+        scene.tier.durable(found)
+        scene.tier.committed(found.id, {0: found})
+        assert await scene.tier.drain(timeout_s=60)
+        assert scene.tier.status().sent_bytes == sent
+
+
+@on_every_tier
+async def test_a_tier_that_is_away_is_unknown_with_a_reason_and_keeps_a_backlog(
+    tiers: Tiers, request: pytest.FixtureRequest
+) -> None:
+    async with tiers(request) as scene:
+        await scene.leave()
+        scene.send(5)
+        assert not await scene.tier.drain(timeout_s=1)
+        seen = await scene.tier.look()
+        assert seen.answer is Answer.UNKNOWN
+        assert seen.reason
+        assert scene.tier.status().backlog > 0
