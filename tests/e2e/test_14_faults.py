@@ -210,7 +210,7 @@ def test_a_pod_of_another_run_is_refused_with_its_own_certificate(
 
 _ASK = """
 import asyncio, http.client, os, pathlib, socket, sys
-from keepstep_sidecar.config.sidecar.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials
 from keepstep.errors import KeepstepError
 
