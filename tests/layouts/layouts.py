@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import keepstep
 from keepstep.state import sharding
+from keepstep.state.leaves import leaves_of
 from keepstep.state.take import take
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -167,7 +168,7 @@ def tensors(components):
     leaves = {leaf.name: leaf for leaf in taken.tensors}
     return {
         repr(path): leaves[taken.aliases.get(leaf[1], leaf[1])]
-        for path, leaf in take.leaves_of(taken.skeleton)
+        for path, leaf in leaves_of(taken.skeleton)
         if leaf[0] == "t"
     }
 

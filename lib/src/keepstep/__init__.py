@@ -21,7 +21,7 @@ from keepstep.errors import (
     UsageError,
     WorldChangedError,
 )
-from keepstep.version import __version__
+from keepstep.version import __version__ as __version__
 
 __all__ = [
     "Checkpointer",
@@ -37,7 +37,6 @@ __all__ = [
     "SidecarError",
     "UsageError",
     "WorldChangedError",
-    "__version__",
 ]
 
 
