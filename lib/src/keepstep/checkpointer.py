@@ -200,13 +200,9 @@ class Checkpointer:
         return taken
 
     def _take(self) -> Taken:
-        return take(self._components, self._topology)
-
-    def _take_probed(self) -> Taken:
-        """A rank alone took all there is when it was probed; not so for a second attempt, as the
-        first may have made new tensors."""
-        probed, self._probed = self._probed, None
-        return probed or self._take()
+        """While a rank alone restores, what it was probed with is all there is: nothing of a state
+        is replaced before every tensor is filled."""
+        return self._probed or take(self._components, self._topology)
 
     def _restoring(self, torn: Torn, decision: Decision) -> Restore:
         assert self._agent is not None
@@ -215,7 +211,7 @@ class Checkpointer:
             self._agent.link,
             decision,
             rank=self._rank,
-            take=self._take_probed,
+            take=self._take,
             rng=self._rng,
             trusted=self._trusted,
             torn=torn,

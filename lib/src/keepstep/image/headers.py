@@ -75,11 +75,20 @@ class Header:
         """`render` gives no more: a name stands in it five times at most, a number takes 21
         characters, and what is escaped as JSON in JSON in JSON grows sixteenfold."""
         rows = [row for one in self.parameters.values() for row in one]
-        names = [one.name for one in self.specs] * 5 + [name for name, _ in rows]
-        names += [*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton]
+        texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
         numbers = sum(5 * len(one.shape) + 10 for one in self.specs)
         numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
-        return 16 * sum(map(len, names)) + 21 * numbers + (1 << 16)
+        return 16 * texts + 21 * numbers + (1 << 16)
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether no text in it needs more than ASCII."""
+        return all(map(str.isascii, self._texts()))
+
+    def _texts(self) -> Iterator[str]:
+        yield from (one.name for one in self.specs)
+        yield from (name for one in self.parameters.values() for name, _ in one)
+        yield from (*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton)
 
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_bytes, self.digests_bytes, PAGE_BYTES)

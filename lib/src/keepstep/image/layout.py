@@ -103,10 +103,10 @@ class Layout:
     @classmethod
     def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
         """Raises FormatError where `build` would for what was taken from a live state; in less
-        time, as it renders only what may be too long."""
+        time, as it renders and reads back only what may be too long, or has odd characters."""
         header = header_of(tensors, **rest)
-        if header.most_bytes > MAX_HEADER_BYTES:
-            _render(header)
+        if header.most_bytes > MAX_HEADER_BYTES or not header.is_ascii:
+            cls.parse(memoryview(_render(header)))
 
     @classmethod
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
