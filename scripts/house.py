@@ -8,16 +8,16 @@ Floors: the longest chain of packages of the sidecar that import each other, one
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import grimp
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, SIDECAR = ROOT / "lib/src/keepstep", ROOT / "sidecar/src/keepstep_sidecar"
-_NAME = "keepstep_sidecar"
 
 
 @dataclass(frozen=True)
@@ -53,36 +53,20 @@ def lines(folder: Path) -> int:
 
 def packages() -> dict[str, set[str]]:
     """What each package of the sidecar (or module of its root) imports of the others."""
-    modules = {_dotted(path) for path in SIDECAR.rglob("*.py")}
-    graph: dict[str, set[str]] = {_room(module): set() for module in modules}
-    for path in SIDECAR.rglob("*.py"):
-        here = _room(_dotted(path))
-        graph[here] |= {_room(one) for one in _imports(path, modules)} - {here}
-    return graph
-
-
-def _dotted(path: Path) -> str:
-    words = path.relative_to(SIDECAR.parent).with_suffix("").parts
-    return ".".join(words[:-1] if words[-1] == "__init__" else words)
+    modules = grimp.build_graph("keepstep_sidecar", cache_dir=None)
+    graph: dict[str, set[str]] = {_room(one): set() for one in modules.modules}
+    for importer in modules.modules:
+        for imported in modules.find_modules_directly_imported_by(importer):
+            graph[_room(importer)].add(_room(imported))
+    return {room: others - {room, "keepstep_sidecar"} for room, others in graph.items()}
 
 
 def _room(module: str) -> str:
     """The package that a module lies in; a module of the root is one by itself. The two tiers are
     packages in `tiers`, which holds what they share."""
     words = module.split(".")
-    if words[1:2] == ["tiers"] and words[2:3] in (["peer"], ["archive"]):
-        return ".".join(words[:3])
-    return ".".join(words[:2])
-
-
-def _imports(path: Path, modules: set[str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == _NAME:
-            for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                found = inner if inner in modules else str(node.module)
-                if found != _NAME:
-                    yield found
+    deep = words[1:2] == ["tiers"] and words[2:3] in (["peer"], ["archive"])
+    return ".".join(words[: 3 if deep else 2])
 
 
 def floors(graph: Mapping[str, set[str]]) -> int:
