@@ -7,8 +7,8 @@ import re
 import pytest
 
 from keepstep_operator.certificates.main import Metrics as CertificatesMetrics
-from keepstep_operator.reconcile.book import Book
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
+from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_sidecar.api.metrics import TABLE
 from tests.chart.charts import Chart, Object, of_kind
 
@@ -23,7 +23,7 @@ def alerts(chart: Chart) -> dict[str, Object]:
 
 def test_every_metric_of_an_alert_is_made_by_some_process(alerts: dict[str, Object]) -> None:
     made = {row.name for row in TABLE}
-    for registry in (ReconcileMetrics(Book()).registry, CertificatesMetrics().registry):
+    for registry in (ReconcileMetrics(Registry()).registry, CertificatesMetrics().registry):
         made |= {family.name for family in registry.collect()}
     used = {name for rule in alerts.values() for name in re.findall(r"keepstep_\w+", rule["expr"])}
     assert used

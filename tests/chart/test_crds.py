@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import yaml
 
-from keepstep_operator.reconcile import objects
-from keepstep_operator.reconcile.objects import RunStatus
+from keepstep_operator.api import run
+from keepstep_operator.api.run import RunStatus
 from scripts.api_reference import TARGET, reference
 from tests.chart.charts import ROOT, Object, crds, schema_of, walk
 from tests.chart.schemas import closed, filled, json_schema
@@ -111,16 +111,16 @@ def test_every_field_that_the_reconciler_writes_is_in_the_schema() -> None:
 
 def test_what_the_reconciler_cuts_fits_the_schema() -> None:
     status = schema_of(CRDS["CheckpointRun"])["properties"]["status"]["properties"]
-    assert status["recent"]["maxItems"] >= objects.MOST_RECENT
-    assert status["ranks"]["maxItems"] >= objects.MOST_RANKS
-    assert status["warnings"]["maxItems"] >= objects.MOST_WARNINGS
+    assert status["recent"]["maxItems"] >= run.MOST_RECENT
+    assert status["ranks"]["maxItems"] >= run.MOST_RANKS
+    assert status["warnings"]["maxItems"] >= run.MOST_WARNINGS
     for text in (
         status["warnings"]["items"],
         status["recent"]["items"]["properties"]["message"],
         status["conditions"]["items"]["properties"]["message"],
         status["pinned"],
     ):
-        assert text["maxLength"] >= objects.LONGEST_TEXT
+        assert text["maxLength"] >= run.LONGEST_TEXT
 
 
 def test_the_reference_is_generated_from_the_schemas() -> None:

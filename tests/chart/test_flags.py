@@ -7,7 +7,7 @@ import pytest
 
 from tests.chart.charts import Chart, of_kind
 
-main = pytest.importorskip("keepstep_operator.main", reason="the operator's commands are not there")
+main = pytest.importorskip("keepstep_operator.cli", reason="the operator's commands are not there")
 
 COMMANDS = ("admission", "reconcile", "certificates")
 

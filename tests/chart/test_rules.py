@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from celpy import celtypes
 
-from keepstep_operator.quantities import parse_millicores
+from keepstep_operator.api.quantities import parse_millicores
 from tests.chart.charts import Object, crds, schema_of, walk
 from tests.chart.policies import REFUSED, TAKEN, Case
 from tests.chart.schemas import filled, json_schema

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from keepstep_operator.admission.main import admission
 from keepstep_operator.certificates.main import certificates
-from keepstep_operator.main import cli
+from keepstep_operator.cli import cli
 
 
 def test_the_help_names_all_components_and_imports_none() -> None:
     code = (
-        "import sys; from keepstep_operator.main import cli\n"
+        "import sys; from keepstep_operator.cli import cli\n"
         "try: cli(['--help'])\n"
         "except SystemExit: pass\n"
         "print([one for one in ('kopf', 'cryptography', 'aiohttp') if one in sys.modules])"

@@ -17,7 +17,7 @@ from keepstep.errors import StorageError
 from keepstep.wire.certificates import PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.peers import sign
 from keepstep_operator.certificates.pki import make_authority
-from keepstep_operator.reconcile.signing import Signing
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
@@ -51,7 +51,7 @@ def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool
 
     async def run() -> None:
         async with serving(cluster, tmp_path) as served:
-            served.parts.reports._signing = Signing(authority)
+            served.parts.reports._signing = PeerCertificates(authority)
             await until(lambda: not served.parts.ready(), what="policies and runs are listed")
             await scene(served)
 

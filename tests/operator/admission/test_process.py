@@ -14,9 +14,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from keepstep_operator.api.pod import parse_pod
 from keepstep_operator.certificates.pki import Pair
 from keepstep_operator.kube import CONFIG_MAPS
-from keepstep_operator.pods import parse_pod
 from tests.harness import until
 from tests.operator.admission.reviews import ApiServersWebhook
 from tests.operator.apiserver import ApiServer, put_policy
@@ -80,7 +80,7 @@ async def _admission(
         "KEEPSTEP_METRICS_PORT": "0",
     }
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.main", "admission", *options,
+        sys.executable, "-m", "keepstep_operator.cli", "admission", *options,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **settings, **environment},
     )  # fmt: skip
@@ -149,7 +149,7 @@ _POLICY = "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/defa
 
 async def test_without_a_certificate_it_says_what_is_missing(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.main", "admission",
+        sys.executable, "-m", "keepstep_operator.cli", "admission",
         "--namespace", "n", "--sidecar-image", "i", "--tls-dir", str(tmp_path),
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from keepstep_operator.admission import server as admission_server
+from keepstep_operator.api.pod import injected_of, parse_pod
 from keepstep_operator.injection import inject
 from keepstep_operator.kube import POLICIES, RUNS
-from keepstep_operator.pods import injected_of, parse_pod
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of

@@ -307,7 +307,7 @@ async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
         server.put(WEBHOOKS, _webhooks(inject=None))
         for _ in range(2):
             process = await create_subprocess_exec(
-                sys.executable, "-m", "keepstep_operator.main", "certificates", "--once",
+                sys.executable, "-m", "keepstep_operator.cli", "certificates", "--once",
                 stderr=subprocess.PIPE,
                 env={
                     **os.environ,
@@ -327,7 +327,7 @@ async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
 
 async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
     process = await create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.main", "certificates", "--once",
+        sys.executable, "-m", "keepstep_operator.cli", "certificates", "--once",
         "--namespace", NAMESPACE,
         stderr=subprocess.PIPE,
         env={**os.environ, "KUBECONFIG": str(tmp_path / "absent")},
@@ -346,7 +346,7 @@ async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
         server.put(WEBHOOKS, _webhooks(inject=None))
         process = await create_subprocess_exec(
             "sh", "-c", 'exec "$@" 2>"$0"', str(log),
-            sys.executable, "-m", "keepstep_operator.main", "certificates", "--interval", "1s",
+            sys.executable, "-m", "keepstep_operator.cli", "certificates", "--interval", "1s",
             env={
                 **os.environ,
                 "KUBECONFIG": str(server.kubeconfig(tmp_path)),

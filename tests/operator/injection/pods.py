@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.injection import Defaults
-from keepstep_operator.policy import Policy, parse_policy
 
 NAMESPACE = "team-a"
 JOB_UID = "3f6a1f0e-8c1d-4f0e-9d0a-2f6f0a4b7c11"

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from keepstep_operator.policy import Policy
+from keepstep_operator.api.policy import Policy
 from tests.operator.injection.pods import ALL, EMPTY_DIR, EPHEMERAL, HOST_PATH, policy
 
 _NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z0-9]", fullmatch=True)

@@ -9,10 +9,10 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 from hypothesis import assume, given, settings
 
+from keepstep_operator.api.pod import PodError, injected_of, parse_pod, training_container
+from keepstep_operator.api.policy import Accounting, EmptyDir, Policy
+from keepstep_operator.api.quantities import parse_bytes, parse_millicores
 from keepstep_operator.injection import inject, json_patch, refuse
-from keepstep_operator.pods import PodError, injected_of, parse_pod, training_container
-from keepstep_operator.policy import Accounting, EmptyDir, Policy
-from keepstep_operator.quantities import parse_bytes, parse_millicores
 from tests.operator.injection.json_pointer import apply
 from tests.operator.injection.pod_security import baseline_violations, restricted_violations
 from tests.operator.injection.pods import (

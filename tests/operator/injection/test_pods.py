@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_operator.injection import inject
-from keepstep_operator.pods import (
+from keepstep_operator.api.pod import (
     PodError,
     injected_of,
     node_rank,
@@ -18,6 +17,7 @@ from keepstep_operator.pods import (
     run_key,
     training_container,
 )
+from keepstep_operator.injection import inject
 from tests.operator.injection.pods import (
     ALL,
     DEFAULTS,

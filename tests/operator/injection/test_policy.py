@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
-from keepstep_operator.beyond import Archive, Bucket, Peers
-from keepstep_operator.fields import PolicyError
-from keepstep_operator.policy import (
+from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.policy import (
     Accounting,
     EmptyDir,
     Ephemeral,
@@ -27,6 +26,7 @@ from keepstep_operator.policy import (
     refused_host_paths,
     require_allowed,
 )
+from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from tests.operator.injection.pods import EMPTY_DIR, EPHEMERAL, HOST_PATH, policy, policy_body
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_operator.quantities import (
+from keepstep_operator.api.quantities import (
     format_bytes,
     format_millicores,
     parse_bytes,

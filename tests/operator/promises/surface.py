@@ -31,13 +31,13 @@ import psutil
 import pytest
 from aiohttp import web
 
+from keepstep_operator.api.model import JobState
 from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
 from keepstep_operator.kube import client as kube_client
-from keepstep_operator.reconcile import shelf
-from keepstep_operator.reconcile.actions import AskJob, DeleteRun
-from keepstep_operator.reconcile.records import JobState
-from keepstep_operator.reconcile.runs import Run
-from keepstep_operator.reconcile.tokens import Refused, Tokens
+from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
+from keepstep_operator.reconcile.writers import checkpoint_writer
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import ApiServer
@@ -270,7 +270,7 @@ async def _process(
     options: tuple[str, ...], config: Path, trust: ssl.SSLContext
 ) -> AsyncIterator[Operator]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.main", *options,
+        sys.executable, "-m", "keepstep_operator.cli", *options,
         "--port", "0", "--metrics-port", "0",
         env={**os.environ, "KUBECONFIG": str(config)},
         stderr=asyncio.subprocess.PIPE,
@@ -592,7 +592,7 @@ class SpoiltError(Exception):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, part: str, run: str) -> None:
     """Let a part of the reconciler raise whenever it looks at this run."""
-    whole = {"tick": (Run, "tick"), "checkpoints": (shelf, "changes")}
+    whole = {"tick": (Run, "tick"), "checkpoints": (checkpoint_writer, "changes")}
     owner, name = whole[part]
     true = getattr(owner, name)
 
@@ -627,7 +627,7 @@ class Identities:
     def __init__(self) -> None:
         self.server = TokenServer()
         self.now = 1_790_000_000.0
-        self._tokens = Tokens(cast(Client, self.server), clock=lambda: self.now)
+        self._tokens = TokenAuth(cast(Client, self.server), clock=lambda: self.now)
 
     async def known(self, token: str) -> bool:
         """Whether a report with this token would be taken."""
@@ -654,7 +654,7 @@ def ends_when_its_kind_may_not_be_read(days: int) -> bool:
         asked = [one for one in play.actions if isinstance(one, AskJob)]
         play.actions = [one for one in play.actions if not isinstance(one, AskJob)]
         for _ in asked:  # as `Denied` is answered
-            play.note(play.book.job_answered(KEY, JobState.ACTIVE, at=play.now))
+            play.note(play.registry.job_answered(KEY, JobState.ACTIVE, at=play.now))
     return play.status.phase == "Finished" or any(
         isinstance(one, DeleteRun) for one in play.actions
     )

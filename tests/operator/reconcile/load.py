@@ -19,13 +19,14 @@ import msgspec
 from keepstep.core.ledger import Held
 from keepstep.steps import Answer, StepId
 from keepstep.wire.reports import Report, ReportedRank
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile import main  # all that the process imports
-from keepstep_operator.reconcile.actions import EmitEvent, WriteStatus
-from keepstep_operator.reconcile.book import Book
-from keepstep_operator.reconcile.objects import as_json
-from keepstep_operator.reconcile.pacing import Pacer, Throttle
 from keepstep_operator.reconcile.parsing import lean_pod, parse_pod_record, parse_policy_record
-from keepstep_operator.reconcile.records import RunKey
+from keepstep_operator.reconcile.state.actions import EmitEvent, WriteStatus
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.writers.ratelimit import Pacer, Throttle
 from tests.operator.reconcile.samples import FIRST, T0
 from tests.operator.reconcile.standin import pod_body
 
@@ -79,18 +80,18 @@ def report_of(index: int, ranks: int, world: int, number: int) -> bytes:
 def simulate(runs: int, pods: int, ranks: int, *, seconds: int = SECONDS) -> dict[str, float]:
     """Costs of a simulated minute."""
     assert main.Reconciler
-    book, pacer, throttle = Book(), Pacer[RunKey](), Throttle()
+    registry, pacer, throttle = Registry(), Pacer[RunKey](), Throttle()
     policy = {
         "metadata": {"name": "default", "namespace": "team", "generation": 1},
         "spec": {"memory": {"limit": "1Gi"}, "volumes": [{"name": "a", "emptyDir": {}}]},
     }
-    book.policy_seen(parse_policy_record(policy, allowed_paths=()))
+    registry.policy_seen(parse_policy_record(policy, allowed_paths=()))
     uids = []
     for run in range(runs):
         for index in range(pods):
             record = parse_pod_record(lean_pod(body_of(run, index)))
             assert record is not None
-            book.pod_seen(record, at=T0)
+            registry.pod_seen(record, at=T0)
             uids.append((record.uid, index))
     decode = msgspec.json.Decoder(Report).decode
     reports = writes = events = status_bytes = 0
@@ -104,19 +105,19 @@ def simulate(runs: int, pods: int, ranks: int, *, seconds: int = SECONDS) -> dic
         begun = time.process_time()
         for (uid, _), body in zip(due, bodies, strict=True):
             reported[uid] = at
-            for action in book.reported(uid, decode(body), at=at):
+            for action in registry.reported(uid, decode(body), at=at):
                 if isinstance(action, WriteStatus):
                     pacer.mark(action.run, at=at)
                 elif isinstance(action, EmitEvent):
                     thing = (action.reason, action.topic)
                     events += throttle.allows(action.run, thing, period_s=action.period_s, at=at)
-            reply = book.reply(uid, at=at)
+            reply = registry.reply(uid, at=at)
             gap_s[uid] = reply.least_gap_s
             msgspec.json.encode(reply)
         if tenth % 10 == 0:
-            list(book.tick(at=at))
+            list(registry.tick(at=at))
         for key in pacer.take(at=at):
-            status = book.status(key, at=at)
+            status = status_of(registry, key, at=at)
             assert status is not None
             writes += 1
             status_bytes += len(msgspec.json.encode(as_json(status)))

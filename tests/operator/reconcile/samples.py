@@ -9,10 +9,7 @@ from typing import Any
 from keepstep.core.ledger import Held
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedRestore
-from keepstep_operator.reconcile.actions import Action, EmitEvent
-from keepstep_operator.reconcile.book import Book
-from keepstep_operator.reconcile.objects import RunStatus, as_json
-from keepstep_operator.reconcile.records import (
+from keepstep_operator.api.model import (
     Job,
     PodRecord,
     PolicyRecord,
@@ -20,6 +17,10 @@ from keepstep_operator.reconcile.records import (
     RunObject,
     VolumeKind,
 )
+from keepstep_operator.api.run import RunStatus, as_json
+from keepstep_operator.reconcile.state.actions import Action, EmitEvent
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.status.render import status_of
 
 KEY = RunKey("team", "gpt-1a2b3c4d")
 JOB = Job(api_version="kubeflow.org/v1", kind="PyTorchJob", name="gpt", uid="job-1")
@@ -181,10 +182,10 @@ class Play:
     """A book, its pods and a clock: the stage of a scenario."""
 
     def __init__(self, *pods: PodRecord, known_policy: PolicyRecord | None = None) -> None:
-        self.book = Book()
+        self.registry = Registry()
         self.now = T0
         self.actions: list[Action] = []
-        self.note(self.book.policy_seen(known_policy or policy()))
+        self.note(self.registry.policy_seen(known_policy or policy()))
         for one in pods:
             self.see(one)
 
@@ -192,29 +193,29 @@ class Play:
         self.actions += actions
 
     def see(self, one: PodRecord) -> None:
-        self.note(self.book.pod_seen(one, at=self.now))
+        self.note(self.registry.pod_seen(one, at=self.now))
 
     def lose(self, one: PodRecord) -> None:
-        self.note(self.book.pod_gone(one.uid, at=self.now))
+        self.note(self.registry.pod_gone(one.uid, at=self.now))
 
     def hear(self, one: PodRecord, report: Report) -> None:
-        self.note(self.book.reported(one.uid, report, at=self.now))
+        self.note(self.registry.reported(one.uid, report, at=self.now))
 
     def hear_all(self, *pairs: tuple[PodRecord, Sidecar]) -> None:
         for one, sidecar in pairs:
             self.hear(one, sidecar.report())
 
     def find(self, object: RunObject) -> None:
-        self.note(self.book.object_seen(object, at=self.now))
+        self.note(self.registry.object_seen(object, at=self.now))
 
     def wait(self, seconds: float) -> None:
         """Time passes, with a tick at its end."""
         self.now += seconds
-        self.note(self.book.tick(at=self.now))
+        self.note(self.registry.tick(at=self.now))
 
     @property
     def status(self) -> RunStatus:
-        status = self.book.status(KEY, at=self.now)
+        status = status_of(self.registry, KEY, at=self.now)
         assert status is not None
         return status
 

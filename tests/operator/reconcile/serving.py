@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.feed import PodClient
 from keepstep_operator.reconcile.main import Clock, Reconciler
-from keepstep_operator.reconcile.watching import PodClient
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls
 from tests.operator.reconcile.standin import StandIn

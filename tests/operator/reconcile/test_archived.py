@@ -7,8 +7,8 @@ from dataclasses import replace
 from keepstep.core.ledger import Held
 from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.beyond import Archive, Bucket
-from keepstep_operator.reconcile.farther import RESTORE_FROM
+from keepstep_operator.api.tiers import Archive, Bucket
+from keepstep_operator.reconcile.status.tier_conditions import RESTORE_FROM
 from tests.operator.reconcile.samples import (
     IMAGE_BYTES,
     KEY,
@@ -61,7 +61,7 @@ class Run:
             self.play.hear(self.pods[rank], self.report(rank, *elsewhere))
 
     def archived(self) -> list[int]:
-        return [id.step for id in self.play.book.runs[KEY].host.archived()]
+        return [id.step for id in self.play.registry.runs[KEY].ledger.archived()]
 
 
 def test_who_names_the_newest_steps_of_another_rank_hides_none_of_the_older_ones() -> None:
@@ -78,7 +78,7 @@ def test_an_older_archived_step_can_be_gone_back_to_by_its_number() -> None:
     run.hear(*NEWEST)
     run.hear(*NEWEST)
     run.play.find(run_object(restore_from="2000", generation=2))
-    assert run.play.book.reply(run.pods[0].uid, at=run.play.now).restore_from == step(2000)
+    assert run.play.registry.reply(run.pods[0].uid, at=run.play.now).restore_from == step(2000)
     assert run.play.condition(RESTORE_FROM)[1] != "Unresolved"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep_operator.reconcile.objects import as_json
+from keepstep_operator.api.run import as_json
 from tests.chart.charts import crds, schema_of
 from tests.operator.reconcile.samples import Play, Sidecar, pod, policy, run_object, step
 

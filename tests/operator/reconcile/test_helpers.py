@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from keepstep.steps import StepId
 from keepstep.wire.reports import Peer, Report, ReportReply
-from keepstep_operator.reconcile import graves, helperpods, helpers
-from keepstep_operator.reconcile.book import Book
-from keepstep_operator.reconcile.graves import Cleaning, Grave
-from keepstep_operator.reconcile.helperpods import HelperDefaults
-from keepstep_operator.reconcile.helpers import Helper
-from keepstep_operator.reconcile.records import NodeRecord, PodRecord
-from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.api.model import NodeRecord, PodRecord
+from keepstep_operator.reconcile.helpers import cleanup, pod_spec
+from keepstep_operator.reconcile.helpers.cleanup import Cleaning, RunDirectories
+from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.helper_plan import Helper
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run import Run
 from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, later, pod, run_object, step
 
 PATH = "/mnt/nvme0"
@@ -34,12 +35,12 @@ class Move(Play):
 
     def __init__(self, *, prefixes: tuple[str, ...] = (PATH,)) -> None:
         super().__init__()
-        self.book = Book(helper_paths=prefixes)
+        self.registry = Registry(helper_paths=prefixes)
         self.first = pod(0, host_paths=(PATH,))
         self.second = pod(1, host_paths=(PATH,))
         self.a, self.b = Sidecar(rank=0), Sidecar(rank=1)
         for node in ("node-0", "node-1", "node-2"):
-            self.book.node_seen(NodeRecord(name=node))
+            self.registry.node_seen(NodeRecord(name=node))
         for one in (self.first, self.second):
             self.see(one)
         self.find(run_object())
@@ -49,10 +50,10 @@ class Move(Play):
 
     @property
     def run(self) -> Run:
-        return self.book.runs[KEY]
+        return self.registry.runs[KEY]
 
     def wanted(self) -> list[Helper]:
-        return helpers.wanted(self.run)
+        return helper_plan.wanted(self.run)
 
     def move(self, to: str = "node-2", *, told: bool = True) -> None:
         self.lose(self.second)
@@ -63,16 +64,16 @@ class Move(Play):
 
     def serve(self, *numbers: int) -> PodRecord:
         (wanted,) = self.wanted()
-        body = helperpods.serving(wanted, DEFAULTS)
+        body = pod_spec.serving(wanted, DEFAULTS)
         body["metadata"]["uid"] = "helper-1"
-        helper = helperpods.record(body)
+        helper = pod_spec.record(body)
         assert helper is not None
-        self.book.helper_seen(helper)
+        self.registry.helper_seen(helper)
         self.hear(helper, _served(1, *map(step, numbers)))
         return helper
 
     def reply(self, one: PodRecord) -> ReportReply:
-        return self.book.reply(one.uid, at=self.now)
+        return self.registry.reply(one.uid, at=self.now)
 
 
 def _served(rank: int, *ids: StepId) -> Report:
@@ -90,10 +91,10 @@ def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
     assert "node-1" in told.awaits
     assert play.reply(play.first).awaits == "", "only who left something waits for it"
     assert play.condition("LeftShardsServed")[:2] == ("False", "Starting")
-    assert play.run.host.plan() is None
+    assert play.run.ledger.plan() is None
 
     helper = play.serve(39, 40)
-    assert play.run.host.plan() == step(40), "it counts as reachable"
+    assert play.run.ledger.plan() == step(40), "it counts as reachable"
     told = play.reply(play.moved)
     assert told.awaits == ""
     assert told.peers == (Peer(node_rank=helper.node_rank, address="10.0.0.9:9465"),)
@@ -116,8 +117,8 @@ def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
     b.durable(41, epoch=epoch)
     play.hear_all((play.first, play.a), (play.moved, b))
     assert play.wanted() == []
-    play.note(play.book.helper_gone(helper.uid, at=play.now))
-    assert play.run.host.committed() == step(41, epoch)
+    play.note(play.registry.helper_gone(helper.uid, at=play.now))
+    assert play.run.ledger.committed() == step(41, epoch)
     assert play.reply(play.moved).peers == ()
     assert [one.node for one in play.status.holders] == ["node-0", "node-2"]
 
@@ -128,18 +129,18 @@ def test_no_helper_is_started_on_a_guess() -> None:
     assert play.wanted() == [], "the new pod has not told yet what it finds"
     play = Move()
     play.move()
-    play.book.node_seen(NodeRecord(name="node-1", ready=False))
+    play.registry.node_seen(NodeRecord(name="node-1", ready=False))
     assert play.wanted() == [], "its node is down"
     assert play.reply(play.moved).awaits == ""
-    play.book.node_seen(NodeRecord(name="node-1"))
+    play.registry.node_seen(NodeRecord(name="node-1"))
     assert play.wanted() != []
-    play.book.node_gone("node-1")
+    play.registry.node_gone("node-1")
     assert play.wanted() == [], "its node is gone"
 
 
 def test_when_all_pods_move_at_once_what_each_of_them_left_is_served() -> None:
     play = Move()
-    play.book.node_seen(NodeRecord(name="node-3"))
+    play.registry.node_seen(NodeRecord(name="node-3"))
     play.lose(play.first)
     play.lose(play.second)
     moved = [pod(n, life=2, node=f"node-{n + 2}", host_paths=(PATH,)) for n in (0, 1)]
@@ -181,7 +182,7 @@ def test_a_pod_that_comes_back_to_its_node_needs_nobody() -> None:
     b = Sidecar(rank=1, started_at=T0 + 9).durable(40)
     play.hear(play.moved, b.report())
     assert play.wanted() == []
-    assert list(play.run.host.lefts) == []
+    assert list(play.run.ledger.orphans) == []
 
 
 def test_what_a_buddy_holds_needs_no_helper() -> None:
@@ -196,7 +197,7 @@ def test_nothing_outside_the_allowed_directories_is_mounted() -> None:
     play = Move(prefixes=("/srv",))
     play.move()
     assert play.wanted() == []
-    assert helpers.allowed(("/a/../etc", "/a/x", "/ab"), ("/a",)) == ("/a/x",)
+    assert helper_plan.allowed(("/a/../etc", "/a/x", "/ab"), ("/a",)) == ("/a/x",)
 
 
 def test_a_reconciler_that_begins_anew_knows_from_the_status_what_lies_where() -> None:
@@ -206,15 +207,15 @@ def test_a_reconciler_that_begins_anew_knows_from_the_status_what_lies_where() -
     assert {one.node: one.node_ranks for one in written.holders} == {"node-0": "0", "node-1": "1"}
 
     play = Play()
-    play.book = Book(helper_paths=(PATH,))
+    play.registry = Registry(helper_paths=(PATH,))
     for one in (before.first, before.moved):
         play.see(one)
     play.find(run_object(written))
-    run = play.book.runs[KEY]
-    assert helpers.wanted(run) == []
+    run = play.registry.runs[KEY]
+    assert helper_plan.wanted(run) == []
     play.hear(before.first, before.a.report())
     play.hear(before.moved, Sidecar(rank=1, started_at=T0 + 9, epochs=[]).report())
-    (one,) = helpers.wanted(run)
+    (one,) = helper_plan.wanted(run)
     assert (one.node, one.node_ranks) == ("node-1", (1,))
 
 
@@ -222,15 +223,15 @@ def test_a_helper_that_is_lost_leaves_the_doubt_that_was_there_before() -> None:
     play = Move()
     play.move()
     helper = play.serve(40)
-    play.note(play.book.helper_gone(helper.uid, at=play.now))
-    assert play.run.host.plan() is None
+    play.note(play.registry.helper_gone(helper.uid, at=play.now))
+    assert play.run.ledger.plan() is None
     assert play.wanted() != []
     assert "node-1" in play.reply(play.moved).awaits
 
 
 def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
     one = Helper(run=KEY, node="node-1", node_ranks=(1, 3), paths=(PATH, "/mnt/nvme1"))
-    spec = helperpods.serving(one, DEFAULTS)["spec"]
+    spec = pod_spec.serving(one, DEFAULTS)["spec"]
     (container,) = spec["containers"]
     below = f"{KEY.namespace}/{KEY.name}"
     mounts = [at for at in container["volumeMounts"] if at["name"] != "token"]
@@ -250,35 +251,35 @@ def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
 # --- what a run that is gone left behind ---------------------------------------------------------
 
 NODES = {"a": NodeRecord(name="a"), "b": NodeRecord(name="b", ready=False)}
-GRAVE = Grave(run=KEY, nodes={"a": (PATH,), "b": (PATH,), "c": (PATH,)})
+GRAVE = RunDirectories(run=KEY, nodes={"a": (PATH,), "b": (PATH,), "c": (PATH,)})
 
 
 def test_directories_are_noted_from_when_a_pod_is_on_a_node() -> None:
     there = pod(0, host_paths=(PATH,))
     elsewhere = pod(1, host_paths=("/mnt/nvme1",), node="node-0")
     pending, fleeting = pod(2, host_paths=(PATH,), node=""), pod(3)
-    found = graves.visited(Grave(run=KEY), iter((there, elsewhere, pending, fleeting)))
+    found = cleanup.visited(RunDirectories(run=KEY), iter((there, elsewhere, pending, fleeting)))
     assert found.nodes == {"node-0": (PATH, "/mnt/nvme1")}
-    assert graves.parse(graves.render(found, namespace="s")) == found
+    assert cleanup.parse(cleanup.render(found, namespace="s")) == found
 
 
 def test_a_run_that_is_there_is_never_cleaned_nor_one_that_came_back() -> None:
-    assert graves.judged(GRAVE, {KEY: 1}, at=T0).gone_since is None
-    gone = graves.judged(GRAVE, {}, at=T0)
+    assert cleanup.judged(GRAVE, {KEY: 1}, at=T0).gone_since is None
+    gone = cleanup.judged(GRAVE, {}, at=T0)
     assert gone.gone_since == T0
-    assert graves.judged(gone, {}, at=T0 + 5) == gone
-    back = graves.judged(gone, {KEY: 1}, at=T0 + 5)
-    assert list(graves.due(back, NODES, grace_s=0, at=T0 + 9)) == []
+    assert cleanup.judged(gone, {}, at=T0 + 5) == gone
+    back = cleanup.judged(gone, {KEY: 1}, at=T0 + 5)
+    assert list(cleanup.due(back, NODES, grace_s=0, at=T0 + 9)) == []
 
 
 def test_only_nodes_that_are_up_are_cleaned_and_others_are_waited_for() -> None:
     gone = replace(GRAVE, gone_since=T0)
-    assert list(graves.due(gone, NODES, grace_s=10, at=T0 + 9)) == []
-    (one,) = graves.due(gone, NODES, grace_s=10, at=T0 + 10)
+    assert list(cleanup.due(gone, NODES, grace_s=10, at=T0 + 9)) == []
+    (one,) = cleanup.due(gone, NODES, grace_s=10, at=T0 + 10)
     assert one == Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0)
-    left = graves.cleaned(gone, "a")
+    left = cleanup.cleaned(gone, "a")
     assert set(left.nodes) == {"b", "c"}
-    late = graves.without_lost_nodes(left, NODES, at=T0 + graves.FORGET_S)
+    late = cleanup.without_lost_nodes(left, NODES, at=T0 + cleanup.FORGET_S)
     assert set(late.nodes) == {"b"}, "c is no node of the cluster any more"
 
 
@@ -289,21 +290,21 @@ def test_only_nodes_that_are_up_are_cleaned_and_others_are_waited_for() -> None:
 def test_nothing_is_cleaned_before_the_whole_time_of_grace_without_the_run(
     alive: list[bool], grace: int
 ) -> None:
-    grave = Grave(run=KEY, nodes={"a": (PATH,)})
+    grave = RunDirectories(run=KEY, nodes={"a": (PATH,)})
     for second, there in enumerate(alive):
-        grave = graves.judged(grave, {KEY: 1} if there else {}, at=T0 + second)
-        due = list(graves.due(grave, NODES, grace_s=grace, at=T0 + second))
+        grave = cleanup.judged(grave, {KEY: 1} if there else {}, at=T0 + second)
+        due = list(cleanup.due(grave, NODES, grace_s=grace, at=T0 + second))
         window = alive[max(0, second - grace) : second + 1]
         assert bool(due) == (len(window) == grace + 1 and not any(window))
 
 
 @pytest.mark.parametrize("data", [{}, {"run": "{"}, {"run": "[]"}, {"run": '{"run": "x"}'}])
 def test_a_note_that_makes_no_sense_is_left_alone(data: dict[str, str]) -> None:
-    assert graves.parse({"metadata": {"name": "x"}, "data": data}) is None
+    assert cleanup.parse({"metadata": {"name": "x"}, "data": data}) is None
 
 
 def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None:
-    body = helperpods.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0), DEFAULTS)
+    body = pod_spec.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0), DEFAULTS)
     (container,) = body["spec"]["containers"]
     where = f"/host/0/{KEY.namespace}/{KEY.name}"
     assert container["command"][1:] == ["--clean", "--gone-since", f"{T0:.0f}", where]
@@ -311,5 +312,5 @@ def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None
         "drop": ["ALL"],
         "add": ["DAC_OVERRIDE"],
     }
-    assert helperpods.about(body) == ("clean", KEY, "a")
-    assert helperpods.record(body) is None, "it reports nothing"
+    assert pod_spec.about(body) == ("clean", KEY, "a")
+    assert pod_spec.record(body) is None, "it reports nothing"

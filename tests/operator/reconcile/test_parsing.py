@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from keepstep_operator.api.model import JobState, RunKey, VolumeKind
 from keepstep_operator.reconcile.parsing import (
     job_state,
     lean_node,
@@ -15,7 +16,6 @@ from keepstep_operator.reconcile.parsing import (
     parse_policy_record,
     parse_run_object,
 )
-from keepstep_operator.reconcile.records import JobState, RunKey, VolumeKind
 from tests.operator.reconcile.standin import pod_body
 
 

@@ -39,7 +39,7 @@ async def process(cluster: StandIn, directory: Path) -> AsyncIterator[tuple[psut
     """`keepstep-operator reconcile` and the port of its metrics."""
     make_certificate(directory)
     config = kubeconfig(cluster, directory / "kubeconfig")
-    command = ["-m", "keepstep_operator.main", "reconcile", "--namespace", "keepstep-system"]
+    command = ["-m", "keepstep_operator.cli", "reconcile", "--namespace", "keepstep-system"]
     command += ["--tls-dir", str(directory), "--port", "0", "--metrics-port", "0"]
     child = await asyncio.create_subprocess_exec(
         sys.executable,

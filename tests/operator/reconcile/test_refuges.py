@@ -9,9 +9,9 @@ from keepstep.core.ledger import Held
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.reconcile.host import Host
-from keepstep_operator.reconcile.places import Sender
-from keepstep_operator.reconcile.spread import refuges
+from keepstep_operator.reconcile.state.durability import refuges
+from keepstep_operator.reconcile.state.node_rank import Sender
+from keepstep_operator.reconcile.state.run_ledger import RunLedger
 
 EPOCH = EpochId(1, "00000001")
 
@@ -42,8 +42,8 @@ class Pair:
     """Two pods on two nodes, each the other's buddy."""
 
     def __init__(self) -> None:
-        self.host = Host()
-        self.host.configure(keep=Retention(), pins=())
+        self.ledger = RunLedger()
+        self.ledger.configure(keep=Retention(), pins=())
         self.sequence = 0
 
     def hear(self, *, local: list[int], peer: list[int]) -> None:
@@ -70,10 +70,10 @@ class Pair:
                 epochs=(Epoch(EPOCH, None),),
                 peer_address="a:1",
             )
-            self.host.take(sender, report, at=float(self.sequence))
+            self.ledger.take(sender, report, at=float(self.sequence))
 
     def expendable(self) -> list[int]:
-        return [one.step for one in self.host.expendable()]
+        return [one.step for one in self.ledger.expendable()]
 
 
 def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_too() -> None:
@@ -82,8 +82,8 @@ def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_t
     assert pair.expendable() == [63]
     pair.hear(local=[64, 65, 66], peer=[64])
     assert pair.expendable() == []
-    pair.host.pod_gone("p1", local_stays=False)
-    assert pair.host.common() == _id(64), "one node is lost, the run is not"
+    pair.ledger.pod_gone("p1", local_stays=False)
+    assert pair.ledger.common() == _id(64), "one node is lost, the run is not"
 
 
 def test_it_goes_when_a_newer_step_is_copied() -> None:

@@ -17,11 +17,11 @@ import pytest
 
 from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportReply
+from keepstep_operator.api.model import Job, JobState, RunKey
 from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.actions import AskJob
-from keepstep_operator.reconcile.handlers import asked
-from keepstep_operator.reconcile.records import Job, JobState, RunKey
-from keepstep_operator.reconcile.reports import LARGEST_REPORT_BYTES
+from keepstep_operator.reconcile.errands import asked
+from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
+from keepstep_operator.reconcile.state.actions import AskJob
 from tests.harness import until
 from tests.operator.reconcile.samples import Sidecar, later, step
 from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting
@@ -170,8 +170,8 @@ def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
             status, problem = await served.post(whole(), token=token)
             assert (status, problem["code"]) == (expected, code)
             assert problem["message"]
-        run = served.parts.book.runs
-        assert not any(one.host.places for one in run.values()), "nothing of it was believed"
+        run = served.parts.registry.runs
+        assert not any(one.ledger.places for one in run.values()), "nothing of it was believed"
         refused = served.parts.metrics.registry.get_sample_value(
             "keepstep_reports_refused_total", {"code": code}
         )
@@ -191,8 +191,8 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
 
     async def scene(served: Served) -> None:
         await served.post(whole(rank=0), token="other")
-        (run,) = served.parts.book.runs.values()
-        assert list(run.host.places) == [1]
+        (run,) = served.parts.registry.runs.values()
+        assert list(run.ledger.places) == [1]
 
     play(tmp_path, scene, at)
 
@@ -380,10 +380,10 @@ def test_pods_are_asked_for_by_label(tmp_path: Path) -> None:
 
 def test_a_pod_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
-        await until(lambda: served.parts.book.pod("pod-0"))
+        await until(lambda: served.parts.registry.pod("pod-0"))
         await until(lambda: served.cluster.watches("keepstep.dev/injected"))
         served.cluster.remove(pod_path("gpt-worker-0"))
-        await until(lambda: served.parts.book.pod("pod-0") is None)
+        await until(lambda: served.parts.registry.pod("pod-0") is None)
         assert (await served.post(whole(), token=GOOD))[0] == 404
 
     play(tmp_path, scene)
@@ -406,7 +406,7 @@ def test_a_run_is_finished_when_its_pods_are_gone_and_its_job_is_over(tmp_path: 
     async def scene(served: Served) -> None:
         await served.post(whole(), token=GOOD)
         await until(lambda: phase() == "Running")
-        await until(lambda: any(one.object for one in served.parts.book.runs.values()))
+        await until(lambda: any(one.object for one in served.parts.registry.runs.values()))
         at.remove(pod_path("gpt-worker-0"))
         await until(lambda: phase() == "Finished")
         assert at.objects[RUN]["status"]["committed"]["step"] == 5
@@ -450,7 +450,7 @@ def test_a_run_that_somebody_deletes_is_written_again(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
         await served.post(whole(), token=GOOD)
         await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
-        await until(lambda: any(one.object for one in served.parts.book.runs.values()))
+        await until(lambda: any(one.object for one in served.parts.registry.runs.values()))
         served.cluster.remove(RUN)
         status = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
         assert status["committed"]["step"] == 5

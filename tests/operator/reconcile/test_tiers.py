@@ -12,20 +12,20 @@ import pytest
 from keepstep.core.ledger import Held
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedDepot
-from keepstep_operator.beyond import Archive, Bucket, Peers
-from keepstep_operator.reconcile.actions import WriteStatus
-from keepstep_operator.reconcile.checkpoints import (
+from keepstep_operator.api.model import NodeRecord, VolumeKind
+from keepstep_operator.api.run import as_json
+from keepstep_operator.api.tiers import Archive, Bucket, Peers
+from keepstep_operator.reconcile.state.actions import WriteStatus
+from keepstep_operator.reconcile.state.durability import Lying, sole_nodes
+from keepstep_operator.reconcile.status.conditions import PROTECTED
+from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
+from keepstep_operator.reconcile.writers.checkpoint_objects import (
     MOST_ARCHIVED,
     body_of,
     changes,
     kept,
     status_of,
 )
-from keepstep_operator.reconcile.conditions import PROTECTED
-from keepstep_operator.reconcile.farther import ARCHIVED, REPLICATED, RESTORE_FROM
-from keepstep_operator.reconcile.objects import as_json
-from keepstep_operator.reconcile.records import NodeRecord, VolumeKind
-from keepstep_operator.reconcile.spread import Lying, sole_nodes
 from tests.chart.charts import crds, schema_of
 from tests.chart.schemas import closed, json_schema
 from tests.operator.reconcile.samples import (
@@ -67,7 +67,7 @@ def types(play: Play) -> list[str]:
 
 def test_each_sidecar_is_told_its_buddy_and_where_all_others_serve() -> None:
     play, pods, _ = running()
-    (peer,) = play.book.reply(pods[0].uid, at=play.now).peers
+    (peer,) = play.registry.reply(pods[0].uid, at=play.now).peers
     assert (peer.node_rank, peer.address, peer.buddy) == (1, "10.0.0.1:9465", True)
     assert [one.buddies for one in play.status.ranks] == ["1", "0"]
 
@@ -80,14 +80,16 @@ def test_with_a_third_pod_only_the_next_is_a_buddy_and_the_other_serves() -> Non
         one.world = 3
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
-    found = {one.node_rank: one.buddy for one in play.book.reply(pods[0].uid, at=play.now).peers}
+    found = {
+        one.node_rank: one.buddy for one in play.registry.reply(pods[0].uid, at=play.now).peers
+    }
     assert found == {1: True, 2: False}
 
 
 def test_nobody_is_a_buddy_before_every_pod_has_a_node() -> None:
     play, pods, _ = running()
     play.see(pod(2, node="", phase="Pending", training=False))
-    told = play.book.reply(pods[0].uid, at=play.now).peers
+    told = play.registry.reply(pods[0].uid, at=play.now).peers
     assert [one.buddy for one in told] == [False]
 
 
@@ -96,26 +98,26 @@ def test_a_pod_that_is_made_again_moves_no_copies() -> None:
     third = pod(2)
     play.see(third)
     play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
-    before = play.book.runs[KEY].neighbours.ring()
+    before = play.registry.runs[KEY].peer_assignment.ring()
     play.lose(pods[1])
-    assert play.book.runs[KEY].neighbours.ring() == before
-    assert {one.node_rank for one in play.book.reply(pods[0].uid, at=play.now).peers} == {2}
+    assert play.registry.runs[KEY].peer_assignment.ring() == before
+    assert {one.node_rank for one in play.registry.reply(pods[0].uid, at=play.now).peers} == {2}
 
 
 def test_a_sidecar_is_told_that_it_knows_all_peers_once_every_rank_was_heard() -> None:
     pods = [pod(rank) for rank in (0, 1)]
     play = Play(*pods, known_policy=policy(peers=Peers()))
     play.hear(pods[0], Sidecar(rank=0, address="10.0.0.0:9465").report())
-    assert not play.book.reply(pods[0].uid, at=play.now).all_peers
+    assert not play.registry.reply(pods[0].uid, at=play.now).all_peers
     play.hear(pods[1], Sidecar(rank=1, address="10.0.0.1:9465").report())
-    told = play.book.reply(pods[0].uid, at=play.now)
+    told = play.registry.reply(pods[0].uid, at=play.now)
     assert (told.all_peers, [one.node_rank for one in told.peers]) == (True, [1])
 
 
 def test_a_run_of_one_pod_knows_all_its_peers_which_are_none() -> None:
     play = Play(pod(), known_policy=policy(peers=Peers()))
     play.hear(pod(), Sidecar(rank=0, world=1, address="10.0.0.0:9465").report())
-    told = play.book.reply(pod().uid, at=play.now)
+    told = play.registry.reply(pod().uid, at=play.now)
     assert (told.all_peers, told.peers) == (True, ())
 
 
@@ -126,13 +128,13 @@ def test_buddies_leave_the_zone_where_nodes_are_known_to_be_in_one() -> None:
     play.see(third)
     play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
     for node, name in (("node-0", "a"), ("node-1", "a"), ("node-2", "b")):
-        play.book.node_seen(NodeRecord(name=node, labels={zone: name}))
-    assert play.book.runs[KEY].neighbours.ring() == {0: (2,), 1: (2,), 2: (1,)}
+        play.registry.node_seen(NodeRecord(name=node, labels={zone: name}))
+    assert play.registry.runs[KEY].peer_assignment.ring() == {0: (2,), 1: (2,), 2: (1,)}
 
 
 def test_without_peers_in_the_policy_there_are_none_and_no_word_of_them() -> None:
     play, pods, _ = running(known=policy())
-    assert play.book.reply(pods[0].uid, at=play.now).peers == ()
+    assert play.registry.reply(pods[0].uid, at=play.now).peers == ()
     assert types(play) == ["Protected", "FullyInjected", "Committing"]
     assert play.status.survives == ["ContainerRestart", "PodRestart"]
 
@@ -154,7 +156,7 @@ def test_with_peers_even_an_emptydir_outlives_the_loss_of_one_pod() -> None:
     play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
     assert play.status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
     play.lose(pods[0])
-    assert play.book.reply(pods[1].uid, at=play.now).plan == step(80)
+    assert play.registry.reply(pods[1].uid, at=play.now).plan == step(80)
     assert play.status.committed is not None
 
 
@@ -163,8 +165,8 @@ def test_the_copies_of_a_rank_do_not_count_as_its_pod() -> None:
     assert play.status.ranks[0].ranks == "0"
     assert play.status.ranks[0].local == 90
     play.lose(pods[0])
-    run = play.book.runs[KEY]
-    assert not run.host.settled
+    run = play.registry.runs[KEY]
+    assert not run.ledger.settled
 
 
 def test_copies_on_the_same_node_outlive_no_node() -> None:
@@ -224,7 +226,7 @@ def test_what_a_pod_tells_of_the_archive_of_other_ranks_does_not_count_as_their_
     play.hear(pods[0], replace(report, ranks=(*report.ranks, other)))
     assert play.status.ranks[0].ranks == "0"
     play.lose(pods[1])
-    assert not play.book.runs[KEY].host.settled
+    assert not play.registry.runs[KEY].ledger.settled
     assert play.status.watermarks["archive"] == str(step(80))
 
 
@@ -255,7 +257,7 @@ def test_an_archive_outlives_nodes_and_with_the_label_jobs() -> None:
 def test_a_node_that_is_lost_leaves_what_is_in_the_archive() -> None:
     play, pods, _ = archived()
     play.lose(pods[0])
-    reply = play.book.reply(pods[1].uid, at=play.now)
+    reply = play.registry.reply(pods[1].uid, at=play.now)
     assert reply.committed["archive"] == step(80)
     assert play.status.watermarks["archive"] == str(step(80))
     assert "NodeLoss" in play.status.survives
@@ -264,7 +266,7 @@ def test_a_node_that_is_lost_leaves_what_is_in_the_archive() -> None:
 def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -> None:
     play, pods, _ = running(known=policy(), kind=VolumeKind.EMPTY_DIR)
     play.lose(pods[0])
-    reply = play.book.reply(pods[1].uid, at=play.now)
+    reply = play.registry.reply(pods[1].uid, at=play.now)
     assert reply.plan is None
     assert play.status.survives == []
     status, reason, message = play.condition(PROTECTED)
@@ -331,8 +333,8 @@ def test_holders_are_the_nodes_whose_drives_outlive_their_pods() -> None:
 
 def test_a_cordoned_node_with_the_only_copy_is_warned_of_once_and_while_it_lasts() -> None:
     play, pods, sidecars = running()
-    play.book.node_seen(NodeRecord(name="node-1", cordoned=True))
-    play.book.node_seen(NodeRecord(name="node-9", cordoned=True))
+    play.registry.node_seen(NodeRecord(name="node-1", cordoned=True))
+    play.registry.node_seen(NodeRecord(name="node-9", cordoned=True))
     play.wait(1)
     play.wait(1)
     (event,) = play.events("NodeDraining")
@@ -345,7 +347,7 @@ def test_a_cordoned_node_with_the_only_copy_is_warned_of_once_and_while_it_lasts
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.wait(1)
     assert play.status.warnings == []
-    play.book.node_gone("node-1")
+    play.registry.node_gone("node-1")
     play.wait(1)
     assert len(play.events("NodeDraining")) == 1
 
@@ -381,7 +383,7 @@ def test_a_node_is_the_only_one_for_what_no_other_node_and_no_twin_elsewhere_hol
 def test_a_run_is_rolled_back_at_its_next_restart_once_and_then_goes_on_as_usual() -> None:
     play, pods, sidecars = running(known=policy())
     play.find(run_object(restore_from="80", generation=2))
-    reply = play.book.reply(pods[0].uid, at=play.now)
+    reply = play.registry.reply(pods[0].uid, at=play.now)
     assert (reply.restore_from, reply.restore_run, reply.plan) == (step(80), "", step(80))
     assert step(80) in reply.pinned, "it must not be retired meanwhile"
     status, reason, message = play.condition(RESTORE_FROM)
@@ -392,7 +394,7 @@ def test_a_run_is_rolled_back_at_its_next_restart_once_and_then_goes_on_as_usual
         one.restored(again, tier=Tier.LOCAL)
     play.hear_all(*zip(pods, sidecars, strict=True))
     assert play.condition(RESTORE_FROM)[:2] == ("True", "Restored")
-    reply = play.book.reply(pods[0].uid, at=play.now)
+    reply = play.registry.reply(pods[0].uid, at=play.now)
     assert (reply.restore_from, reply.pinned) == (None, ())
     assert play.events("RolledBack") == [
         f"epoch {again.id} went on from step 80, as spec.restoreFrom asked"
@@ -413,7 +415,7 @@ def test_a_rollback_that_came_about_is_not_done_again_by_a_new_reconciler() -> N
     for one in pods:
         heir.see(one)
     heir.hear_all(*zip(pods, sidecars, strict=True))
-    reply = heir.book.reply(pods[0].uid, at=heir.now)
+    reply = heir.registry.reply(pods[0].uid, at=heir.now)
     assert (reply.restore_from, reply.plan) == (None, step(85, again))
     assert heir.events("RolledBack") == []
 
@@ -427,14 +429,14 @@ def test_a_rollback_that_waits_is_still_waited_for_by_a_new_reconciler() -> None
     for one in pods:
         heir.see(one)
     heir.hear_all(*zip(pods, sidecars, strict=True))
-    assert heir.book.reply(pods[0].uid, at=heir.now).restore_from == step(80)
+    assert heir.registry.reply(pods[0].uid, at=heir.now).restore_from == step(80)
 
 
 def test_taking_the_wish_back_before_the_restart_leaves_no_trace() -> None:
     play, pods, _ = running(known=policy())
     play.find(run_object(restore_from="80", generation=2))
     play.find(run_object(generation=3))
-    reply = play.book.reply(pods[0].uid, at=play.now)
+    reply = play.registry.reply(pods[0].uid, at=play.now)
     assert (reply.restore_from, reply.plan, reply.pinned) == (None, step(100), ())
     assert RESTORE_FROM not in types(play)
     assert play.status.restore_from is None
@@ -444,7 +446,7 @@ def test_taking_the_wish_back_before_the_restart_leaves_no_trace() -> None:
 def test_a_step_that_nobody_holds_changes_nothing_and_says_what_there_is(asked: str) -> None:
     play, pods, _ = running(known=policy())
     play.find(run_object(restore_from=asked, generation=2))
-    reply = play.book.reply(pods[0].uid, at=play.now)
+    reply = play.registry.reply(pods[0].uid, at=play.now)
     assert (reply.restore_from, reply.plan) == (None, step(100))
     status, reason, message = play.condition(RESTORE_FROM)
     assert (status, reason) == ("False", "NotFound")
@@ -458,7 +460,7 @@ def test_a_wish_from_before_the_first_report_is_found_when_reports_come() -> Non
     assert play.condition(RESTORE_FROM)[:2] == ("Unknown", "NoReports")
     for one in pods:
         play.hear(one, Sidecar(rank=one.node_rank).durable(80, 90).report())
-    assert play.book.reply(pods[0].uid, at=play.now).restore_from == step(80)
+    assert play.registry.reply(pods[0].uid, at=play.now).restore_from == step(80)
 
 
 def test_a_step_of_another_run_is_refused_and_changes_nothing() -> None:
@@ -468,14 +470,14 @@ def test_a_step_of_another_run_is_refused_and_changes_nothing() -> None:
     assert (status, reason) == ("False", "OtherRun")
     assert "other/80" in message
     assert "keepstep.dev/restore-from" in message, "how a fork is asked for"
-    assert play.book.reply(pods[0].uid, at=play.now).restore_from is None
+    assert play.registry.reply(pods[0].uid, at=play.now).restore_from is None
 
 
 # --- Checkpoint objects --------------------------------------------------------------------------
 
 
 def objects(play: Play) -> dict[str, tuple[str, ...]]:
-    return {one.step: one.tiers for one in kept(play.book.runs[KEY])}
+    return {one.step: one.tiers for one in kept(play.registry.runs[KEY])}
 
 
 def test_a_step_that_is_pinned_or_archived_deserves_an_object_with_its_tiers() -> None:
@@ -490,7 +492,7 @@ def test_a_step_that_is_pinned_or_archived_deserves_an_object_with_its_tiers() -
 
 def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is() -> None:
     play, pods, sidecars = archived()
-    run = play.book.runs[KEY]
+    run = play.registry.runs[KEY]
     due = changes(run, {})
     assert [one.step for one in due.made] == [str(step(80)), str(step(70))]
     there = {one.name: {**body_of(one, namespace="team"), "status": status_of(one, {}, at=T0)}
@@ -505,7 +507,7 @@ def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is()
 
 def test_while_anybody_is_silent_no_object_is_deleted() -> None:
     play, pods, sidecars = archived()
-    run = play.book.runs[KEY]
+    run = play.registry.runs[KEY]
     there = {"gpt-1a2b3c4d-0001.aaaaaaaa-000000060": {"status": {"tiers": ["archive"]}}}
     assert changes(run, there).gone != ()
     sidecars[0].archive = None
@@ -513,7 +515,7 @@ def test_while_anybody_is_silent_no_object_is_deleted() -> None:
     play.lose(pods[1])
     assert changes(run, there).gone == ()
     empty = Play(*pods, known_policy=policy(archive=ARCHIVE))
-    assert changes(empty.book.runs[KEY], there).gone == ()
+    assert changes(empty.registry.runs[KEY], there).gone == ()
 
 
 def test_the_objects_of_a_run_are_bounded() -> None:
@@ -521,15 +523,15 @@ def test_the_objects_of_a_run_are_bounded() -> None:
     for one in sidecars:
         one.archive = [step(number) for number in range(1000, 1000 + 3 * MOST_ARCHIVED)]
     play.hear_all(*zip(pods, sidecars, strict=True))
-    found = kept(play.book.runs[KEY])
+    found = kept(play.registry.runs[KEY])
     assert len(found) == MOST_ARCHIVED
     assert found[0].step == str(step(1000 + 3 * MOST_ARCHIVED - 1))
-    assert len(changes(play.book.runs[KEY], {}).first(20)) == 20
+    assert len(changes(play.registry.runs[KEY], {}).first(20)) == 20
 
 
 def test_an_object_fits_the_schema_of_its_kind() -> None:
     play, *_ = archived()
-    (one, *_) = kept(play.book.runs[KEY])
+    (one, *_) = kept(play.registry.runs[KEY])
     body = body_of(one, namespace="team")
     schema = json_schema(schema_of(crds()["Checkpoint"]))
     jsonschema.validate({**body, "status": status_of(one, {}, at=T0)}, closed(schema))

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
+from keepstep_operator.api.pod import Placement
+from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import Near
 from keepstep_operator.kube import RUNS, Client, KubeError
-from keepstep_operator.pods import Placement
-from keepstep_operator.policy import Policy
 from keepstep_operator.spans import within
 
 OWN: Final = 100

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from keepstep.errors import UsageError
+from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.fields import PolicyError
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import (
     POLICIES,
@@ -24,7 +25,6 @@ from keepstep_operator.kube import (
     Listing,
     NotFound,
 )
-from keepstep_operator.policy import Policy, parse_policy
 
 _LIVE_S: Final = 1.0
 _PATIENCE_S: Final = 1.5

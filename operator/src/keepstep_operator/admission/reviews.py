@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import UsageError
+from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
+from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.fields import PolicyError
 from keepstep_operator.injection import Defaults, Near, inject, json_patch, refuse
-from keepstep_operator.pods import Pod, PodError, injected_of, parse_pod
-from keepstep_operator.policy import Policy
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_WARNING: Final = 256

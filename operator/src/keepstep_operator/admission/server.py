@@ -24,12 +24,12 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
-from keepstep_operator.fields import PolicyError
+from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.pod import PodError, placement
+from keepstep_operator.api.policy import Policy
 from keepstep_operator.injection import Defaults, Near, is_injected
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
-from keepstep_operator.pods import PodError, placement
-from keepstep_operator.policy import Policy
 from keepstep_operator.serving import Ready, health_routes
 
 DEADLINE_S: Final = 3.5

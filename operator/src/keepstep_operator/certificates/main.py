@@ -12,12 +12,12 @@ import click
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from keepstep_operator import journal
+from keepstep_operator.api.quantities import parse_duration
 from keepstep_operator.certificates.keeper import Keeper, Published, Server
 from keepstep_operator.certificates.peers import AuthorityKeeper, published_with_certificates
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import Client, KubeError, find_access
-from keepstep_operator.quantities import parse_duration
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import metrics_port_option, namespace_option, option
 

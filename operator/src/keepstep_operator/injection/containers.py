@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Final
 
 from keepstep.wire import reports
+from keepstep_operator.api.pod import Placement
+from keepstep_operator.api.policy import PersistMode, Policy, Verify
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.resources import Cost, resources_of
 from keepstep_operator.injection.settings import Defaults
@@ -33,8 +35,6 @@ from keepstep_operator.names import (
     USER_ID,
     VOLUMES_CONTAINER,
 )
-from keepstep_operator.pods import Placement
-from keepstep_operator.policy import PersistMode, Policy, Verify
 
 _PROGRAM: Final = "keepstep-sidecar"
 _START: Final = "120s"

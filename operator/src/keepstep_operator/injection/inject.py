@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Final
 
+from keepstep_operator.api.pod import (
+    Injected,
+    Placement,
+    Pod,
+    PodError,
+    injected_of,
+    parse_pod,
+    placement,
+    placement_of,
+    root_of,
+    training_container,
+)
+from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
@@ -25,19 +38,6 @@ from keepstep_operator.names import (
     STATUS_ANNOTATION,
     VOLUMES_CONTAINER,
 )
-from keepstep_operator.pods import (
-    Injected,
-    Placement,
-    Pod,
-    PodError,
-    injected_of,
-    parse_pod,
-    placement,
-    placement_of,
-    root_of,
-    training_container,
-)
-from keepstep_operator.policy import Accounting, Policy, require_allowed
 
 _KUBERNETES_GRACE_S: Final = 30
 _LONGEST_GRACE_S: Final = 120

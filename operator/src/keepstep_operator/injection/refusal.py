@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+from keepstep_operator.api.pod import Injected, parse_pod
 from keepstep_operator.bodies import Body
 from keepstep_operator.names import INJECTED_LABEL, STATUS_ANNOTATION
-from keepstep_operator.pods import Injected, parse_pod
 
 
 def refuse(pod: Body, *, reason: str, message: str) -> Body:

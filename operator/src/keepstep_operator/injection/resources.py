@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep_operator.bodies import Body
-from keepstep_operator.policy import EmptyDir, Policy
-from keepstep_operator.quantities import (
+from keepstep_operator.api.policy import EmptyDir, Policy
+from keepstep_operator.api.quantities import (
     format_bytes,
     format_millicores,
     parse_bytes,
     parse_millicores,
 )
+from keepstep_operator.bodies import Body
 
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _KINDS: Final = ("requests", "limits")

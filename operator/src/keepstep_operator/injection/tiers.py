@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from keepstep_operator.beyond import CREDENTIALS, Archive, Bucket, Directory
+from keepstep_operator.api.policy import Policy
+from keepstep_operator.api.tiers import CREDENTIALS, Archive, Bucket, Directory
 from keepstep_operator.bodies import Body
 from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME, SIDECAR_PEER_PORT
-from keepstep_operator.policy import Policy
 
 HOST_ROOT: Final = "/host"
 """Where the init container sees the whole of each hostPath."""

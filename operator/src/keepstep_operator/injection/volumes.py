@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from keepstep.wire.reports import AUDIENCE
+from keepstep_operator.api.pod import Placement, PodError
+from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
+from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.tiers import (
     HOST_ARCHIVE,
@@ -24,9 +27,6 @@ from keepstep_operator.names import (
     VOLUME_PREFIX,
     VOLUMES_PATH,
 )
-from keepstep_operator.pods import Placement, PodError
-from keepstep_operator.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
-from keepstep_operator.quantities import format_bytes
 
 _BESIDE_SLOTS_BYTES: Final = 16 << 20
 """Socket, records and the slots' own pages of metadata."""

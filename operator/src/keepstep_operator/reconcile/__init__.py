@@ -1,7 +1,13 @@
 """The reconciler: hosts each run's ledger, answers sidecars, and tells people what is protected.
 
-The pure core (`records`, `host`, `restores`, `runs`, `book`, `survival`, `conditions`, `status`,
-`pacing`) decides; time is passed in and nothing is read or written. The shell (`parsing`,
-`watching`, `handlers`, `tokens`, `reports`, `writer`, `events`, `metrics`, `main`) does the rest.
+    main          the process
+    watch, feed   what is done when objects of the cluster change
+    errands       carries out what the state asks for
+    reports_api   takes reports (token_auth: whose), signs (peer_certificates), answers
+    helpers       pods that serve and clean what a run left on nodes
+    writers       statuses, Checkpoints, Events
+    status        what people read of a run
+    state         what is known of all runs: pure, time is passed in
+
 Nothing here holds state that pods, their reports and CheckpointRun.status cannot bring back.
 """

@@ -15,18 +15,19 @@ from keepstep_operator import journal
 from keepstep_operator.journal import say
 from keepstep_operator.kube import Client, find_access
 from keepstep_operator.names import REPORTS_PORT
-from keepstep_operator.reconcile.book import Book
-from keepstep_operator.reconcile.events import Teller
-from keepstep_operator.reconcile.handlers import Errands, Handlers
-from keepstep_operator.reconcile.helperpods import HelperDefaults
-from keepstep_operator.reconcile.helping import Helping
+from keepstep_operator.reconcile.errands import Errands
+from keepstep_operator.reconcile.feed import NodeClient, PodClient
+from keepstep_operator.reconcile.helpers.controller import HelperController
+from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.metrics import Metrics
-from keepstep_operator.reconcile.reports import Reports
-from keepstep_operator.reconcile.shelf import Shelf
-from keepstep_operator.reconcile.signing import Signing
-from keepstep_operator.reconcile.tokens import Tokens
-from keepstep_operator.reconcile.watching import NodeClient, PodClient
-from keepstep_operator.reconcile.writer import Writer
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.reports_api import ReportsApi
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.token_auth import TokenAuth
+from keepstep_operator.reconcile.watch import Handlers
+from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
+from keepstep_operator.reconcile.writers.events import EventWriter
+from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
     metrics_port_option,
@@ -172,28 +173,30 @@ class Reconciler:
         clean_after_s: float | None = None,
         clock: Callable[[], float],
     ) -> None:
-        self.book = Book(helper_paths=host_paths if helpers is not None else ())
-        self.metrics = Metrics(self.book)
+        self.registry = Registry(helper_paths=host_paths if helpers is not None else ())
+        self.metrics = Metrics(self.registry)
         self._clients = client, pod_client
         self._node_client = node_client
         self._group = group
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
-        self.writer = Writer(self.book, client, metrics=self.metrics, clock=clock)
-        self.shelf = Shelf(self.book, client, metrics=self.metrics, clock=clock)
-        self.teller = Teller(client, metrics=self.metrics, clock=clock)
+        self.writer = StatusWriter(self.registry, client, metrics=self.metrics, clock=clock)
+        self.checkpoint_writer = CheckpointWriter(
+            self.registry, client, metrics=self.metrics, clock=clock
+        )
+        self.event_writer = EventWriter(client, metrics=self.metrics, clock=clock)
         self.errands = Errands(
-            self.book,
+            self.registry,
             client,
             writer=self.writer,
-            shelf=self.shelf,
-            teller=self.teller,
+            checkpoint_writer=self.checkpoint_writer,
+            event_writer=self.event_writer,
             metrics=self.metrics,
             group=group,
             clock=clock,
         )
         handlers = Handlers(
-            self.book,
+            self.registry,
             self.errands,
             writer=self.writer,
             metrics=self.metrics,
@@ -202,23 +205,23 @@ class Reconciler:
         )
         self.objects, self.pods = handlers.objects(), handlers.pods()
         self.nodes = handlers.nodes()
-        self.reports = Reports(
-            self.book,
+        self.reports = ReportsApi(
+            self.registry,
             client,
-            tokens=Tokens(client, clock=clock),
-            obey=self.errands.obey,
+            tokens=TokenAuth(client, clock=clock),
+            carry_out=self.errands.carry_out,
             metrics=self.metrics,
             ready=self.ready,
             clock=clock,
-            signing=Signing(peer_ca_dir),
+            signing=PeerCertificates(peer_ca_dir),
         )
-        self.helping: Helping | None = None
+        self.helper_controller: HelperController | None = None
         if helpers is not None:
-            self.helping = Helping(
-                self.book,
+            self.helper_controller = HelperController(
+                self.registry,
                 client,
                 helpers,
-                obey=self.errands.obey,
+                carry_out=self.errands.carry_out,
                 metrics=self.metrics,
                 clock=clock,
                 host_paths=host_paths,
@@ -234,22 +237,24 @@ class Reconciler:
             self._spawn(feed.run(pod_client), f"follow {feed.name}")
         if self._node_client is not None:  # nothing waits for them: they may not be allowed to us
             self._spawn(self.nodes.run(self._node_client), "follow nodes")
-        if self.helping is not None:
-            self._start_helping(self.helping, client)
+        if self.helper_controller is not None:
+            self._start_helping(self.helper_controller, client)
         self._spawn(self.writer.run(), "write statuses")
-        self._spawn(self.shelf.feed.run(client), "follow checkpoints")
-        self._spawn(self.shelf.run(), "write checkpoints")
-        self._spawn(self.teller.run(), "write events")
+        self._spawn(self.checkpoint_writer.feed.run(client), "follow checkpoints")
+        self._spawn(self.checkpoint_writer.run(), "write checkpoints")
+        self._spawn(self.event_writer.run(), "write events")
         self._spawn(self._tick(), "tick")
 
-    def _start_helping(self, helping: Helping, client: Client) -> None:
+    def _start_helping(self, helper_controller: HelperController, client: Client) -> None:
         """Only once all that is there was seen is anything made, or said to be gone."""
-        self._spawn(helping.pods.run(client), f"follow {helping.pods.name}")
-        self._spawn(helping.records.run(client), f"follow {helping.records.name}")
+        self._spawn(helper_controller.pods.run(client), f"follow {helper_controller.pods.name}")
+        self._spawn(
+            helper_controller.records.run(client), f"follow {helper_controller.records.name}"
+        )
         seen = [feed.loaded for feed in (*self.objects, *self.pods)]
         if self._node_client is not None:
             seen.append(self.nodes.loaded)
-        self._spawn(helping.run(seen), "look after helper pods")
+        self._spawn(helper_controller.run(seen), "look after helper pods")
 
     def stop(self) -> None:
         """End them. What was not written yet is known again after a restart."""
@@ -271,7 +276,7 @@ class Reconciler:
             await feed.loaded.wait()
         while True:
             await asyncio.sleep(_TICK_S)
-            self.errands.obey(self.book.tick(at=self._clock()))
+            self.errands.carry_out(self.registry.tick(at=self._clock()))
 
 
 async def serve(settings: Settings) -> None:

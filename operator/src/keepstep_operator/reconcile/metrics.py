@@ -1,6 +1,7 @@
 """Every metric of the reconciler, in two tables. docs/metrics.md lists the same.
 
-What is known of runs is read from the book when somebody scrapes; what the process does is counted.
+What is known of runs is read from the registry when somebody scrapes; what the process does is
+counted.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepstep_operator.reconcile.book import Book
-from keepstep_operator.reconcile.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
-from keepstep_operator.reconcile.objects import Condition
-from keepstep_operator.reconcile.runs import Run
+from keepstep_operator.api.run import Condition
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def _truth(condition: Condition) -> float | None:
 
 RUNS: Final = (
     Row("keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len(run.pods))),
-    Row("keepstep_run_ranks", "Ranks of the run", lambda run: _number(run.host.world)),
+    Row("keepstep_run_ranks", "Ranks of the run", lambda run: _number(run.ledger.world)),
     Row("keepstep_run_step", "Newest step staged by all ranks", lambda run: _number(run.step)),
     Row(
         "keepstep_run_committed_step",
@@ -88,13 +89,13 @@ def _number(value: int | None) -> float | None:
 
 
 class _Runs(Collector):
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
         for row in RUNS:
             family = GaugeMetricFamily(row.name, row.help, labels=("namespace", "run"))
-            for key, run in self._book.runs.items():
+            for key, run in self._registry.runs.items():
                 if (value := row.value(run)) is not None:
                     family.add_metric((key.namespace, key.name), value)
             yield family
@@ -103,9 +104,9 @@ class _Runs(Collector):
 class Metrics:
     """Of one process, with a registry of their own."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, registry: Registry) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Runs(book))
+        self.registry.register(_Runs(registry))
         self.reports = Counter("keepstep_reports", "Reports taken in", registry=self.registry)
         self.refused = Counter(
             "keepstep_reports_refused",

@@ -6,9 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from keepstep_operator import names
-from keepstep_operator.bodies import Body
-from keepstep_operator.fields import PolicyError
-from keepstep_operator.pods import (
+from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.model import (
+    Job,
+    JobState,
+    NodeRecord,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+    VolumeKind,
+)
+from keepstep_operator.api.pod import (
     Injected,
     Pod,
     PodError,
@@ -20,24 +29,15 @@ from keepstep_operator.pods import (
     root_of,
     training_container,
 )
-from keepstep_operator.policy import (
+from keepstep_operator.api.policy import (
     EmptyDir,
     HostPath,
     Policy,
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.reconcile.objects import cut
-from keepstep_operator.reconcile.records import (
-    Job,
-    JobState,
-    NodeRecord,
-    PodRecord,
-    PolicyRecord,
-    RunKey,
-    RunObject,
-    VolumeKind,
-)
+from keepstep_operator.api.run import cut
+from keepstep_operator.bodies import Body
 
 _METADATA = (
     "name",

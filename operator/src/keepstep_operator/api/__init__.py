@@ -1,0 +1,1 @@
+"""What the operator reads and writes in the API: policies, pods, runs; parsed once."""

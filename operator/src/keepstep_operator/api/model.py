@@ -1,0 +1,141 @@
+"""What the reconciler knows of the cluster's objects: small values, parsed once at the edge."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.core.retention import Retention
+from keepstep_operator.api.tiers import Archive, Peers
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RunKey:
+    """A run: the namespace is the boundary of trust, `name` is that of its CheckpointRun."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The root owner of a run's pods: what people look at, and where events go."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+class VolumeKind(str, enum.Enum):
+    """What a policy's volume is made of, which decides what its bytes outlive."""
+
+    EMPTY_DIR = "emptyDir"
+    HOST_PATH = "hostPath"
+    EPHEMERAL = "ephemeral"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodRecord:
+    """One pod that asked for keepstep. `injected` False: it was admitted without a sidecar.
+
+    `training`: the training container runs now. `restarts`: of the training container, in place.
+    `trouble`: why the pod does not run as it should, in the kubelet's or scheduler's words.
+    `labelled`: the run's name comes from the user's label, so it outlives the job.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    injected: bool
+    run: RunKey
+    node_rank: int = 0
+    node: str = ""
+    phase: str = "Pending"
+    created_at: str = ""
+    training: bool = False
+    restarts: int = 0
+    trouble: str = ""
+    volumes: tuple[VolumeKind, ...] = ()
+    host_paths: tuple[str, ...] = ()
+    policy: str = ""
+    policy_generation: int = 0
+    sidecar_image: str = ""
+    sidecar_version: str = ""
+    labelled: bool = False
+    job: Job | None = None
+
+    @property
+    def over(self) -> bool:
+        """It will never run again."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRecord:
+    """A CheckpointPolicy as far as the reconciler needs it; `spec` is only ever shown.
+
+    `persist_every`: steps, None for Auto. `problem`: (reason, message) why it is not accepted.
+    `advice`: what an accepted one does not give.
+    """
+
+    namespace: str
+    name: str
+    generation: int
+    uid: str = ""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    keep: Retention = field(default_factory=Retention)
+    persist_every: int | None = None
+    slots: int = 4
+    run_ttl_s: float = 7 * 24 * 3600.0
+    peers: Peers | None = None
+    archive: Archive | None = None
+    problem: tuple[str, str] | None = None
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """A node. `cordoned`: no new pod comes to it; it is probably being drained. `ready`: its
+    kubelet says that it works."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cordoned: bool = False
+    ready: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunObject:
+    """A CheckpointRun as it lies in the cluster. `status` is ours, from an earlier life maybe;
+    `policy`: the snapshot in it."""
+
+    key: RunKey
+    uid: str
+    generation: int = 1
+    pins: tuple[str, ...] = ()
+    restore_from: str = ""
+    paused: bool = False
+    fresh_start: str = ""
+    policy: PolicyRecord | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+
+class JobState(str, enum.Enum):
+    """What a look at the root job says."""
+
+    ACTIVE = "active"
+    FINISHED = "finished"
+    FAILED = "failed"
+    GONE = "gone"
+
+    def __str__(self) -> str:
+        return self.value

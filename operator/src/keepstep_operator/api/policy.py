@@ -1,0 +1,245 @@
+"""A CheckpointPolicy as values: parsed once, at the edge, checked again, defaults filled in again.
+
+The CRD's schema says the same (crds/keepstep.dev_checkpointpolicies.yaml). It is repeated here
+because an object may be older than a default or a rule of the schema, and because admission and
+reconcile must agree on what a policy means. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from keepstep.core.retention import Retention
+from keepstep_operator.api.fields import Fields, PolicyError
+from keepstep_operator.api.tiers import (
+    Archive,
+    Peers,
+    parse_archive,
+    parse_peers,
+    parse_retention,
+)
+from keepstep_operator.bodies import Body
+
+_VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+_SOURCES = ("emptyDir", "hostPath", "ephemeral")
+_MOST_VOLUMES = 8
+_LONGEST_FLUSH_S = 120
+_FULL_BEFORE_EVICTION = 0.95
+"""Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
+
+
+class PersistMode(str, enum.Enum):
+    """Which staged steps become durable: as many as the volumes take, or every N-th."""
+
+    AUTO = "Auto"
+    FIXED = "Fixed"
+
+
+class Accounting(str, enum.Enum):
+    """Whose requests the sidecar's are: on top, or carved out of the training container's."""
+
+    ADD = "Add"
+    CARVE_OUT = "CarveOut"
+
+
+class Verify(str, enum.Enum):
+    """What is checked before torch sees a shard: all digests, or only that it is complete."""
+
+    FULL = "Full"
+    SEAL = "Seal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyDir:
+    """The node's own disk, for the life of the pod."""
+
+    size_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPath:
+    """A directory of the node, absolute and normal; survives the pod."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ephemeral:
+    """A claim made and deleted with the pod. `storage_class`: None is the cluster's default."""
+
+    size_bytes: int
+    storage_class: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """One local drive of each pod. `capacity_bytes`: what the policy allows keepstep to use."""
+
+    name: str
+    source: EmptyDir | HostPath | Ephemeral
+    capacity_bytes: int | None = None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The capacity, or less where filling it would get the pod evicted; None: no limit."""
+        limits = [self.capacity_bytes]
+        if isinstance(self.source, EmptyDir) and self.source.size_limit_bytes:
+            limits.append(int(self.source.size_limit_bytes * _FULL_BEFORE_EVICTION))
+        return min((one for one in limits if one is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
+
+    `memory_limit_bytes`: for the slots of all ranks of one pod; the sidecar gets `overhead_bytes`
+    beside it. `persist_every`: None with mode Auto. `keep`: committed steps that stay on volumes.
+    `spec`: as it stands in the object, for snapshots; nobody reads fields from it.
+    """
+
+    namespace: str
+    name: str
+    generation: int
+    memory_limit_bytes: int
+    volumes: tuple[Volume, ...]
+    slots: int = 4
+    stage_every: int = 1
+    persist_mode: PersistMode = PersistMode.AUTO
+    persist_every: int | None = None
+    accounting: Accounting = Accounting.ADD
+    keep: Retention = field(default_factory=Retention)
+    verify: Verify = Verify.FULL
+    restore_timeout_s: int = 600
+    cpu_millicores: int = 100
+    overhead_bytes: int = 256 << 20
+    io_threads: int = 4
+    bytes_per_second: int | None = None
+    flush_timeout_s: int = 60
+    run_ttl_s: int = 168 * 3600
+    peers: Peers | None = None
+    archive: Archive | None = None
+    spec: Mapping[str, Any]
+
+    @property
+    def host_paths(self) -> tuple[str, ...]:
+        """Every directory of the node that the policy asks for."""
+        local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
+        shared = self.archive.directory.path if self.archive and self.archive.directory else None
+        return (*local, *([shared] if shared else []))
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Of each volume: the smallest of theirs, as the sidecar knows one. None: no limit."""
+        return min((one.usable_bytes for one in self.volumes if one.usable_bytes), default=None)
+
+
+def parse_policy(body: Body) -> Policy:
+    """A CheckpointPolicy object as values. Raises PolicyError that names the first wrong field."""
+    metadata = body.get("metadata") or {}
+    spec = Fields("", body.get("spec") or {})
+    persist, memory, restore = spec.child("persist"), spec.child("memory"), spec.child("restore")
+    sidecar = spec.child("sidecar")
+    resources = sidecar.child("resources")
+    stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
+    mode, persist_every = _persist(persist, stage_every)
+    return Policy(
+        namespace=str(metadata.get("namespace", "")),
+        name=str(metadata.get("name", "")),
+        generation=int(metadata.get("generation") or 0),
+        memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
+        volumes=_volumes(spec.value("volumes")),
+        slots=memory.number("slots", 4, least=2, most=16),
+        stage_every=stage_every,
+        persist_mode=mode,
+        persist_every=persist_every,
+        accounting=spec.choice("accounting", Accounting.ADD),
+        keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
+        verify=restore.choice("verify", Verify.FULL),
+        restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
+        cpu_millicores=resources.millicores("cpu", "100m"),
+        overhead_bytes=resources.size("memory", "256Mi", reason="InvalidMemory"),
+        io_threads=sidecar.number("ioThreadsPerVolume", 4, least=1, most=64),
+        bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
+        flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
+        run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
+        peers=parse_peers(spec),
+        archive=parse_archive(spec),
+        spec=spec.fields,
+    )
+
+
+def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...]:
+    """The directories of the node that lie below none of the `allowed` prefixes."""
+    prefixes = [PurePosixPath(one) for one in allowed]
+    return tuple(
+        path
+        for path in policy.host_paths
+        if not any(PurePosixPath(path).is_relative_to(one) for one in prefixes)
+    )
+
+
+def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
+    """Raises PolicyError (HostPathNotAllowed) when a hostPath lies below no allowed prefix."""
+    allowed = tuple(allowed)
+    if refused := refused_host_paths(policy, allowed):
+        places = ", ".join(allowed) or "none"
+        shared = policy.archive.directory if policy.archive else None
+        raise PolicyError(
+            "archive.directory" if shared and shared.path == refused[0] else "volumes",
+            f"hostPath {refused[0]} is not allowed by the administrator (allowed: {places}); use an"
+            " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
+            reason="HostPathNotAllowed",
+        )
+
+
+def _persist(fields: Fields, stage_every: int) -> tuple[PersistMode, int | None]:
+    mode = fields.choice("mode", PersistMode.AUTO)
+    if mode is PersistMode.AUTO:
+        return mode, None
+    if fields.value("every") is None:
+        raise PolicyError("persist.every", "mode Fixed needs a number of steps, like 100")
+    every = fields.number("every", 1, least=1, most=1_000_000)
+    if every % stage_every:
+        raise PolicyError("persist.every", f"{every} is no multiple of stage.every {stage_every}")
+    return mode, every
+
+
+def _volumes(listed: object) -> tuple[Volume, ...]:
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_VOLUMES:
+        raise PolicyError("volumes", f"a list of 1 to {_MOST_VOLUMES} volumes is needed")
+    volumes = tuple(_volume(Fields(f"volumes[{i}]", one)) for i, one in enumerate(listed))
+    names = [one.name for one in volumes]
+    if len(set(names)) < len(names):
+        raise PolicyError("volumes", f"names must differ: {', '.join(names)}")
+    return volumes
+
+
+def _volume(fields: Fields) -> Volume:
+    name = fields.value("name")
+    if not isinstance(name, str) or not _VOLUME_NAME.match(name):
+        raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
+    given = [one for one in _SOURCES if fields.value(one) is not None]
+    if len(given) != 1:
+        raise fields.wrong("", f"exactly one of {', '.join(_SOURCES)} is needed, not {len(given)}")
+    return Volume(
+        name=name,
+        source=_source(given[0], fields.child(given[0])),
+        capacity_bytes=fields.optional_size("capacity"),
+    )
+
+
+def _source(kind: str, fields: Fields) -> EmptyDir | HostPath | Ephemeral:
+    if kind == "emptyDir":
+        return EmptyDir(size_limit_bytes=fields.optional_size("sizeLimit"))
+    if kind == "ephemeral":
+        storage_class = fields.value("storageClassName")
+        return Ephemeral(
+            size_bytes=fields.size("size"),
+            storage_class=None if storage_class is None else str(storage_class),
+        )
+    return HostPath(path=fields.directory("path", example="/mnt/nvme0/keepstep"))

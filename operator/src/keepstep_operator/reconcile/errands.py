@@ -1,0 +1,190 @@
+"""How the core's actions are carried out: each by whoever does it; nothing waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final
+
+from keepstep_operator import names
+from keepstep_operator.api.model import JobState, PolicyRecord, RunKey
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, say, warn
+from keepstep_operator.kube import (
+    POLICIES,
+    RUNS,
+    Client,
+    Denied,
+    KubeError,
+    NotFound,
+    Resource,
+)
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.parsing import (
+    job_state,
+)
+from keepstep_operator.reconcile.state.actions import (
+    Action,
+    AskJob,
+    DeleteRun,
+    EmitEvent,
+    NameFreshStart,
+    WriteStatus,
+)
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
+from keepstep_operator.reconcile.writers.events import EventWriter
+from keepstep_operator.reconcile.writers.status_writer import StatusWriter
+
+_TRIES: Final = 5
+_PAUSE_S: Final = 2.0
+_JOBS_AT_ONCE: Final = 4
+_PLURALS: Final = {
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "PyTorchJob": "pytorchjobs",
+    "TrainJob": "trainjobs",
+    "Pod": "pods",
+}
+
+
+class Errands:
+    """Carries out actions. `group`: owns the tasks."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: Client,
+        *,
+        writer: StatusWriter,
+        checkpoint_writer: CheckpointWriter,
+        event_writer: EventWriter,
+        metrics: Metrics,
+        group: asyncio.TaskGroup,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._writer = writer
+        self._checkpoint_writer = checkpoint_writer
+        self._event_writer = event_writer
+        self._metrics = metrics
+        self._group = group
+        self._clock = clock
+        self._asking = asyncio.Semaphore(_JOBS_AT_ONCE)
+        self._running: set[asyncio.Task[None]] = set()
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Take each action to whoever does it; returns at once."""
+        for action in actions:
+            if isinstance(action, WriteStatus):
+                self._writer.mark(action.run)
+                self._checkpoint_writer.mark(action.run)
+            elif isinstance(action, EmitEvent):
+                self._event_writer.tell(action)
+            elif isinstance(action, AskJob):
+                self._spawn(self._ask_job(action), f"look at the job of {action.run}")
+            elif isinstance(action, DeleteRun):
+                self._spawn(self._delete_run(action.run), f"delete {action.run}")
+            else:
+                self._spawn(self._name_fresh_start(action), f"annotate {action.run}")
+
+    def write_policy_status(self, policy: PolicyRecord, status: Body) -> None:
+        """Say whether a policy is accepted."""
+        work = self._write_policy_status(policy, status)
+        self._spawn(work, f"status of policy {policy.namespace}/{policy.name}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._group.create_task(_guarded(work, name), name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def stop(self) -> None:
+        """Leave off what is under way."""
+        for task in self._running:
+            task.cancel()
+
+    async def _ask_job(self, action: AskJob) -> None:
+        async with self._asking:
+            state = await asked(self._client, action)
+        self.carry_out(self._registry.job_answered(action.run, state, at=self._clock()))
+
+    async def _delete_run(self, run: RunKey) -> None:
+        try:
+            await self._client.delete(RUNS, run.name, namespace=run.namespace)
+            self._metrics.wrote("run")
+            say("run deleted", run=str(run), reason="finished for its policy's runTTL")
+        except NotFound:
+            return
+
+    async def _name_fresh_start(self, action: NameFreshStart) -> None:
+        patch = {"metadata": {"annotations": {names.FRESH_START_ANNOTATION: str(action.epoch)}}}
+        await self._patiently(
+            lambda: self._client.patch(
+                RUNS, action.run.name, patch, namespace=action.run.namespace
+            ),
+            "other",
+        )
+        say("fresh start acknowledged", run=str(action.run), epoch=str(action.epoch))
+
+    async def _write_policy_status(self, policy: PolicyRecord, status: Body) -> None:
+        await self._patiently(
+            lambda: self._client.patch(
+                POLICIES,
+                policy.name,
+                {"status": status},
+                namespace=policy.namespace,
+                subresource="status",
+            ),
+            "policy",
+        )
+
+    async def _patiently(self, write: Callable[[], Coroutine[Any, Any, object]], what: str) -> None:
+        """Try again a few times while the API server does not answer."""
+        for attempt in range(1, _TRIES):
+            if await self._try(write, what):
+                return
+            await asyncio.sleep(_PAUSE_S * attempt)
+        await self._try(write, what)
+
+    async def _try(self, write: Callable[[], Coroutine[Any, Any, object]], what: str) -> bool:
+        """Whether it is settled: written, or the object is gone."""
+        try:
+            await write()
+        except NotFound:
+            return True
+        except KubeError as error:
+            warn("not written", what=what, reason=str(error))
+            self._metrics.wrote(what, failed=True)
+            return False
+        self._metrics.wrote(what)
+        return True
+
+
+async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
+    """A failure is logged; what it left undone is asked for again by a later event."""
+    try:
+        await work
+    except KubeError as error:
+        warn("errand failed", errand=name, reason=str(error))
+    except Exception:
+        crash("errand failed", errand=name)
+
+
+async def asked(client: Client, action: AskJob) -> JobState:
+    """What has become of the job. Raises KubeError."""
+    job = action.job
+    group, _, version = job.api_version.rpartition("/")
+    plural = _PLURALS.get(job.kind, f"{job.kind.lower()}s")
+    resource = Resource(group=group, version=version, plural=plural)
+    try:
+        body = await client.get(resource, job.name, namespace=action.run.namespace)
+    except NotFound:
+        return JobState.GONE
+    except Denied:
+        # of a kind that we may not read. It may be suspended or scaled to nothing: what it left
+        # must outlast that. A run whose pods all succeeded is finished without asking
+        return JobState.ACTIVE
+    if job.uid and (body.get("metadata") or {}).get("uid") != job.uid:
+        return JobState.GONE
+    return job_state(body)

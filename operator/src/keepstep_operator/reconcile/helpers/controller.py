@@ -1,0 +1,312 @@
+"""Makes and deletes helper pods: what `helpers` and `graves` want, against what there is.
+
+Level-triggered, once a second: nothing is remembered that cannot be seen again, but when a pod may
+be tried again after it failed. Not a step of training or restore waits for any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from keepstep.wire.reports import STILL_USED_EXIT
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, say, warn
+from keepstep_operator.kube import (
+    CONFIG_MAPS,
+    PODS,
+    Client,
+    Conflict,
+    KubeError,
+    NotFound,
+)
+from keepstep_operator.reconcile.feed import Feed
+from keepstep_operator.reconcile.helpers import cleanup, pod_spec
+from keepstep_operator.reconcile.helpers.cleanup import RunDirectories
+from keepstep_operator.reconcile.helpers.pod_spec import CLEANS, HelperDefaults
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.actions import Action
+from keepstep_operator.reconcile.state.registry import Registry
+
+EVERY_S: Final = 1.0
+AGAIN_S: Final = 60.0
+"""A pod that could not be made, or failed, is made again after that."""
+PENDING_S: Final = 1800.0
+"""A cleaner that did not begin for so long makes room for others, for as long."""
+MOST_CLEANERS: Final = 8
+"""At once."""
+_OVER: Final = ("Succeeded", "Failed")
+
+
+class HelperController:
+    """One task, `run`, after the two feeds. `grace_s`: how long a run is gone before its
+    directories are; None: they are never removed."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: Client,
+        defaults: HelperDefaults,
+        *,
+        carry_out: Callable[[Iterable[Action]], None],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        host_paths: tuple[str, ...],
+        grace_s: float | None,
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._defaults = defaults
+        self._carry_out = carry_out
+        self._metrics = metrics
+        self._clock = clock
+        self._host_paths = host_paths
+        self._grace_s = grace_s
+        self.pods_by_name: dict[str, Body] = {}
+        self._graves: dict[RunKey, RunDirectories] = {}
+        self._written: dict[RunKey, RunDirectories] = {}
+        self._not_before: dict[str, float] = {}
+        self._pending_since: dict[str, float] = {}
+        self.pods = Feed[str](
+            name="helper pods",
+            resource=PODS,
+            labels=pod_spec.LABEL,
+            key_of=_name,
+            seen=self._pod_seen,
+            gone=self._pod_gone,
+            namespace=defaults.namespace,
+            told=metrics.following,
+        )
+        self.records = Feed[str](
+            name="directories of runs",
+            resource=CONFIG_MAPS,
+            labels=cleanup.LABEL,
+            key_of=_name,
+            seen=self._grave_seen,
+            gone=self._grave_gone,
+            namespace=defaults.namespace,
+            told=metrics.following,
+        )
+
+    # --- what is seen ------------------------------------------------------------------------
+
+    def _pod_seen(self, body: Body) -> None:
+        name, before = _name(body), self.pods_by_name.get(_name(body))
+        if before is not None and before["metadata"]["uid"] != body["metadata"]["uid"]:
+            self._pod_gone(name)
+        self.pods_by_name[name] = body
+        helper = pod_spec.record(body)
+        if helper is not None:
+            self._registry.helper_seen(helper)
+        else:
+            self._carry_out(self._registry.helper_gone(body["metadata"]["uid"], at=self._clock()))
+
+    def _pod_gone(self, name: str) -> None:
+        body = self.pods_by_name.pop(name, None)
+        self._pending_since.pop(name, None)
+        if body is not None:
+            self._carry_out(self._registry.helper_gone(body["metadata"]["uid"], at=self._clock()))
+
+    def _grave_seen(self, body: Body) -> None:
+        """What an earlier reconciler wrote; after that only this one writes it."""
+        grave = cleanup.parse(body)
+        if grave is None or body["metadata"]["name"] != grave.name:
+            return
+        if grave.run not in self._graves:
+            self._graves[grave.run] = self._written[grave.run] = grave
+
+    def _grave_gone(self, name: str) -> None:
+        """Somebody removed it: what a run left that is gone stays where it lies."""
+        for run, grave in list(self._graves.items()):
+            if grave.name == name and run not in self._registry.runs:
+                del self._graves[run]
+                self._written.pop(run, None)
+                say("directories of a run are left alone", run=str(run), reason="record deleted")
+
+    # --- working -----------------------------------------------------------------------------
+
+    async def run(self, seen: Iterable[asyncio.Event]) -> None:
+        """For ever. `seen`: set once all that is there was listed: before, nothing is gone."""
+        for event in (*seen, self.pods.loaded, self.records.loaded):
+            await event.wait()
+        while True:
+            try:
+                await self.sync()
+            except Exception:  # one run that is not as expected must not end the process
+                crash("helper pods not looked after")
+            await asyncio.sleep(EVERY_S)
+
+    async def sync(self) -> None:
+        """One round."""
+        await self._bury()
+        wanted = {**self._serving(), **self._cleaning()}
+        there = dict(self.pods_by_name)
+        for name, body in there.items():
+            if name not in wanted or _phase(body) in _OVER:
+                await self._end(name, body)
+        for name, body in wanted.items():
+            # not what was there a moment ago: if it is wanted still, the next round makes it
+            if name not in {*there, *self.pods_by_name} and self._may(name):
+                await self._make(name, body)
+
+    def _may(self, name: str) -> bool:
+        """Whether enough time has passed since it failed."""
+        return self._clock() >= self._not_before.get(name, 0.0)
+
+    def _serving(self) -> dict[str, Body]:
+        found = [one for run in self._registry.runs.values() for one in helper_plan.wanted(run)]
+        return {one.name: pod_spec.serving(one, self._defaults) for one in found}
+
+    def _cleaning(self) -> dict[str, Body]:
+        if self._grace_s is None:
+            return {}
+        now, nodes = self._clock(), self._registry.nodes
+        found = [
+            one
+            for grave in self._graves.values()
+            for one in cleanup.due(grave, nodes, grace_s=self._grace_s, at=now)
+            if set(one.paths) == set(helper_plan.allowed(one.paths, self._host_paths))
+            # what has failed, or cannot begin, keeps no place that another could have
+            and self._may(one.name)
+            and not self._stuck(one.name)
+        ]
+        return {one.name: pod_spec.cleaning(one, self._defaults) for one in found[:MOST_CLEANERS]}
+
+    def _stuck(self, name: str) -> bool:
+        """Whether the pod waits for too long to begin, so that its node may never take it."""
+        body = self.pods_by_name.get(name)
+        if body is None or _phase(body) != "Pending":
+            return False
+        return self._clock() - self._pending_since.setdefault(name, self._clock()) > PENDING_S
+
+    # --- graves ------------------------------------------------------------------------------
+
+    async def _bury(self) -> None:
+        """Note where runs are, and since when they are not any more; write what has changed."""
+        now = self._clock()
+        for key, run in self._registry.runs.items():
+            known = self._graves.get(key) or RunDirectories(run=key)
+            found = cleanup.visited(known, iter(run.pods.values()))
+            if found.nodes:
+                self._graves[key] = found
+        for key, grave in list(self._graves.items()):
+            grave = cleanup.judged(grave, self._registry.runs, at=now)
+            self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
+            if self._graves[key] != self._written.get(key):
+                await self._write(self._graves[key])
+
+    async def _write(self, grave: RunDirectories) -> None:
+        """An entry without nodes is removed; it is made again when the run is on a node."""
+        namespace = self._defaults.namespace
+        body = cleanup.render(grave, namespace=namespace)
+        try:
+            if not grave.nodes:
+                await self._client.delete(CONFIG_MAPS, grave.name, namespace=namespace)
+            elif grave.run in self._written:
+                await self._client.replace(CONFIG_MAPS, body, namespace=namespace)
+            else:
+                await self._client.create(CONFIG_MAPS, body, namespace=namespace)
+        except Conflict:  # one that was not listed yet: the next round replaces it
+            self._written[grave.run] = RunDirectories(run=grave.run)
+            return
+        except NotFound:
+            self._written.pop(grave.run, None)
+            if grave.nodes:
+                return
+        except KubeError as error:
+            warn("directories of a run not noted", run=str(grave.run), reason=str(error))
+            self._metrics.wrote("other", failed=True)
+            return
+        self._metrics.wrote("other")
+        self._written[grave.run] = grave
+        if not grave.nodes:
+            del self._graves[grave.run], self._written[grave.run]
+            say("directories of a run are gone", run=str(grave.run))
+
+    # --- pods --------------------------------------------------------------------------------
+
+    async def _make(self, name: str, body: Body) -> None:
+        try:
+            made = await self._client.create(PODS, body, namespace=self._defaults.namespace)
+        except Conflict:
+            return  # the watch will show it
+        except KubeError as error:
+            self._not_before[name] = self._clock() + AGAIN_S
+            warn("helper pod not made", pod=name, reason=str(error))
+            self._metrics.wrote("other", failed=True)
+            return
+        self._metrics.wrote("other")
+        command = body["spec"]["containers"][0]["command"]
+        say("helper pod made", pod=name, does=" ".join(command[1:]))
+        if name not in self.pods_by_name:
+            self._pod_seen(made)  # its first report may be faster than the watch
+
+    async def _end(self, name: str, body: Body) -> None:
+        """Delete it; note what a cleaner has done. One that failed is tried again, later."""
+        if _phase(body) == "Succeeded":
+            self._note_cleaned(body)
+        elif _exit_status(body) == STILL_USED_EXIT:
+            self._note_still_used(body)
+        elif _phase(body) == "Failed":
+            self._not_before[name] = self._clock() + AGAIN_S
+            warn("helper pod failed", pod=name, reason=_last_words(body))
+        elif self._stuck(name):
+            self._not_before[name] = self._clock() + PENDING_S
+            warn("helper pod did not begin", pod=name, reason=_last_words(body))
+        if (body["metadata"]).get("deletionTimestamp"):
+            return
+        try:
+            await self._client.delete(PODS, name, namespace=self._defaults.namespace)
+            say("helper pod deleted", pod=name)
+        except NotFound:
+            self._pod_gone(name)
+        except KubeError as error:
+            warn("helper pod not deleted", pod=name, reason=str(error))
+
+    def _note_cleaned(self, body: Body) -> None:
+        if (told := self._gone(body)) is not None:
+            run, node = told
+            self._graves[run] = cleanup.cleaned(self._graves[run], node)
+
+    def _note_still_used(self, body: Body) -> None:
+        if (told := self._gone(body)) is not None:
+            run, node = told
+            self._graves[run] = cleanup.still_used(self._graves[run], at=self._clock())
+            say("run was alive while nobody watched", run=str(run), node=node)
+
+    def _gone(self, body: Body) -> tuple[RunKey, str] | None:
+        """The run and the node that a cleaner was for, if that run is gone still."""
+        told = pod_spec.about(body)
+        if told is None or told[0] != CLEANS:
+            return None
+        _, run, node = told
+        return (run, node) if run in self._graves and run not in self._registry.runs else None
+
+
+def _name(body: Body) -> str:
+    return str((body.get("metadata") or {}).get("name") or "")
+
+
+def _phase(body: Body) -> str:
+    return str((body.get("status") or {}).get("phase") or "Pending")
+
+
+def _ended(body: Body) -> Body:
+    """How its container ended."""
+    statuses = (body.get("status") or {}).get("containerStatuses") or [{}]
+    found: Body = (statuses[0].get("state") or {}).get("terminated") or {}
+    return found
+
+
+def _exit_status(body: Body) -> int:
+    return int(_ended(body).get("exitCode") or 0)
+
+
+def _last_words(body: Body) -> str:
+    status = body.get("status") or {}
+    if message := _ended(body).get("message"):
+        return str(message)[-300:]
+    return str(status.get("message") or status.get("reason") or "no reason given")

@@ -1,0 +1,229 @@
+"""Helper pods as Kubernetes wants them: on one node, for one run, and gone after a while. Pure.
+
+They run in the operator's namespace, with a service account that may do nothing, from the sidecar's
+image. One that serves is confined as a sidecar is, and mounts its run's directories read-only, each
+as a subPath, which the kubelet resolves without leaving the volume. One that cleans is root, as the
+directories on the way are root's, with DAC_OVERRIDE alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from keepstep.wire import reports
+from keepstep_operator import names
+from keepstep_operator.api.model import PodRecord, RunKey
+from keepstep_operator.bodies import Body
+from keepstep_operator.reconcile.helpers.cleanup import Cleaning
+from keepstep_operator.reconcile.state.helper_plan import Helper, number_of
+
+LABEL: Final = "keepstep.dev/helper"
+SERVES: Final = "serve"
+CLEANS: Final = "clean"
+_ABOUT: Final = "keepstep.dev/about"
+"""Annotation, JSON: the run and the node; a label would be too short for a namespace and a name."""
+_PROGRAM: Final = "keepstep-sidecar"
+_SERVES_S: Final = 6 * 3600
+_CLEANS_S: Final = 1800
+_TOKEN_S: Final = 3600
+_LEFT: Final = "/left"
+_HOST: Final = "/host"
+_IP: Final = "KEEPSTEP_POD_IP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelperDefaults:
+    """What the chart fixes. `reports_ca`: name of the ConfigMap with `ca.crt`."""
+
+    image: str
+    namespace: str
+    account: str
+    reports_url: str
+    reports_ca: str
+    pull_policy: str = "IfNotPresent"
+    pull_secrets: tuple[str, ...] = ()
+
+
+def serving(helper: Helper, defaults: HelperDefaults) -> Body:
+    """The pod that serves what a run's pods left on a node."""
+    where = [
+        (f"{_LEFT}/{number}/{rank}", f"volume-{number}", f"{_below(helper.run)}/{rank}")
+        for number in range(len(helper.paths))
+        for rank in helper.node_ranks
+    ]
+    container = {
+        **_container("serve", [at for at, _, _ in where], defaults, memory="192Mi"),
+        "env": _environment(helper, defaults),
+        "ports": [{"name": "keepstep-peer", "containerPort": names.SIDECAR_PEER_PORT}],
+        "volumeMounts": [
+            {"name": "token", "mountPath": names.TOKEN_PATH, "readOnly": True},
+            *(
+                {"name": name, "mountPath": at, "subPath": below, "readOnly": True}
+                for at, name, below in where
+            ),
+        ],
+        "securityContext": _confined(user=names.USER_ID),
+    }
+    volumes = [_token(), *_host_volumes(helper.paths)]
+    return _pod(
+        helper.name, SERVES, helper.run, helper.node, container, volumes, defaults, _SERVES_S
+    )
+
+
+def cleaning(one: Cleaning, defaults: HelperDefaults) -> Body:
+    """The pod that removes a gone run's directories from a node."""
+    where = [f"{_HOST}/{number}/{_below(one.run)}" for number in range(len(one.paths))]
+    security = _confined(user=0)
+    security["capabilities"]["add"] = ["DAC_OVERRIDE"]
+    since = ("--gone-since", f"{one.gone_since:.0f}")
+    container = {
+        **_container("clean", (*since, *where), defaults, memory="64Mi"),
+        "volumeMounts": [
+            {"name": f"volume-{number}", "mountPath": f"{_HOST}/{number}"}
+            for number in range(len(one.paths))
+        ],
+        "securityContext": security,
+    }
+    volumes = _host_volumes(one.paths)
+    return _pod(one.name, CLEANS, one.run, one.node, container, volumes, defaults, _CLEANS_S)
+
+
+def about(body: Body) -> tuple[str, RunKey, str] | None:
+    """(what it does, its run, its node) of a helper pod; None for one that is not ours."""
+    metadata = body.get("metadata") or {}
+    try:
+        told: dict[str, Any] = json.loads((metadata.get("annotations") or {})[_ABOUT])
+        key = RunKey(str(told["namespace"]), str(told["run"]))
+        return str((metadata.get("labels") or {}).get(LABEL, "")), key, str(told["node"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def record(body: Body) -> PodRecord | None:
+    """A pod that serves, as the sender of reports: of its run, in place of a node rank its number.
+    None for one that does not, or does no more."""
+    told, metadata = about(body), body.get("metadata") or {}
+    phase = str((body.get("status") or {}).get("phase") or "Pending")
+    if told is None or told[0] != SERVES or phase in ("Succeeded", "Failed"):
+        return None
+    _, run, node = told
+    return PodRecord(
+        uid=str(metadata.get("uid") or ""),
+        namespace=run.namespace,
+        name=str(metadata.get("name") or ""),
+        injected=True,
+        run=run,
+        node_rank=number_of(node),
+        node=node,
+        phase=phase,
+        created_at=str(metadata.get("creationTimestamp") or ""),
+    )
+
+
+def _below(run: RunKey) -> str:
+    """As injection names it (`injection.volumes`): DNS labels, so nothing leaves the volume."""
+    return f"{run.namespace}/{run.name}"
+
+
+def _pod(
+    name: str,
+    does: str,
+    run: RunKey,
+    node: str,
+    container: Body,
+    volumes: Sequence[Body],
+    defaults: HelperDefaults,
+    longest_s: int,
+) -> Body:
+    said = {"namespace": run.namespace, "run": run.name, "node": node}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": defaults.namespace,
+            "labels": {LABEL: does, "app.kubernetes.io/name": "keepstep-helper"},
+            "annotations": {_ABOUT: json.dumps(said, separators=(",", ":"))},
+        },
+        "spec": {
+            "affinity": _on(node),
+            # also on a node that takes no new pods: it may be the one that is drained
+            "tolerations": [{"operator": "Exists"}],
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": longest_s,
+            "terminationGracePeriodSeconds": 5,
+            "serviceAccountName": defaults.account,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "imagePullSecrets": [{"name": one} for one in defaults.pull_secrets],
+            "containers": [container],
+            "volumes": list(volumes),
+        },
+    }
+
+
+def _on(node: str) -> Body:
+    """That node and no other, by way of the scheduler, so that its resources are counted."""
+    name = {"key": "metadata.name", "operator": "In", "values": [node]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [name]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def _container(does: str, where: Sequence[str], defaults: HelperDefaults, *, memory: str) -> Body:
+    return {
+        "name": does,
+        "image": defaults.image,
+        "imagePullPolicy": defaults.pull_policy,
+        "command": [_PROGRAM, f"--{does}", *where],
+        "resources": {
+            "requests": {"cpu": "20m", "memory": "64Mi"},
+            "limits": {"memory": memory},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _environment(helper: Helper, defaults: HelperDefaults) -> list[Body]:
+    """The address comes before what names it, or `$(...)` would stay as it is."""
+    plain = {
+        "KEEPSTEP_RUN": helper.run.name,
+        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
+        "KEEPSTEP_REPORT_TOKEN_FILE": f"{names.TOKEN_PATH}/token",
+        "KEEPSTEP_PEER_LISTEN": f":{names.SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_ADVERTISE": f"$({_IP}):{names.SIDECAR_PEER_PORT}",
+    }
+    authority = {"configMapKeyRef": {"name": defaults.reports_ca, "key": "ca.crt"}}
+    return [
+        {"name": _IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "KEEPSTEP_REPORT_CA", "valueFrom": authority},
+        *({"name": name, "value": value} for name, value in plain.items()),
+    ]
+
+
+def _token() -> Body:
+    source = {"audience": reports.AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
+    projected = {"defaultMode": 0o444, "sources": [{"serviceAccountToken": source}]}
+    return {"name": "token", "projected": projected}
+
+
+def _host_volumes(paths: Sequence[str]) -> list[Body]:
+    """Never made: a drive that is not mounted is no reason to begin an empty directory there."""
+    return [
+        {"name": f"volume-{number}", "hostPath": {"path": path, "type": "Directory"}}
+        for number, path in enumerate(paths)
+    ]
+
+
+def _confined(*, user: int) -> Body:
+    return {
+        "runAsNonRoot": user != 0,
+        "runAsUser": user,
+        "runAsGroup": names.GROUP_ID if user else 0,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }

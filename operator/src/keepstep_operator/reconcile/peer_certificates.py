@@ -1,0 +1,66 @@
+"""Certificates by which the pods of a run know each other; asked for by their sidecars.
+
+Nothing of a request but its public key gets into what is signed: namespace, run and node rank are
+those of our own record of the pod. The authority is another one than those of the webhook and of
+the reports: whoever holds a pod's certificate can pose as that pod to its own run, and no more. It
+is mounted, so that this process needs no right to read Secrets.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from keepstep.wire.certificates import CertificateRequest, IssuedCertificate
+from keepstep_operator.api.model import PodRecord
+from keepstep_operator.journal import say
+from keepstep_operator.reconcile.token_auth import Refused
+
+LIFE: Final = timedelta(hours=24)
+LARGEST_REQUEST: Final = 16_384
+_CERTIFICATES: Final = ("tls.crt", "next.crt", "previous.crt")
+"""As the Secret of an authority has them (`certificates.secrets`); all of them are trusted."""
+
+
+class PeerCertificates:
+    """Signs with what lies in `directory`, read anew each time: the kubelet swaps it."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def issue(self, pod: PodRecord, request: CertificateRequest) -> IssuedCertificate:
+        """A certificate for this pod's place in its run. Raises Refused."""
+        from keepstep_operator.certificates import peers  # with peers only: `cryptography` is big
+
+        if len(request.request) > LARGEST_REQUEST:
+            raise Refused(400, "bad-request", "this is no certificate request")
+        authority, bundle = self._read()
+        uri = identity(pod)
+        try:
+            signed = peers.sign(
+                authority, request.request.encode(), uri=uri, now=datetime.now(UTC), life=LIFE
+            )
+        except ValueError as error:
+            raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
+        say("peer certificate signed", pod=pod.name, namespace=pod.namespace, identity=uri)
+        return IssuedCertificate(certificate=signed.decode(), authorities=bundle.decode())
+
+    def _read(self) -> tuple[tuple[bytes, bytes], bytes]:
+        if self._directory is None:
+            raise Refused(503, "no-authority", "no authority for peers (--peer-ca-dir)")
+        try:
+            signer = (self._directory / "tls.crt").read_bytes()
+            key = (self._directory / "tls.key").read_bytes()
+            paths = (self._directory / name for name in _CERTIFICATES)
+            bundle = b"".join(path.read_bytes() for path in paths if path.exists())
+        except OSError as error:
+            raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
+        return (signer, key), bundle
+
+
+def identity(pod: PodRecord) -> str:
+    """What sidecars look at: `keepstep://<namespace>/<run>/<node rank>`."""
+    names = quote(pod.namespace, safe=""), quote(pod.run.name, safe="")
+    return f"keepstep://{names[0]}/{names[1]}/{pod.node_rank}"

@@ -1,0 +1,113 @@
+"""What becomes true of a run by waiting: silence, a trainer that never comes, stalled commits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keepstep_operator.api.run import cut, utc
+
+if TYPE_CHECKING:
+    from keepstep_operator.reconcile.state.run import Run
+
+SILENT_S = 90.0
+"""Three reports missed: a sidecar reports at least every 30 s."""
+LIBRARY_S = 60.0
+"""From the training container's start until its trainer must have come to the sidecar."""
+FIRST_COMMIT_S = 600.0
+SLOWEST_COMMIT_S = 120.0
+INTERVALS = 5.0
+"""Commits are stalled after so many times the last interval between two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """Names of pods, and why no step becomes committed ('' while all is well). `draining`: nodes
+    that take no new pods and hold the only copy of something of the newest commit."""
+
+    silent: frozenset[str] = frozenset()
+    without_library: frozenset[str] = frozenset()
+    stalled: str = ""
+    draining: frozenset[str] = frozenset()
+
+
+def look(run: Run, *, at: float) -> Health:
+    """How it stands now. The status is written when this changes."""
+    return Health(
+        silent=frozenset(_silent(run, at)),
+        without_library=frozenset(_without_library(run, at)),
+        stalled=_failed_volume(run) or _stalled(run, at),
+        draining=frozenset(_draining(run)),
+    )
+
+
+def _draining(run: Run) -> set[str]:
+    if run.finished_at is not None:
+        return set()
+    cordoned = {
+        place.node
+        for place in run.ledger.places.values()
+        if (node := run.nodes.get(place.node)) is not None and node.cordoned
+    }
+    return cordoned & run.ledger.safety().sole if cordoned else set()
+
+
+def _silent(run: Run, at: float) -> set[str]:
+    """Pods that train and whose sidecar has not reported for a while, or never."""
+    heard = {place.pod: place.heard_at for place in run.ledger.places.values()}
+    return {
+        run.pods[uid].name
+        for uid, since in run.training_since.items()
+        if run.pods[uid].injected and at - max(since, heard.get(uid, since)) >= SILENT_S
+    }
+
+
+def _without_library(run: Run, at: float) -> set[str]:
+    """A sidecar that began anew has to hear of its trainer first."""
+    places = {place.pod: place for place in run.ledger.places.values()}
+    return {
+        run.pods[uid].name
+        for uid, since in run.training_since.items()
+        if (place := places.get(uid)) is not None
+        and not place.report.library
+        and at - max(since, place.since) >= LIBRARY_S
+    }
+
+
+def _failed_volume(run: Run) -> str:
+    for place in run.ledger.places.values():
+        pod = run.pods.get(place.pod)
+        for volume in place.report.volumes if pod else ():
+            if volume.failed and pod:
+                reason = cut(volume.failed, longest=200)
+                name = cut(volume.name, longest=64)
+                return (
+                    f"volume {name} of pod {pod.name} on node {pod.node} takes no writes"
+                    f" ({reason}): free space on it or replace the drive, then delete the pod"
+                )
+    return ""
+
+
+def _stalled(run: Run, at: float) -> str:
+    if run.finished_at is not None or run.alive_since is None:
+        return ""
+    since, patience_s = _patience(run)
+    if since is None or not run.behind or at - since < patience_s or not _overdue(run):
+        return ""
+    return f"no step became committed since {utc(since)} although steps are staged"
+
+
+def _patience(run: Run) -> tuple[float | None, float]:
+    """Since when a commit is waited for, and for how long. Time without trainers does not count."""
+    if run.commit is None or run.alive_since is None:
+        return run.alive_since, FIRST_COMMIT_S
+    since = max(run.commit.at, run.alive_since)
+    if run.commit.interval_s is None:
+        return since, FIRST_COMMIT_S
+    return since, max(SLOWEST_COMMIT_S, INTERVALS * run.commit.interval_s)
+
+
+def _overdue(run: Run) -> bool:
+    """With a fixed number of steps between two commits, time alone says nothing."""
+    every = run.policy.persist_every if run.policy else None
+    return every is None or (run.behind or 0) > 2 * every

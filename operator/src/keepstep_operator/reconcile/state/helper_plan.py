@@ -1,0 +1,156 @@
+"""Which helper pods a run needs now: one on each node where a shard lies that nobody else serves.
+
+Pure and level-triggered: the shell compares this with the helper pods that there are, and makes or
+deletes. A helper begins once every pod of the run has told what it holds, so that no guess of a
+reconciler that has just begun starts one; it ends when the run holds a newer commit without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from keepstep.wire.reports import Peer
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
+
+if TYPE_CHECKING:
+    from keepstep_operator.reconcile.state.run import Run
+
+FIRST_NUMBER = 100_000_000
+"""Of a helper, in place of a node rank: far beyond those of pods, and within nine digits."""
+_NUMBERS = 800_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Helper:
+    """One helper pod. `paths`: hostPaths of the run, below which its directories lie."""
+
+    run: RunKey
+    node: str
+    node_ranks: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        """What stands for a node rank in its certificate and in the ledger; of the node's name."""
+        return number_of(self.node)
+
+    @property
+    def name(self) -> str:
+        """The pod's: another one for other directories, as a pod's mounts cannot change."""
+        what = f"{self.run}/{self.node}/{self.node_ranks}/{self.paths}"
+        return f"keepstep-helper-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
+def number_of(node: str) -> int:
+    """See `Helper.number`. Two nodes of one run share it once in a hundred million."""
+    return FIRST_NUMBER + zlib.crc32(node.encode()) % _NUMBERS
+
+
+def allowed(paths: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Those directories of a node that lie below what the administrator allows."""
+    below = [PurePosixPath(one) for one in prefixes]
+    return tuple(
+        path
+        for path in paths
+        if ".." not in PurePosixPath(path).parts
+        and any(PurePosixPath(path).is_relative_to(one) for one in below)
+    )
+
+
+def wanted(run: Run) -> list[Helper]:
+    """The helpers of this run, by node."""
+    paths = run.helper_paths
+    if not paths or run.finished_at is not None or run.object is None:
+        return []
+    by_node: dict[str, list[int]] = {}
+    for left in needed(run):
+        by_node.setdefault(left.node, []).append(left.node_rank)
+    return [
+        Helper(run=run.key, node=node, node_ranks=tuple(sorted(ranks)), paths=paths)
+        for node, ranks in sorted(by_node.items())
+    ]
+
+
+def needed(run: Run) -> Iterator[OrphanedShard]:
+    """What was left behind, is not restorable without, and lies on a node that is up."""
+    told = _all_told(run)
+    orphans = [one for one in _reachable(run) if told or number_of(one.node) in run.ledger.helpers]
+    if not orphans:
+        return
+    without = run.ledger.unaided()  # walks all copies there are
+    yield from (one for one in orphans if without is None or without < one.step)
+
+
+def _reachable(run: Run) -> Iterator[OrphanedShard]:
+    """What could be served again, be it needed or not."""
+    for left in run.ledger.orphans:
+        if _went_on(run, left) and _is_up(run, left.node):
+            yield left
+
+
+def peers(run: Run) -> tuple[Peer, ...]:
+    """Where what was left behind is served now."""
+    return tuple(
+        Peer(node_rank=number, address=place.report.peer_address)
+        for number, place in sorted(run.ledger.helpers.items())
+        if place.report.peer_address
+    )
+
+
+def awaits(run: Run, node_rank: int) -> str:
+    """What the pod of this place has left on another node and can have back in a moment; also
+    while nobody knows yet whether it needs that: its vote must not come before."""
+    if run.helper_paths and not _all_told(run):
+        for left in _reachable(run):
+            if left.node_rank == node_rank:
+                return (
+                    f"shards of node rank {node_rank} lie on node {left.node}, and not all pods of"
+                    " the run have told what they hold"
+                )
+    for helper in wanted(run):
+        if node_rank in helper.node_ranks and helper.number not in run.ledger.helpers:
+            return (
+                f"shards of node rank {node_rank} lie on node {helper.node}, where a helper pod"
+                " that serves them is being started"
+            )
+    return ""
+
+
+def served(run: Run) -> list[str]:
+    """For people: what is served from where."""
+    return [
+        f"shards of node ranks {', '.join(map(str, one.node_ranks))} are served from node"
+        f" {one.node} by pod {one.name}"
+        for one in wanted(run)
+        if one.number in run.ledger.helpers
+    ]
+
+
+def _all_told(run: Run) -> bool:
+    pods = [pod for pod in run.pods.values() if pod.injected and not pod.over]
+    places = run.ledger.places
+    return bool(pods) and all(
+        (place := places.get(pod.node_rank)) is not None
+        and place.pod == pod.uid
+        and place.report.ready
+        for pod in pods
+    )
+
+
+def _went_on(run: Run, left: OrphanedShard) -> bool:
+    """Whether the place has a pod, on another node. One that ended there serves nobody."""
+    pods = [pod for pod in run.pods.values() if pod.node_rank == left.node_rank]
+    nodes = {pod.node for pod in pods if not pod.over}
+    return bool(nodes - {""}) and left.node not in nodes
+
+
+def _is_up(run: Run, node: str) -> bool:
+    """Where nodes are not followed, every one is taken to be."""
+    known = run.nodes.get(node)
+    return known.ready if known is not None else not run.nodes

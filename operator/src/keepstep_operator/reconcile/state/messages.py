@@ -1,0 +1,85 @@
+"""What people read: sentences that say what happened, what it cost and what to do. Pure."""
+
+from __future__ import annotations
+
+from keepstep_operator import names
+from keepstep_operator.api.model import PodRecord, RunKey
+from keepstep_operator.reconcile.state.restart_history import Restart
+from keepstep_operator.reconcile.state.restore_request import RestoreRequest
+
+
+def not_injected(pod: PodRecord) -> str:
+    """A pod that asked for a sidecar and got none."""
+    return (
+        f"pod {pod.name} asks for keepstep (annotation {names.POLICY_ANNOTATION}: {pod.policy}) but"
+        f" has no sidecar, so no step of this run can become committed. {_why(pod)}"
+    )
+
+
+def _why(pod: PodRecord) -> str:
+    """What admission said of it, or what must have happened; and what to do."""
+    again = f"kubectl delete pod -n {pod.namespace} {pod.name}"
+    if pod.trouble:
+        return f"{pod.trouble.rstrip('.')}. Then let its job make it again: {again}"
+    return (
+        "It was created while admission did not answer: delete it, so that its job makes it again"
+        f" ({again})"
+    )
+
+
+def without_library(pod: str, *, after_s: float) -> str:
+    """A trainer runs, but does not speak to its sidecar."""
+    return (
+        f"the training container of pod {pod} runs for more than {after_s:.0f} s, but no trainer"
+        " came to its sidecar: is keepstep in the image (pip install keepstep), and does the script"
+        " make a keepstep.Checkpointer? Training goes on, nothing of it is protected"
+    )
+
+
+def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
+    """Where a life of the run began, and what it cost. `kept_aside`: older steps still exist."""
+    lost = _steps_lost(restart.lost_steps)
+    if restart.parent:
+        where = f" from {restart.tier}" if restart.tier else ""
+        seconds = f"{restart.seconds:.1f}" if restart.seconds >= 1 else f"{restart.seconds:.2f}"
+        if restart.origin:
+            return f"began from step {restart.step} of run {restart.origin}{where} in {seconds} s"
+        return f"restored step {restart.step}{where} in {seconds} s; {lost}"
+    if kept_aside:
+        return f"began at step 0 although older steps exist ({lost}). {acknowledge(run)}"
+    return (
+        f"began at step 0: nothing older was left to restore ({lost}); volumes of kind emptyDir"
+        " and ephemeral go with their pod, a hostPath stays on its node"
+    )
+
+
+def acknowledge(run: RunKey) -> str:
+    """What to do about steps that a fresh start set aside."""
+    return (
+        "They are kept, and fill the volumes. If that start was wanted, let them go: kubectl"
+        f" annotate checkpointrun -n {run.namespace} {run.name}"
+        f" {names.FRESH_START_ANNOTATION}=newest; if not, stop the job and look for the volume that"
+        " was not mounted"
+    )
+
+
+def rolled_back(restore_request: RestoreRequest) -> str:
+    """A life of the run began where somebody wanted it to."""
+    step = restore_request.id.step if restore_request.id else 0
+    return f"epoch {restore_request.epoch} went on from step {step}, as spec.restoreFrom asked"
+
+
+def draining(node: str, step: int | None) -> str:
+    """A node that takes no new pods holds what nobody else has."""
+    which = f"step {step}, the newest commit," if step is not None else "the newest commit"
+    return (
+        f"node {node} is cordoned, and some shards of {which} lie on it alone: when it goes, the"
+        " run goes back to an older step, or cannot go on. Let the job end or save elsewhere first"
+        " (see peers and archive of its policy), or uncordon the node"
+    )
+
+
+def _steps_lost(count: int) -> str:
+    if count == 0:
+        return "no step lost"
+    return "1 step lost" if count == 1 else f"{count} steps lost"

@@ -1,0 +1,137 @@
+"""The pods of a run as each other's peers: who sends to whom, and where each is found.
+
+The ring is made of the pods that are there, and of the places of those that will come back, so that
+the restart of a pod moves no copies. It waits until every pod has a node: a ring of half the run
+would send gigabytes to buddies that are others a second later.
+
+Places stand in the ring so that neighbours are of different domains (values of the policy's
+topologyKey, usually nodes) as far as there are any: first one place of each domain, by node rank,
+then a second of each, and so on. Whoever is next on another node is a buddy. So every place keeps
+as many copies as it sends, wherever the domains are of equal size. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keepstep.wire.reports import Peer
+from keepstep_operator.api.model import NodeRecord
+from keepstep_operator.api.tiers import HOSTNAME, Peers
+
+if TYPE_CHECKING:
+    from keepstep_operator.reconcile.state.run import Run
+
+
+class PeerAssignment:
+    """Remembers the ring until something moves. `nodes`: by name, empty where they are not seen."""
+
+    def __init__(self, run: Run, nodes: Mapping[str, NodeRecord]) -> None:
+        self._run = run
+        self._nodes = nodes
+        self._known: tuple[object, dict[int, tuple[int, ...]]] | None = None
+
+    def of(self, node_rank: int) -> tuple[Peer, ...]:
+        """What the sidecar of this place is told: all others that serve, its buddies marked."""
+        if self._run.policy is None or self._run.policy.peers is None:
+            return ()
+        chosen = set(self.ring().get(node_rank, ()))
+        return tuple(
+            Peer(node_rank=other, address=place.report.peer_address, buddy=other in chosen)
+            for other, place in sorted(self._run.ledger.places.items())
+            if other != node_rank and not place.gone and place.report.peer_address
+        )
+
+    def ring(self) -> dict[int, tuple[int, ...]]:
+        """node rank -> those that it sends its shards to; empty while that is not certain."""
+        peers = self._run.policy.peers if self._run.policy else None
+        if peers is None:
+            return {}
+        spots = self._spots(peers)
+        key = (peers, tuple(sorted(spots.items())))
+        if self._known is None or self._known[0] != key:
+            self._known = key, buddies(spots, replicas=peers.replicas)
+        return self._known[1]
+
+    def _spots(self, peers: Peers) -> dict[int, Spot]:
+        pods = [pod for pod in self._run.pods.values() if pod.injected and not pod.over]
+        if not all(pod.node for pod in pods):
+            return {}
+        complete = self._run.ledger.settled
+        there = {
+            rank: place.node
+            for rank, place in self._run.ledger.places.items()
+            if not (complete and place.gone)
+        }
+        there |= {pod.node_rank: pod.node for pod in pods}
+        return {rank: self._spot(node, peers) for rank, node in there.items() if node}
+
+    def _spot(self, node: str, peers: Peers) -> Spot:
+        """A node without the label, or one that is not seen, is a domain of its own."""
+        known = self._nodes.get(node)
+        if peers.topology_key == HOSTNAME or known is None:
+            return Spot(node, node)
+        return Spot(node, known.labels.get(peers.topology_key) or node)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a place of the run is. `domain`: the node's value of the topology key."""
+
+    node: str
+    domain: str
+
+
+def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
+    """node rank -> the node ranks that it sends its shards to, best first.
+
+    At most `replicas`, each on another node, none on the sender's own; fewer where the run has
+    fewer nodes. Domains that have no copy yet come first.
+    """
+    ring = _ring(spots)
+    domains = len({spot.domain for spot in spots.values()})
+    nodes = len({spot.node for spot in spots.values()})
+    return {
+        sender: tuple(_chosen(ring, at, spots, replicas, domains=domains, nodes=nodes))
+        for at, sender in enumerate(ring)
+    }
+
+
+def _ring(spots: Mapping[int, Spot]) -> list[int]:
+    members: dict[str, list[int]] = {}
+    for rank in sorted(spots):
+        members.setdefault(spots[rank].domain, []).append(rank)
+    turns = [
+        (turn, ranks[0], rank) for ranks in members.values() for turn, rank in enumerate(ranks)
+    ]
+    return [rank for _, _, rank in sorted(turns)]
+
+
+def _chosen(
+    ring: list[int], at: int, spots: Mapping[int, Spot], replicas: int, *, domains: int, nodes: int
+) -> Iterator[int]:
+    """`domains`, `nodes`: how many there are, so that nobody looks for one that cannot be."""
+    chosen = [spots[ring[at]]]
+    for _ in range(replicas):
+        found = None
+        if len({one.domain for one in chosen}) < domains:
+            found = _next(ring, at, spots, chosen, other_domain=True)
+        if found is None and len({one.node for one in chosen}) < nodes:
+            found = _next(ring, at, spots, chosen, other_domain=False)
+        if found is None:
+            return
+        chosen.append(spots[found])
+        yield found
+
+
+def _next(
+    ring: list[int], at: int, spots: Mapping[int, Spot], chosen: list[Spot], *, other_domain: bool
+) -> int | None:
+    """The first one after `at` that shares no node, or no domain either, with those chosen."""
+    nodes, domains = {one.node for one in chosen}, {one.domain for one in chosen}
+    for rank in (*ring[at + 1 :], *ring[:at]):
+        spot = spots[rank]
+        if spot.node not in nodes and not (other_domain and spot.domain in domains):
+            return rank
+    return None

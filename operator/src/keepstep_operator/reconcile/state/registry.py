@@ -1,0 +1,200 @@
+"""All runs, and who belongs to which: routes what the shell sees to the runs it is about.
+
+Pure like `runs`: events in, actions out, time passed in. Nothing is indexed that grows with steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from keepstep.wire.reports import Report, ReportReply
+from keepstep_operator.api.model import (
+    JobState,
+    NodeRecord,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+)
+from keepstep_operator.reconcile.state.actions import Action
+from keepstep_operator.reconcile.state.run import Run
+
+REPORT_S = 0.0015
+RANK_S = 0.000012
+"""CPU time of one report with its connection, and more for each rank of its run (measured by
+tests/operator/reconcile/load.py)."""
+BUDGET = 0.3
+"""Of a core, for reports; each run has an equal part of it, and reports as often as that allows."""
+LONGEST_GAP_S = 30.0
+
+
+class Registry:
+    """The state of all runs."""
+
+    def __init__(self, *, helper_paths: tuple[str, ...] = ()) -> None:
+        """`helper_paths`: prefixes of node directories below which helper pods may be started."""
+        self.helpers: dict[str, PodRecord] = {}
+        """Helper pods by uid; in place of a node rank each has its number."""
+        self._helper_paths = helper_paths
+        self.runs: dict[RunKey, Run] = {}
+        self._run_of_pod: dict[str, RunKey] = {}
+        self._policies: dict[tuple[str, str], PolicyRecord] = {}
+        self._nodes: dict[str, NodeRecord] = {}
+
+    # --- pods ----------------------------------------------------------------------------
+
+    def pod(self, uid: str) -> PodRecord | None:
+        """The pod with this uid, if it asked for keepstep and is still there."""
+        key = self._run_of_pod.get(uid)
+        return self.runs[key].pods.get(uid) if key in self.runs else None
+
+    def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
+        """A pod is there, or has changed."""
+        actions: list[Action] = []
+        if self._run_of_pod.get(pod.uid, pod.run) != pod.run:
+            actions += self.pod_gone(pod.uid, at=at)
+        self._run_of_pod[pod.uid] = pod.run
+        run = self._run(pod.run)
+        actions += run.pod_seen(pod, at=at)
+        run.earlier = run.earlier or self._earlier(run)
+        policy = self._policies.get((pod.namespace, pod.policy))
+        if policy is not None and run.policy_now != policy:
+            actions += run.policy_seen(policy)
+        return actions
+
+    def _earlier(self, run: Run) -> RunKey | None:
+        """The newest run of another job of this name that has a commit."""
+        found = [
+            other
+            for other in self.runs.values()
+            if other is not run
+            and other.key.namespace == run.key.namespace
+            and other.commit is not None
+            and run.job is not None
+            and other.job is not None
+            and (other.job.kind, other.job.name) == (run.job.kind, run.job.name)
+            and not run.labelled
+        ]
+        newest = max(found, key=lambda other: other.commit.at if other.commit else 0, default=None)
+        return newest.key if newest is not None else None
+
+    def pod_gone(self, uid: str, *, at: float) -> list[Action]:
+        """The pod's object is deleted."""
+        key = self._run_of_pod.pop(uid, None)
+        return self.runs[key].pod_gone(uid, at=at) if key in self.runs else []
+
+    # --- helper pods ---------------------------------------------------------------------
+
+    def helper_seen(self, helper: PodRecord) -> None:
+        """A helper pod of ours is there: its reports are taken."""
+        self.helpers[helper.uid] = helper
+
+    def helper_gone(self, uid: str, *, at: float) -> list[Action]:
+        """A helper pod is deleted, or has ended."""
+        helper = self.helpers.pop(uid, None)
+        if helper is None or helper.run not in self.runs:
+            return []
+        return self.runs[helper.run].helper_gone(helper, at=at)
+
+    # --- objects -------------------------------------------------------------------------
+
+    def policy_seen(self, policy: PolicyRecord) -> list[Action]:
+        """A CheckpointPolicy is there, or has changed."""
+        self._policies[policy.namespace, policy.name] = policy
+        return self._tell_of_policy(policy.namespace, policy.name, policy)
+
+    def policy_gone(self, namespace: str, name: str) -> list[Action]:
+        """A CheckpointPolicy is deleted; the runs that go by it keep doing so."""
+        self._policies.pop((namespace, name), None)
+        return self._tell_of_policy(namespace, name, None)
+
+    def _tell_of_policy(
+        self, namespace: str, name: str, policy: PolicyRecord | None
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for run in self.runs.values():
+            if run.key.namespace == namespace and name in _policies_of(run):
+                actions += run.policy_seen(policy)
+        return actions
+
+    def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
+        """A CheckpointRun is there, or has changed."""
+        run = self._run(object.key)
+        actions = run.object_seen(object, at=at)
+        if run.policy is not None and run.policy_now is None:
+            now = self._policies.get((object.key.namespace, run.policy.name))
+            actions += run.policy_seen(now) if now is not None else []
+        return actions
+
+    def object_gone(self, key: RunKey) -> list[Action]:
+        """A CheckpointRun is deleted."""
+        actions = self.runs[key].object_gone() if key in self.runs else []
+        self._drop_if_empty(key)
+        return actions
+
+    # --- nodes ---------------------------------------------------------------------------
+
+    def node_seen(self, node: NodeRecord) -> None:
+        """A node is there, or has changed; the next tick tells whom that concerns."""
+        self._nodes[node.name] = node
+
+    @property
+    def nodes(self) -> Mapping[str, NodeRecord]:
+        """By name; empty where they are not followed."""
+        return self._nodes
+
+    def node_gone(self, name: str) -> None:
+        """A node's object is deleted."""
+        self._nodes.pop(name, None)
+
+    # --- reports -------------------------------------------------------------------------
+
+    def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
+        """What the sidecar of this pod said. Raises KeyError for a pod that is not known."""
+        if (helper := self.helpers.get(uid)) is not None:
+            return self.runs[helper.run].helped(helper, report, at=at)
+        run = self.runs[self._run_of_pod[uid]]
+        return run.reported(run.pods[uid], report, at=at)
+
+    def reply(self, uid: str, *, at: float) -> ReportReply:
+        """What to tell the sidecar of this pod. Raises KeyError."""
+        if uid in self.helpers:
+            return ReportReply()
+        run = self.runs[self._run_of_pod[uid]]
+        return run.reply(run.pods[uid], least_gap_s=self.least_gap_s(run), at=at)
+
+    def least_gap_s(self, run: Run) -> float:
+        """The shortest time between two reports of one pod, so that all can be taken in."""
+        all_pods_s = len(run.pods) * (REPORT_S + RANK_S * (run.ledger.world or 0))
+        return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self.runs) / BUDGET))
+
+    # --- time ----------------------------------------------------------------------------
+
+    def job_answered(self, key: RunKey, state: JobState, *, at: float) -> list[Action]:
+        """What a look at a run's root job said."""
+        return self.runs[key].job_answered(state, at=at) if key in self.runs else []
+
+    def tick(self, *, at: float) -> Iterator[Action]:
+        """Once a second or so: what becomes true by waiting."""
+        for key in list(self.runs):
+            yield from self.runs[key].tick(at=at)
+            self._drop_if_empty(key)
+
+    def waits(self, key: RunKey, *, at: float) -> bool:
+        """What was written before should stand for a moment longer."""
+        return key in self.runs and self.runs[key].resumes(at=at)
+
+    def _run(self, key: RunKey) -> Run:
+        if key not in self.runs:
+            self.runs[key] = Run(key, nodes=self._nodes)
+            self.runs[key].host_paths = self._helper_paths
+        return self.runs[key]
+
+    def _drop_if_empty(self, key: RunKey) -> None:
+        if key in self.runs and self.runs[key].is_empty:
+            del self.runs[key]
+
+
+def _policies_of(run: Run) -> set[str]:
+    names = {pod.policy for pod in run.pods.values()}
+    return names | ({run.policy.name} if run.policy is not None else set())

@@ -1,0 +1,59 @@
+"""What all sidecars of a run are told: watermarks, the plan, and what nobody needs any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.steps import StepId, Tier
+from keepstep_operator.reconcile.state.run_ledger import RunLedger
+
+SMALL_WORLD = 64
+OLD_S_A_RANK = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """As of `at`. `committed`: watermark by tier; `commits`: all on local; `expendable`: steps on
+    local that may go. Steps are oldest first."""
+
+    at: float
+    committed: dict[str, StepId]
+    commits: tuple[StepId, ...]
+    plan: StepId | None
+    expendable: tuple[StepId, ...]
+
+
+class AdviceCache:
+    """Remembers the advice of large runs for a moment: it costs time for each rank, and being told
+    a second later loses nothing."""
+
+    def __init__(self, host: RunLedger) -> None:
+        self._ledger = host
+        self._known: Advice | None = None
+
+    def forget(self) -> None:
+        """What is kept, or for how long, was changed by somebody."""
+        self._known = None
+
+    def advise(self, *, at: float) -> Advice:
+        """The present advice, or one that is a little old."""
+        known = self._known
+        may_be_old_s = ((self._ledger.world or 0) - SMALL_WORLD) * OLD_S_A_RANK
+        if known is None or not known.at <= at < known.at + may_be_old_s:
+            known = self._known = self._work_out(at)
+        return known
+
+    def _work_out(self, at: float) -> Advice:
+        commits = self._ledger.commits()
+        marks = {
+            Tier.MEMORY: self._ledger.common(),
+            Tier.LOCAL: max(commits, default=None),
+            Tier.ARCHIVE: max(self._ledger.archived(), default=None),
+        }
+        return Advice(
+            at=at,
+            committed={str(tier): id for tier, id in marks.items() if id is not None},
+            commits=commits,
+            plan=self._ledger.plan(),
+            expendable=self._ledger.expendable(),
+        )

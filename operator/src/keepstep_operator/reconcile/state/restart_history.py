@@ -1,0 +1,140 @@
+"""Restarts of a run and what each of them cost: counted once, however often they are told.
+
+Every rank tells of every restore since its sidecar started, with each report. One epoch is one
+restart. It is accounted for when all ranks told of it, or when those who will not have had their
+time. What was counted before the reconciler itself restarted is known from CheckpointRun.status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from keepstep.core.ledger import NEAREST_FIRST
+from keepstep.steps import Epoch, EpochId, Tier
+from keepstep.wire.reports import Report, ReportedRestore
+
+PATIENCE_S = 35.0
+"""For ranks that did not tell of a restore yet: a sidecar that died forgets it, and one of a large
+run may report every half minute only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """One life of the run that began after another. `parent` None: it began at step 0.
+
+    `step`: where it went on. `tier`: the farthest that a rank needed, None if nobody said.
+    `origin`: the other run that the step is of, where this run began as its fork.
+    """
+
+    epoch: EpochId
+    parent: bool
+    step: int
+    tier: Tier | None
+    seconds: float
+    lost_steps: int
+    at: float
+    origin: str = ""
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """What was heard of one epoch. `before`: newest step that all had staged when it began."""
+
+    epoch: Epoch
+    since: float
+    before: int | None
+    ranks: dict[int, ReportedRestore] = field(default_factory=dict)
+
+    def as_restart(self, *, world: int | None, at: float) -> Restart:
+        parent = self.epoch.parent
+        step = parent.step if parent else 0
+        told = self.ranks.values()
+        lost = [one.lost_steps for one in told] if len(self.ranks) == world else []
+        tiers = [one.tier for one in told if one.tier is not None]
+        return Restart(
+            epoch=self.epoch.id,
+            parent=parent is not None,
+            step=step,
+            tier=max(tiers, key=NEAREST_FIRST.index, default=None),
+            seconds=max((one.seconds for one in told), default=0.0),
+            lost_steps=max(0, (self.before or step) - step, min(lost, default=0)),
+            at=at,
+            origin=self.epoch.origin,
+        )
+
+
+class RestartHistory:
+    """Which restarts are known, and which of them were counted."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.lost_steps = 0
+        self.counted: EpochId | None = None
+        self._done: set[EpochId] = set()
+        self._told: dict[EpochId, _Told] = {}
+
+    def resume(self, *, restarts: int, lost_steps: int, counted: EpochId | None) -> None:
+        """Go on from what an earlier reconciler wrote down."""
+        self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
+
+    def take(
+        self,
+        report: Report,
+        *,
+        current: EpochId | None,
+        recorded: Mapping[EpochId, Epoch],
+        before: int | None,
+        at: float,
+    ) -> None:
+        """One report. `current`: the newest epoch now; `before`: the newest step that all ranks
+        had staged before this report."""
+        named = {epoch.id for epoch in report.epochs}
+        if current is not None and current in recorded:
+            self._note(recorded[current], named, before, at)
+        for one in report.restores:
+            self._note(one.epoch, named | {one.epoch.id}, None, at)
+            if one.epoch.id in self._told:
+                self._told[one.epoch.id].ranks[one.rank] = one
+
+    def _note(self, epoch: Epoch, named: Iterable[EpochId], before: int | None, at: float) -> None:
+        if not self._is_counted(epoch.id, set(named)) and epoch.id not in self._told:
+            self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
+
+    def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
+        """An older number than the counted one is news only to those who never saw that one:
+        everything was gone, and the numbers began anew."""
+        if id in self._done or id == self.counted:
+            return True
+        counted = self.counted
+        return counted is not None and id.number < counted.number and counted in named
+
+    def due(self, *, world: int | None, at: float) -> list[Restart]:
+        """Restarts that are now accounted for, oldest first. Each is returned once."""
+        ripe = [
+            told
+            for told in self._told.values()
+            if (world is not None and len(told.ranks) >= world) or at - told.since >= PATIENCE_S
+        ]
+        found = []
+        for told in sorted(ripe, key=lambda one: one.epoch.id):
+            del self._told[told.epoch.id]
+            restart = self._account(told, told.as_restart(world=world, at=at))
+            found += [restart] if restart else []
+        return found
+
+    def _account(self, told: _Told, restart: Restart) -> Restart | None:
+        first = self.counted is None and not restart.parent and not told.before
+        begins = self.counted is None and bool(restart.origin)
+        self.counted = restart.epoch
+        self._done.add(restart.epoch)
+        if first:
+            return None
+        self.restarts += not begins
+        self.lost_steps += restart.lost_steps
+        return restart
+
+    @property
+    def waiting(self) -> bool:
+        """Something was told that is not accounted for yet."""
+        return bool(self._told)

@@ -1,0 +1,544 @@
+"""One run: its pods, its ledger, what happened to it. Events in, actions out; time is passed in.
+
+Everything but a few counters comes again from pods and reports after the reconciler restarts; the
+counters (`restarts`, `lostSteps`, `recent`, the time of the last commit) are taken over from the
+CheckpointRun's status.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from keepstep.core import ledger
+from keepstep.core.ledger import AlarmKind
+from keepstep.core.retention import Retention
+from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import Report, ReportReply
+from keepstep_operator.api.model import (
+    Job,
+    JobState,
+    NodeRecord,
+    PodRecord,
+    PolicyRecord,
+    RunKey,
+    RunObject,
+    VolumeKind,
+)
+from keepstep_operator.api.run import MOST_RECENT, RecentStatus, RunStatus, cut, utc
+from keepstep_operator.reconcile.state import helper_plan, messages
+from keepstep_operator.reconcile.state.actions import (
+    Action,
+    AskJob,
+    DeleteRun,
+    EmitEvent,
+    NameFreshStart,
+    WriteStatus,
+)
+from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
+from keepstep_operator.reconcile.state.health import LIBRARY_S, Health, look
+from keepstep_operator.reconcile.state.node_rank import Sender
+from keepstep_operator.reconcile.state.peer_assignment import PeerAssignment
+from keepstep_operator.reconcile.state.previous_status import (
+    FINISHED,
+    Commit,
+    PreviousStatus,
+    parse_epoch,
+    parse_steps,
+    read_previous,
+)
+from keepstep_operator.reconcile.state.reply import AdviceCache
+from keepstep_operator.reconcile.state.restart_history import RestartHistory
+from keepstep_operator.reconcile.state.restore_request import RestoreRequest
+from keepstep_operator.reconcile.state.run_ledger import RunLedger
+
+FRESH_START_S = 120.0
+"""How long an acknowledgement of "newest" waits for reports that show what it is about."""
+ASK_JOB_S = 30.0
+COMMITTED_EVENT_S = 300.0
+ALARM_S = 3600.0
+NOT_INJECTED_S = 24 * 3600.0
+RESUME_S = 45.0
+
+
+class Run:
+    """The state of one run. Methods named after events return what the shell has to do.
+
+    `nodes`: the cluster's, by name; empty where they are not watched.
+    """
+
+    def __init__(
+        self,
+        key: RunKey,
+        *,
+        nodes: Mapping[str, NodeRecord] = MappingProxyType({}),
+    ) -> None:
+        self.key = key
+        self.nodes = nodes
+        self.host_paths: tuple[str, ...] = ()
+        """Prefixes of node directories below which helper pods may be started."""
+        self.ledger = RunLedger()
+        self.peer_assignment = PeerAssignment(self, nodes)
+        self.restore_request = RestoreRequest()
+        self._adviser = AdviceCache(self.ledger)
+        self.pods: dict[str, PodRecord] = {}
+        self.job: Job | None = None
+        self.policy: PolicyRecord | None = None
+        self.policy_now: PolicyRecord | None = None
+        self.object: RunObject | None = None
+        self.restores = RestartHistory()
+        self.recent: list[RecentStatus] = []
+        self.commit: Commit | None = None
+        self.finished_at: float | None = None
+        self.health = Health()
+        self.written = RunStatus()
+        self.past: PreviousStatus | None = None
+        self.earlier: RunKey | None = None
+        """Another run of a job of the same name, which holds steps that this one will not find."""
+        self.volumes: tuple[VolumeKind, ...] = ()
+        self.labelled = False
+        self._resumed_at: float | None = None
+        self._past_step: int | None = None
+        self._durable: tuple[StepId | None, StepId | None] = None, None
+        self.alive_since: float | None = None
+        self.training_since: dict[str, float] = {}
+        self._alarms: dict[str, float] = {}
+        self._asked_at = 0.0
+        self._fresh_start_until: float | None = None
+
+    # --- pods ----------------------------------------------------------------------------
+
+    def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
+        """A pod is there, or has changed."""
+        before = self.pods.get(pod.uid)
+        if before == pod:
+            return []
+        self.pods[pod.uid] = pod
+        self.job = pod.job or self.job
+        if pod.injected:
+            self.volumes, self.labelled = pod.volumes, pod.labelled
+        self._adopt()
+        if not pod.over:
+            self.finished_at = None
+        if not pod.training:
+            self.training_since.pop(pod.uid, None)
+        elif before is None or before.restarts != pod.restarts or not before.training:
+            self.training_since[pod.uid] = at
+        said = self._ended(pod, at) if pod.over else []
+        return [WriteStatus(self.key), *said, *self._not_injected(pod)]
+
+    def pod_gone(self, uid: str, *, at: float) -> list[Action]:
+        """The pod's object is deleted."""
+        pod = self.pods.pop(uid, None)
+        if pod is None:
+            return []
+        self.training_since.pop(uid, None)
+        return [WriteStatus(self.key), *self._ended(pod, at)]
+
+    def _ended(self, pod: PodRecord, at: float) -> list[Action]:
+        """Its containers will not run again: memory is gone, and what goes with a pod."""
+        said = self.ledger.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
+        self._know_alive(at)
+        return list(self._alarmed(said, at=at))
+
+    def _not_injected(self, pod: PodRecord) -> Iterator[Action]:
+        if not pod.injected and not pod.over:
+            yield self._event(
+                "NotInjected",
+                messages.not_injected(pod),
+                warning=True,
+                topic=pod.uid,
+                period_s=NOT_INJECTED_S,
+            )
+
+    # --- objects -------------------------------------------------------------------------
+
+    def policy_seen(self, policy: PolicyRecord | None) -> list[Action]:
+        """The policy that the pods name, as it is now; None: there is none (any more)."""
+        self.policy_now = policy
+        self._adopt()
+        return [WriteStatus(self.key)]
+
+    def _adopt(self) -> None:
+        """A change holds for pods that are made after it, so the run goes by the policy that its
+        newest pod was made with, even when that was deleted meanwhile."""
+        now, held = self.policy_now, self.policy
+        if now is None or now.problem is not None:
+            return
+        made_with = max(
+            (pod.policy_generation for pod in self.pods.values() if pod.policy == now.name),
+            default=0,
+        )
+        if held is None or held.name != now.name or made_with >= now.generation:
+            self.policy = now
+            self._configure()
+
+    def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
+        """The CheckpointRun. What it says of the past is taken over when nothing else is known."""
+        before, self.object = self.object, replace(object, status={}, policy=None)
+        if before is None and not self.recent and not self.ledger.places:
+            self.policy = self.policy or object.policy
+            self._resume(read_previous(object.status), at)
+        self._request_restore()
+        self._configure()
+        if object.fresh_start and (before is None or before.fresh_start != object.fresh_start):
+            self._fresh_start_until = at + FRESH_START_S
+        changed = before is None or before.generation != object.generation
+        return [*self._acknowledge(at=at), *([WriteStatus(self.key)] if changed else [])]
+
+    def object_gone(self) -> list[Action]:
+        """Somebody deleted it; as long as the run has pods it is made again."""
+        self.object = None
+        self.written = RunStatus()
+        return [WriteStatus(self.key)] if self.pods else []
+
+    def _resume(self, past: PreviousStatus, at: float) -> None:
+        self.past, self.written = past, past.status
+        self.restore_request.resume(past.status.restore_from)
+        self._resumed_at = at if past.status.phase != "Waiting" else None
+        self.restores.resume(restarts=past.restarts, lost_steps=past.lost_steps, counted=past.epoch)
+        self.recent = past.recent
+        self._past_step = past.step
+        self.commit = past.commit
+        commit = past.commit.id if past.commit else None
+        self.ledger.orphans.resume(past.status.holders, commit=commit, epoch=past.epoch)
+        self.job = self.job or past.job
+        self.finished_at = None if self.pods else past.finished_at
+
+    def _configure(self) -> None:
+        keep = self.policy.keep if self.policy else Retention()
+        archived = self.policy is not None and self.policy.archive is not None
+        self._adviser.forget()
+        self.ledger.configure(keep=keep, pins=self.pins, archived=archived)
+
+    @property
+    def pins(self) -> tuple[StepId, ...]:
+        """Steps that stay: what people pinned, and what they want to go back to."""
+        pinned = tuple(parse_steps(self.object.pins)) if self.object else ()
+        wanted = self.restore_request.wanted
+        return pinned if wanted is None or wanted in pinned else (*pinned, wanted)
+
+    def _request_restore(self) -> list[Action]:
+        """What the object asks for, with what is known of steps and epochs."""
+        asked, before = (
+            self.object.restore_from if self.object else "",
+            self.restore_request.status(),
+        )
+        self.restore_request.ask(asked, own=self.key.name, newest=self.ledger.core.lineage.current)
+        done = self.restore_request.look(
+            self.ledger.core.committed(Tier.LOCAL), self.ledger.core.epochs
+        )
+        if self.restore_request.status() == before:
+            return []
+        self._configure()
+        said = (
+            [self._event("RolledBack", messages.rolled_back(self.restore_request))] if done else []
+        )
+        return [WriteStatus(self.key), *said]
+
+    @property
+    def generation(self) -> int:
+        return self.object.generation if self.object else 0
+
+    # --- reports -------------------------------------------------------------------------
+
+    def reported(self, pod: PodRecord, report: Report, *, at: float) -> list[Action]:
+        """What a sidecar said. One that comes too late changes nothing."""
+        before = self.ledger.progress.step if self.ledger.progress else self._past_step
+        sender = Sender(
+            pod=pod.uid,
+            node_rank=pod.node_rank,
+            node=pod.node,
+            created_at=pod.created_at,
+            local_stays=volumes_outlive_pod(pod.volumes),
+        )
+        said = self.ledger.take(sender, report, at=at)
+        if said is None:
+            return []
+        durable = self.ledger.committed(), max(self.ledger.archived(), default=None)
+        if durable != self._durable and any(self.ledger.orphans):
+            self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
+        self._durable = durable
+        self.restores.take(
+            report,
+            current=self.ledger.core.lineage.current,
+            recorded={epoch.id: epoch for epoch in self.ledger.core.epochs},
+            before=before,
+            at=at,
+        )
+        self._know_alive(at)
+        over = self._ended(pod, at) if pod.over else []
+        return [
+            WriteStatus(self.key),
+            *over,
+            *(self._request_restore() if self.restore_request.asked else ()),
+            *self._committed(at),
+            *self._alarmed(said, at=at),
+            *self._warned(pod, report),
+            *self._acknowledge(at=at),
+            *self._restarted(at),
+        ]
+
+    def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
+        """What a helper pod said that serves shards which were left on its node."""
+        new = helper.node_rank not in self.ledger.helpers
+        sender = Sender(
+            pod=helper.uid,
+            node_rank=helper.node_rank,
+            node=helper.node,
+            created_at=helper.created_at,
+            local_stays=True,
+        )
+        said = [*self._alarmed(self.ledger.helped(sender, report, at=at), at=at)]
+        self._adviser.forget()
+        if new:
+            message = (
+                "; ".join(helper_plan.served(self)) or f"pod {helper.name} serves what was left"
+            )
+            said.append(self._event("LeftShardsServed", message, topic=helper.node))
+        return [WriteStatus(self.key), *said]
+
+    def helper_gone(self, helper: PodRecord, *, at: float) -> list[Action]:
+        """A helper pod was deleted, or has ended."""
+        known = self.ledger.helpers.get(helper.node_rank)
+        if known is None or known.pod != helper.uid:
+            return []
+        said = self.ledger.helper_gone(helper.node_rank)
+        return [WriteStatus(self.key), *self._alarmed(said, at=at)]
+
+    @property
+    def helper_paths(self) -> tuple[str, ...]:
+        """hostPaths of the newest pod that the administrator (still) allows."""
+        newest = max(
+            (pod for pod in self.pods.values() if pod.host_paths),
+            key=lambda pod: pod.created_at,
+            default=None,
+        )
+        return helper_plan.allowed(newest.host_paths, self.host_paths) if newest else ()
+
+    def _warned(self, pod: PodRecord, report: Report) -> Iterator[Action]:
+        """Each kind of warning once an hour, whatever step and number it names."""
+        for text in report.warnings:
+            kind = re.sub(r"[0-9a-f.-]*\d[0-9a-f.-]*", "#", text)
+            message = f"{pod.name}: {cut(text)}"
+            yield self._event(
+                "SidecarWarning", message, warning=True, topic=f"{pod.uid} {kind}", period_s=ALARM_S
+            )
+
+    def _know_alive(self, at: float) -> None:
+        alive = any(one.alive for one in self.ledger.ranks())
+        self.alive_since = (self.alive_since or at) if alive else None
+
+    def reply(self, pod: PodRecord, *, least_gap_s: float, at: float) -> ReportReply:
+        """What this pod's sidecar should know. Without a known policy nothing is ever retired."""
+        advice = self._adviser.advise(at=at)
+        held = self.ledger.local(pod.node_rank)
+        paused = self.object is not None and self.object.paused
+        return ReportReply(
+            least_gap_s=least_gap_s,
+            committed=advice.committed,
+            commits=tuple(id for id in advice.commits if id in held),
+            plan=None if paused else self.restore_request.wanted or advice.plan,
+            retire=tuple(
+                id
+                for id in advice.expendable
+                if id in held and not paused and self.policy is not None
+            ),
+            pinned=self.pins,
+            peers=(*self.peer_assignment.of(pod.node_rank), *helper_plan.peers(self)),
+            awaits=helper_plan.awaits(self, pod.node_rank),
+            all_peers=self.ledger.settled,
+            restore_from=self.restore_request.wanted,
+        )
+
+    def _committed(self, at: float) -> Iterator[Action]:
+        id, known = self.ledger.committed(), self.commit
+        if id is None:
+            # it went with a pod, or is just out of sight while somebody is missing
+            self.commit = None if self.ledger.settled else known
+            return
+        if known is not None and (id == known.id or not self._is_news(id, known)):
+            return
+        since = max(known.at, self.alive_since or known.at) if known is not None else None
+        self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
+        yield self._event(
+            "Committed",
+            f"step {id.step} is durable on all {self.ledger.world or 0} ranks",
+            period_s=COMMITTED_EVENT_S,
+        )
+
+    def _is_news(self, id: StepId, known: Commit) -> bool:
+        """A lower watermark is believed only when everybody is there: else somebody's copy may
+        just be out of sight."""
+        return id > known.id or self.ledger.settled
+
+    def _alarmed(self, said: Iterable[ledger.Action], *, at: float) -> Iterator[Action]:
+        for one in said:
+            if not isinstance(one, ledger.Alarm) or one.kind is AlarmKind.FRESH_START:
+                continue  # a fresh start is told as a restart, with what it cost
+            self._alarms[cut(one.text)] = at
+            reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
+            yield self._event(reason, cut(one.text), warning=True, topic=one.text)
+
+    # --- restarts ------------------------------------------------------------------------
+
+    def _restarted(self, at: float) -> Iterator[Action]:
+        for restart in self.restores.due(world=self.ledger.world, at=at):
+            reason = "Restored" if restart.parent else "FreshStart"
+            reason = "Forked" if restart.origin else reason
+            message = messages.restarted(
+                restart,
+                self.key,
+                kept_aside=self.ledger.core.lineage.fresh == restart.epoch,
+            )
+            self._remember(
+                RecentStatus(
+                    time=utc(at),
+                    type=reason,
+                    step=restart.step,
+                    tier=str(restart.tier or ""),
+                    seconds=round(restart.seconds, 3),
+                    lost_steps=restart.lost_steps,
+                    message=message,
+                )
+            )
+            yield WriteStatus(self.key)
+            yield self._event(
+                reason, message, warning=not restart.parent, topic=str(restart.epoch), period_s=0.0
+            )
+
+    def _remember(self, one: RecentStatus) -> None:
+        self.recent = [one, *self.recent][:MOST_RECENT]
+
+    def _acknowledge(self, *, at: float) -> Iterator[Action]:
+        """The annotation names an epoch, or the newest one that began anew; that one is looked for
+        a while only, so that a later one is never acknowledged by it."""
+        if self._fresh_start_until is None or self.object is None:
+            return
+        named = parse_epoch(self.object.fresh_start)
+        epoch = named or self.ledger.core.lineage.fresh
+        if epoch is not None:
+            self._fresh_start_until = None
+            yield from self._alarmed(self.ledger.acknowledge(epoch), at=at)
+            yield WriteStatus(self.key)
+            if named is None:
+                yield NameFreshStart(self.key, epoch)
+        elif at > self._fresh_start_until:
+            self._fresh_start_until = None
+
+    # --- the job's end -------------------------------------------------------------------
+
+    def job_answered(self, state: JobState, *, at: float) -> list[Action]:
+        """What a look at the root job said."""
+        if state is JobState.ACTIVE or self.finished_at is not None or not self._idle:
+            return []
+        return self._finish(at, str(state))
+
+    @property
+    def _idle(self) -> bool:
+        return all(pod.over for pod in self.pods.values())
+
+    def _finish(self, at: float, how: str) -> list[Action]:
+        self.finished_at = at
+        step = self.commit.id.step if self.commit else None
+        kept = f"; step {step} is committed" if step is not None else ""
+        message = f"the job is {how}{kept}"
+        self._remember(RecentStatus(time=utc(at), type=FINISHED, step=step, message=message))
+        return [WriteStatus(self.key)]
+
+    def _look_after(self, at: float) -> Iterator[Action]:
+        """Is the job over, and was it so for long enough?"""
+        if not self._idle:
+            return
+        if self.finished_at is None:
+            phases = [pod.phase for pod in self.pods.values()]
+            if phases and all(phase == "Succeeded" for phase in phases):
+                yield from self._finish(at, "finished")
+            elif self.job is not None and at - self._asked_at >= ASK_JOB_S:
+                self._asked_at = at
+                yield AskJob(self.key, self.job)
+        elif not self.pods and at - self.finished_at >= self.ttl_s:
+            yield DeleteRun(self.key)
+
+    @property
+    def ttl_s(self) -> float:
+        return self.policy.run_ttl_s if self.policy else 7 * 24 * 3600.0
+
+    # --- time ----------------------------------------------------------------------------
+
+    def tick(self, *, at: float) -> list[Action]:
+        """Once a second or so: what becomes true by waiting."""
+        actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
+        if self._resumed_at is not None and not self.resumes(at=at):
+            self._resumed_at = None
+            actions.append(WriteStatus(self.key))
+        before, self.health = self.health, look(self, at=at)
+        if self.health != before:
+            actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
+        self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
+        return [*actions, *self._look_after(at)]
+
+    def _changed_outlook(self, before: Health, at: float) -> Iterator[Action]:
+        if self.health.stalled and not before.stalled:
+            step = self.commit.id.step if self.commit else None
+            message = self.health.stalled
+            self._remember(
+                RecentStatus(time=utc(at), type="CommitStalled", step=step, message=message)
+            )
+            yield self._event("CommitStalled", message, warning=True)
+        for node in sorted(self.health.draining - before.draining):
+            message = messages.draining(node, self.commit.id.step if self.commit else None)
+            yield self._event("NodeDraining", message, warning=True, topic=node)
+        for name in sorted(self.health.without_library - before.without_library):
+            message = messages.without_library(name, after_s=LIBRARY_S)
+            yield self._event("LibraryMissing", message, warning=True, topic=name)
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int | None:
+        """The newest step that all ranks staged, as far as anybody knows."""
+        return self.ledger.progress.step if self.ledger.progress else self._past_step
+
+    @property
+    def behind(self) -> int | None:
+        """Steps staged by all and not committed."""
+        if self.step is None:
+            return None
+        return max(0, self.step - (self.commit.id.step if self.commit else 0))
+
+    def resumes(self, *, at: float) -> bool:
+        """What an earlier reconciler wrote is better than what is known yet: sidecars report
+        within half a minute, and until then nothing has changed but our knowledge."""
+        since = self._resumed_at
+        return since is not None and at - since < RESUME_S and not self.ledger.settled
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        return tuple(self._alarms)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left to tell about."""
+        return self.object is None and not self.pods
+
+    def _event(
+        self,
+        reason: str,
+        message: str,
+        *,
+        warning: bool = False,
+        topic: str = "",
+        period_s: float = 600.0,
+    ) -> EmitEvent:
+        return EmitEvent(
+            run=self.key,
+            about=self.job,
+            reason=reason,
+            message=message,
+            warning=warning,
+            topic=topic,
+            period_s=period_s,
+        )

@@ -1,0 +1,1 @@
+"""What people read on a CheckpointRun and a CheckpointPolicy. Pure."""

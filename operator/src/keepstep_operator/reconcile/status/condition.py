@@ -1,0 +1,29 @@
+"""A condition without its times, and lists of names in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class ConditionState:
+    """A condition without its times. `status`: True, False or Unknown."""
+
+    status: str
+    reason: str
+    message: str
+
+
+def few(names: Collection[str]) -> str:
+    """The first few, and how many more."""
+    named = sorted(names)[:_NAMED]
+    more = len(names) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+
+
+def and_more(names: Collection[str]) -> str:
+    """What is added to a sentence about the first of them."""
+    return f" (the same holds for {len(names) - 1} more pods)" if len(names) > 1 else ""

@@ -1,0 +1,298 @@
+"""The conditions of a run, in words for the person who is on call. Pure.
+
+`Protected` sums up: True means that a crash now would cost little. What stands first in its list of
+reasons is what to act on first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.steps import StepId
+from keepstep_operator import names
+from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.run import utc
+from keepstep_operator.reconcile.state import messages
+from keepstep_operator.reconcile.state.durability import Survives, survives, volumes_outlive_pod
+from keepstep_operator.reconcile.state.health import LIBRARY_S, SILENT_S
+from keepstep_operator.reconcile.state.previous_status import FINISHED
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.status.condition import ConditionState, and_more, few
+from keepstep_operator.reconcile.status.tier_conditions import (
+    ARCHIVED,
+    LEFT_SERVED,
+    REPLICATED,
+    RESTORE_FROM,
+    archived,
+    left_served,
+    replicated,
+    restore_from,
+)
+
+PROTECTED = "Protected"
+FULLY_INJECTED = "FullyInjected"
+COMMITTING = "Committing"
+
+
+def condition_states(run: Run) -> dict[str, ConditionState]:
+    """By type, in the order in which they are shown, without those that nobody asked for."""
+    said = {
+        PROTECTED: _protected(run),
+        FULLY_INJECTED: _fully_injected(run),
+        COMMITTING: _committing(run),
+        REPLICATED: replicated(run),
+        ARCHIVED: archived(run),
+        RESTORE_FROM: restore_from(run),
+        LEFT_SERVED: left_served(run),
+    }
+    return {type: verdict for type, verdict in said.items() if verdict is not None}
+
+
+def outlives(run: Run) -> tuple[Survives, ...]:
+    """What the run would outlive now."""
+    safety = run.ledger.safety()
+    return survives(
+        common=run.ledger.common() is not None,
+        committed=run.ledger.committed() is not None,
+        spread=safety.step is not None,
+        archived=safety.archived is not None,
+        kinds=run.volumes,
+        labelled=run.labelled,
+    )
+
+
+# --- Protected -----------------------------------------------------------------------------------
+
+
+def _protected(run: Run) -> ConditionState:
+    for judge in _JUDGES:
+        if (verdict := judge(run)) is not None:
+            return verdict
+    return ConditionState("True", PROTECTED, _what_is_kept(run))
+
+
+def _finished(run: Run) -> ConditionState | None:
+    if run.finished_at is None:
+        return None
+    if run.commit is None:
+        return ConditionState("Unknown", FINISHED, "the job is over; no step of it was committed")
+    said = f"the job is over; its last committed step is {run.commit.id.step}"
+    if volumes_outlive_pod(run.volumes):
+        said += (
+            ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
+            f" the label {names.RUN_LABEL}: {run.key.name}"
+        )
+    return ConditionState("Unknown", FINISHED, said)
+
+
+def _unheard(run: Run) -> ConditionState | None:
+    if run.ledger.places:
+        return None
+    troubled = _troubled(run)
+    why = f"; pod {troubled[0].name} is {troubled[0].trouble}" if troubled else ""
+    if not run.pods:
+        return ConditionState("Unknown", "NoPods", "no pod of this run exists")
+    if all(not pod.injected for pod in run.pods.values()):
+        return None
+    return ConditionState(
+        "Unknown",
+        "NoReports",
+        f"no sidecar of its {len(run.pods)} pods has reported yet{why}. If that stays so, look at"
+        f" kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar",
+    )
+
+
+def _uninjected(run: Run) -> ConditionState | None:
+    verdict = _fully_injected(run)
+    return verdict if verdict.status == "False" else None
+
+
+def _no_library(run: Run) -> ConditionState | None:
+    if not (pods := sorted(run.health.without_library)):
+        return None
+    message = messages.without_library(pods[0], after_s=LIBRARY_S) + and_more(pods)
+    return ConditionState("False", "LibraryMissing", message)
+
+
+def _silent(run: Run) -> ConditionState | None:
+    if not (pods := sorted(run.health.silent)):
+        return None
+    return ConditionState(
+        "Unknown",
+        "SidecarsSilent",
+        f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: what is"
+        " written here is what was known before. Training and restarts do not depend on it. Look at"
+        f" kubectl logs -n {run.key.namespace} {pods[0]} -c keepstep-sidecar",
+    )
+
+
+def _nothing_kept(run: Run) -> ConditionState | None:
+    if outlives(run):
+        return None
+    missing = [place.pod for place in run.ledger.places.values() if place.gone]
+    if missing and run.step:
+        return ConditionState(
+            "False",
+            "PodsMissing",
+            f"{len(missing)} pods of the run are gone, with what they held, and have not come back:"
+            " without them no step is complete, so nothing is restored and nothing begins at step 0"
+            f" by itself. Look at the job why they are not made again{_doubt(run)}",
+        )
+    return ConditionState(
+        "False",
+        "NothingKept",
+        "no step is held by all ranks yet: a crash now begins at step 0. This is usual until the"
+        " first save; if it stays so, "
+        + (_warned(run) or "does the script call checkpointer.save(step) on every rank?"),
+    )
+
+
+def _doubt(run: Run) -> str:
+    """The ledger's own words about why it names no step to restore."""
+    reason = run.ledger.doubt()
+    return f" ({reason})" if reason else ""
+
+
+def _not_committing(run: Run) -> ConditionState | None:
+    verdict = _committing(run)
+    return verdict if verdict.status == "False" else None
+
+
+def _not_replicated(run: Run) -> ConditionState | None:
+    verdict = replicated(run)
+    return verdict if verdict is not None and verdict.status == "False" else None
+
+
+def _not_archived(run: Run) -> ConditionState | None:
+    verdict = archived(run)
+    return verdict if verdict is not None and verdict.status == "False" else None
+
+
+_JUDGES: tuple[Callable[[Run], ConditionState | None], ...] = (
+    _finished,
+    _unheard,
+    _uninjected,
+    _no_library,
+    _silent,
+    _nothing_kept,
+    _not_committing,
+    _not_replicated,
+    _not_archived,
+)
+
+
+def _what_is_kept(run: Run) -> str:
+    common, committed = run.ledger.common(), run.ledger.committed()
+    restart = max(one.step for one in (common, committed) if one is not None)
+    said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, committed)]
+    if Survives.JOB_RECREATE not in outlives(run) and Survives.POD_RESTART in outlives(run):
+        said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+    said += [messages.draining(node, None) for node in sorted(run.health.draining)]
+    return "; ".join(said)
+
+
+def _of_a_pod(run: Run, committed: StepId | None) -> list[str]:
+    """What the loss of a pod, or of its node, costs."""
+    stays = volumes_outlive_pod(run.volumes)
+    said = []
+    if stays and committed is not None:
+        said.append(
+            f"a pod that comes back to its node goes on from step {committed.step} or newer"
+        )
+    if (safe := run.ledger.safety()).step is not None:
+        where = " in the archive" if safe.step == safe.archived else ""
+        return [*said, f"the loss of a pod or its node goes back to step {safe.step.step}{where}"]
+    if stays and committed is None:
+        return [*said, "nothing is committed yet: a pod that is deleted takes its part with it"]
+    if stays:
+        return [*said, "a node that is lost takes its part with it"]
+    fleeting = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
+    return [
+        "a pod that is deleted or moved takes its part with it, and the run then begins at step 0"
+        f" (volumes: {fleeting}; hostPath outlives pods)"
+    ]
+
+
+# --- the other two -------------------------------------------------------------------------------
+
+
+def _fully_injected(run: Run) -> ConditionState:
+    pods = [pod for pod in run.pods.values() if not pod.over]
+    if run.finished_at is not None:
+        return ConditionState("Unknown", FINISHED, "the job is over")
+    if not pods:
+        return ConditionState("Unknown", "NoPods", "no pod of this run exists")
+    without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
+    if without:
+        message = messages.not_injected(without[0]) + and_more([pod.name for pod in without])
+        return ConditionState("False", "NotInjected", message)
+    return ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
+
+
+def _committing(run: Run) -> ConditionState:
+    if run.finished_at is not None:
+        return ConditionState("Unknown", FINISHED, "the job is over")
+    if run.health.stalled:
+        return ConditionState(
+            "False", "CommitStalled", f"{run.health.stalled}. {_what_hinders(run)}"
+        )
+    if not run.ledger.places:
+        return ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
+    if run.commit is None:
+        if warning := _warned(run):
+            said = f"no step was committed yet; {warning}. Training goes on"
+            return ConditionState("False", "SidecarTroubled", said)
+        return ConditionState("Unknown", "NothingCommitted", "no step was committed yet")
+    return ConditionState(
+        "True",
+        COMMITTING,
+        f"step {run.commit.id.step} became committed at {utc(run.commit.at)};"
+        f" {run.behind or 0} steps are staged and not committed",
+    )
+
+
+def _what_hinders(run: Run) -> str:
+    """The likeliest reason, and where to look."""
+    logs = f"kubectl logs -n {run.key.namespace}"
+    absent = sorted(pod.name for pod in run.pods.values() if not pod.injected)
+    if absent:
+        return f"Pods without a sidecar: {few(absent)}. Delete them, their job makes them again"
+    if run.health.silent:
+        pods = sorted(run.health.silent)
+        return f"Sidecars that do not report: {few(pods)}; {logs} {pods[0]} -c keepstep-sidecar"
+    if warning := _warned(run):
+        said = f"{warning[0].upper()}{warning[1:]}"
+        return f"{said}. Training goes on; a restart goes back to the last commit"
+    if slowest := _slowest(run):
+        return (
+            f"Pod {slowest} holds the oldest step on its volumes; {logs} {slowest} -c"
+            " keepstep-sidecar. Training goes on; a restart goes back to the last commit"
+        )
+    return f"{logs} POD -c keepstep-sidecar says more. Training goes on"
+
+
+def _slowest(run: Run) -> str:
+    """The pod whose newest step on local is the oldest."""
+    newest = {}
+    for place in run.ledger.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None and place.report.ranks:
+            steps = [
+                max((held.id.step for held in rank.local), default=-1)
+                for rank in place.report.ranks
+            ]
+            newest[pod.name] = min(steps)
+    return min(newest, key=lambda name: (newest[name], name), default="")
+
+
+def _warned(run: Run) -> str:
+    """What a sidecar warns of, the first by node rank; '' when none does."""
+    for _, place in sorted(run.ledger.places.items()):
+        pod = run.pods.get(place.pod)
+        if pod is not None and place.report.warnings:
+            return f"the sidecar of {pod.name} says: {place.report.warnings[0]}"
+    return ""
+
+
+def _troubled(run: Run) -> list[PodRecord]:
+    return sorted((pod for pod in run.pods.values() if pod.trouble), key=lambda pod: pod.name)

@@ -1,0 +1,56 @@
+"""CheckpointRun.status.holders: which nodes hold what of the run on drives that outlive pods.
+
+Admission reads it for the next pods of the run; so it is about places, which a pod has from its
+birth, and not about ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep_operator.api.run import MOST_HOLDERS, HolderStatus
+from keepstep_operator.reconcile.state.node_rank import Place
+from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.spans import spans
+
+
+def holders(run: Run) -> list[HolderStatus]:
+    """The first nodes by name."""
+    place_of = {one.rank: rank for rank, place in run.ledger.places.items() for one in place.own}
+    by_node: dict[str, dict[int, Place]] = {}
+    for node_rank, place in run.ledger.places.items():
+        if place.stays and place.node and not place.dropped:
+            by_node.setdefault(place.node, {})[node_rank] = place
+    left: dict[str, list[OrphanedShard]] = {}
+    for one in run.ledger.orphans:
+        by_node.setdefault(one.node, {})
+        left.setdefault(one.node, []).append(one)
+    found = (
+        _holder(node, places, place_of, left.get(node, ()))
+        for node, places in sorted(by_node.items())
+    )
+    return [one for one in found if one.node_ranks or one.copies][:MOST_HOLDERS]
+
+
+def _holder(
+    node: str, places: dict[int, Place], place_of: dict[int, int], left: Iterable[OrphanedShard]
+) -> HolderStatus:
+    """`left`: by places of the run that are elsewhere by now."""
+    there = [one for place in places.values() for one in place.report.ranks]
+    ids = [held.id for one in there for held in (*one.local, *one.peer)]
+    newest = max((*ids, *(one.step for one in left)), default=None)
+    return HolderStatus(
+        node=node,
+        node_ranks=spans(
+            {rank for rank, place in places.items() if any(one.local for one in place.own)}
+            | {one.node_rank for one in left}
+        ),
+        copies=spans(
+            place_of[one.rank]
+            for place in places.values()
+            for one in place.copies
+            if one.rank in place_of
+        ),
+        step=None if newest is None else newest.step,
+    )

@@ -1,0 +1,325 @@
+"""CheckpointRun.status from a run's state: a pure function, called when it is time to write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from keepstep.core.ledger import NEAREST_FIRST
+from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import ReportedRank
+from keepstep_operator import names
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.run import (
+    MOST_RANKS,
+    MOST_WARNINGS,
+    CommittedStatus,
+    Condition,
+    JobStatus,
+    MemoryStatus,
+    PlaceStatus,
+    PolicyStatus,
+    RunStatus,
+    StallStatus,
+    cut,
+    utc,
+)
+from keepstep_operator.reconcile.state.messages import acknowledge, draining
+from keepstep_operator.reconcile.state.node_rank import Place
+from keepstep_operator.reconcile.state.previous_status import FINISHED
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.status.condition import ConditionState
+from keepstep_operator.reconcile.status.conditions import PROTECTED, condition_states, outlives
+from keepstep_operator.reconcile.status.node_holders import holders
+from keepstep_operator.spans import spans
+
+_NODES_NAMED = 5
+_TEXT = 300
+
+
+def status_of(registry: Registry, key: RunKey, *, at: float) -> RunStatus | None:
+    """What should be written now; None: there is nothing to write about any more."""
+    run = registry.runs.get(key)
+    if run is None or run.is_empty:
+        return None
+    run.written = render(run, at=at)
+    return run.written
+
+
+def render(run: Run, *, at: float) -> RunStatus:
+    """The whole status as it should be now. Contains no age and no "now": it changes only when the
+    run does."""
+    said = condition_states(run)
+    if run.past is not None and not run.ledger.places:
+        return _renewed(run.past.status, run, said, at)
+    survived = [str(one) for one in outlives(run)]
+    return RunStatus(
+        observed_generation=run.generation,
+        phase=_phase(run),
+        job=_job(run),
+        job_name=run.job.name if run.job else "",
+        policy=_policy(run),
+        sidecar_image=_newest(pod.sidecar_image for pod in run.pods.values()),
+        sidecar_version=_versions(one.report.sidecar for one in run.ledger.places.values()),
+        library_version=_versions(one.report.library for one in run.ledger.places.values()),
+        world=run.ledger.world or 0,
+        nodes=_pods(run),
+        epoch=_epoch(run),
+        origin=_origin(run),
+        step=run.step,
+        committed=_committed(run),
+        behind=run.behind,
+        watermarks=_watermarks(run),
+        tiers=_tiers(run),
+        nodes_summary=_nodes(run),
+        survives=survived,
+        survives_summary=",".join(survived),
+        protected=said[PROTECTED].status,
+        pinned=_pinned(run),
+        memory=MemoryStatus(slots=run.policy.slots) if run.policy else None,
+        stall=_stall(run),
+        restarts=run.restores.restarts,
+        lost_steps=run.restores.lost_steps,
+        recent=run.recent,
+        ranks=_ranks(run),
+        holders=holders(run),
+        restore_from=run.restore_request.status(),
+        warnings=_warnings(run),
+        conditions=_conditions(run, said, at),
+    )
+
+
+def _renewed(past: RunStatus, run: Run, said: Mapping[str, ConditionState], at: float) -> RunStatus:
+    """Nobody has reported (yet, or ever again): what reports said before still stands."""
+    return msgspec.structs.replace(
+        past,
+        observed_generation=run.generation,
+        phase=_phase(run),
+        nodes=_pods(run),
+        protected=said[PROTECTED].status,
+        recent=run.recent,
+        warnings=_warnings(run),
+        conditions=_conditions(run, said, at),
+    )
+
+
+def _pods(run: Run) -> int:
+    return sum(not pod.over for pod in run.pods.values()) or len(run.pods)
+
+
+def _phase(run: Run) -> str:
+    if run.finished_at is not None:
+        return FINISHED
+    if not run.ledger.places:
+        return "Waiting"
+    alive = {one.rank for one in run.ledger.ranks() if one.alive}
+    if run.ledger.world and len(alive) >= run.ledger.world:
+        return "Running"
+    return "Restoring" if run.step or run.commit else "Waiting"
+
+
+def _job(run: Run) -> JobStatus | None:
+    if run.job is None:
+        return None
+    return JobStatus(
+        api_version=run.job.api_version, kind=run.job.kind, name=run.job.name, uid=run.job.uid
+    )
+
+
+def _policy(run: Run) -> PolicyStatus | None:
+    if run.policy is None:
+        return None
+    return PolicyStatus(
+        name=run.policy.name, generation=run.policy.generation, spec=dict(run.policy.spec)
+    )
+
+
+def _epoch(run: Run) -> str:
+    """The newest one that was accounted for: what an heir of this reconciler need not count."""
+    if run.restores.waiting and run.restores.counted is not None:
+        return str(run.restores.counted)
+    return str(run.ledger.core.lineage.current or run.restores.counted or "")
+
+
+def _origin(run: Run) -> str:
+    """Where a fork began: the other run's name and step."""
+    found = (f"{one.origin}/{one.parent}" for one in run.ledger.core.epochs if one.origin)
+    return cut(next(found, ""), longest=128)
+
+
+def _committed(run: Run) -> CommittedStatus | None:
+    if run.commit is None:
+        return None
+    id = run.commit.id
+    return CommittedStatus(step=id.step, id=str(id), time=utc(run.commit.at))
+
+
+def _watermarks(run: Run) -> dict[str, str]:
+    safety = run.ledger.safety()
+    marks = {
+        Tier.MEMORY: run.ledger.common(),
+        Tier.LOCAL: run.ledger.committed(),
+        Tier.PEER: safety.step if run.policy and run.policy.peers else None,
+        Tier.ARCHIVE: safety.archived,
+    }
+    return {str(tier): str(id) for tier, id in marks.items() if id is not None}
+
+
+def _tiers(run: Run) -> str:
+    """Those that hold the newest committed step of every rank."""
+    if run.commit is None or not run.ledger.world:
+        return ""
+    held = [
+        str(tier)
+        for tier in NEAREST_FIRST
+        if len(run.ledger.core.holders(run.commit.id, tier)) >= run.ledger.world
+    ]
+    return ",".join(held)
+
+
+def _nodes(run: Run) -> str:
+    nodes = sorted({pod.node for pod in run.pods.values() if pod.node})
+    more = len(nodes) - _NODES_NAMED
+    return ",".join(nodes[:_NODES_NAMED]) + (f",+{more}" if more > 0 else "")
+
+
+def _pinned(run: Run) -> str:
+    said = sorted({place.report.pinned for place in run.ledger.places.values()} - {""})
+    others = [text for text in said if text != "locked"]
+    return cut((others or said or [""])[0], longest=_TEXT)
+
+
+def _stall(run: Run) -> StallStatus:
+    ranks = list(run.ledger.ranks())
+    return StallStatus(
+        skipped=sum(one.skipped for one in ranks),
+        discarded=sum(one.discarded for one in ranks),
+        blocked_seconds=round(sum(one.blocked_s for one in ranks), 1),
+    )
+
+
+def _ranks(run: Run) -> list[PlaceStatus]:
+    places, ring = sorted(run.ledger.places.items())[:MOST_RANKS], run.peer_assignment.ring()
+    return [
+        PlaceStatus(
+            node=place.node,
+            pod=run.pods[place.pod].name if place.pod in run.pods else "",
+            node_rank=node_rank,
+            ranks=spans(one.rank for one in place.own),
+            memory=None if place.gone else _newest_common(run, place, Tier.MEMORY),
+            local=None if place.dropped else _newest_common(run, place, Tier.LOCAL),
+            buddies=spans(ring.get(node_rank, ())),
+        )
+        for node_rank, place in places
+    ]
+
+
+def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
+    """Of all ranks on this pod; not a step that a later life of the run left behind."""
+    each = [_ids(one, tier) for one in place.own]
+    common = set.intersection(*each) if each else set()
+    alive = (id for id in common if not run.ledger.core.is_dead(id))
+    return max((id.step for id in alive), default=None)
+
+
+def _ids(rank: ReportedRank, tier: Tier) -> set[StepId]:
+    return {one.id for one in (rank.memory if tier is Tier.MEMORY else rank.local)}
+
+
+def _newest(texts: Iterable[str]) -> str:
+    return max((text for text in texts if text), default="")
+
+
+def _versions(texts: Iterable[str]) -> str:
+    return cut(", ".join(sorted({text for text in texts if text})), longest=128)
+
+
+# --- warnings and conditions -----------------------------------------------------------------
+
+
+def _warnings(run: Run) -> list[str]:
+    found = [*_policy_warnings(run), *_fresh_start(run), *_earlier_run(run), *run.alarms]
+    there = sorted(run.pods.values(), key=lambda pod: pod.name)
+    found += [f"pod {pod.name}: {pod.trouble}" for pod in there if pod.trouble and pod.injected]
+    found += [
+        draining(node, run.commit.id.step if run.commit else None)
+        for node in sorted(run.health.draining)
+    ]
+    found += [f"{text} ({_first(pods)})" for text, pods in sorted(_said(run).items())]
+    return [cut(text) for text in dict.fromkeys(found)][:MOST_WARNINGS]
+
+
+def _policy_warnings(run: Run) -> list[str]:
+    if run.policy is None or run.finished_at is not None:
+        return []
+    now = run.policy_now
+    if now is None:
+        return [
+            f"CheckpointPolicy {run.policy.name} does not exist any more: this run goes on by what"
+            " it was, but pods that are made from now on get no sidecar. Create it again"
+        ]
+    if now.problem is not None:
+        return [f"CheckpointPolicy {now.name} is not accepted: {now.problem[1]}"]
+    if now.generation > run.policy.generation:
+        return [
+            f"CheckpointPolicy {now.name} has changed (generation {run.policy.generation} to"
+            f" {now.generation}): it holds for pods that are made from now on"
+        ]
+    return []
+
+
+def _fresh_start(run: Run) -> list[str]:
+    fresh = run.ledger.core.lineage.fresh
+    if fresh is None:
+        return []
+    return [f"epoch {fresh} began at step 0 beside older steps. {acknowledge(run.key)}"]
+
+
+def _earlier_run(run: Run) -> list[str]:
+    if run.earlier is None or run.finished_at is not None:
+        return []
+    return [
+        f"an earlier job of this name was run {run.earlier.name}; its steps are kept, but this job"
+        f" does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
+        f" {run.earlier.name} on its pods"
+    ]
+
+
+def _said(run: Run) -> dict[str, list[str]]:
+    """What sidecars warn of, once each, with the pods that say it."""
+    said: dict[str, list[str]] = {}
+    for place in run.ledger.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None:
+            for text in place.report.warnings[:MOST_WARNINGS]:
+                said.setdefault(cut(text, longest=_TEXT), []).append(pod.name)
+    return said
+
+
+def _first(pods: Collection[str]) -> str:
+    first, more = min(pods), len(pods) - 1
+    return f"pod {first} and {more} more" if more else f"pod {first}"
+
+
+def _conditions(run: Run, said: Mapping[str, ConditionState], at: float) -> list[Condition]:
+    before = {one.type: one for one in run.written.conditions}
+    return [
+        Condition(
+            type=type,
+            status=verdict.status,
+            reason=verdict.reason,
+            message=verdict.message,
+            observed_generation=run.generation,
+            last_transition_time=_since(before.get(type), verdict.status, at),
+        )
+        for type, verdict in said.items()
+    ]
+
+
+def _since(before: Condition | None, status: str, at: float) -> str:
+    """A transition is a change of status; reasons and messages come and go."""
+    if before is not None and before.status == status and before.last_transition_time:
+        return before.last_transition_time
+    return utc(at)

@@ -1,0 +1,177 @@
+"""Conditions of what lies beyond a run's own nodes: `Replicated`, `Archived`, `RestoreFrom`. Pure.
+
+Each is None, and so not shown, where the policy (or nobody) asks for such a thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from keepstep.steps import Tier
+from keepstep.wire.reports import ReportedDepot
+from keepstep_operator import names
+from keepstep_operator.api.run import cut
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.previous_status import FINISHED
+from keepstep_operator.reconcile.state.restore_request import Stage
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.status.condition import ConditionState, few
+
+REPLICATED = "Replicated"
+ARCHIVED = "Archived"
+RESTORE_FROM = "RestoreFrom"
+LEFT_SERVED = "LeftShardsServed"
+
+BEHIND_S = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
+"""For so long a shard may wait to be sent before that is worth a word."""
+_TEXT = 300
+
+
+def replicated(run: Run) -> ConditionState | None:
+    """Whether the loss of any one node leaves a step of the run, by copies with its peers."""
+    if run.policy is None or run.policy.peers is None:
+        return None
+    if (early := _early(run)) is not None:
+        return early
+    if nodes := _only_node(run):
+        said = (
+            f"all pods are on node {nodes}: a copy needs another node. Spread the pods of the job"
+        )
+        return ConditionState("False", "OneNode", said)
+    if (troubled := _troubled(run, Tier.PEER)) is not None:
+        return troubled
+    if mute := sorted(_without_address(run)):
+        said = f"{few(mute)} do not serve their peers yet, so no copy can be sent to them"
+        return ConditionState("Unknown", "NotServing", said)
+    safe = run.ledger.safety().step
+    if safe is None:
+        return ConditionState("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
+    return ConditionState("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
+
+
+def archived(run: Run) -> ConditionState | None:
+    """Whether steps reach the archive."""
+    if run.policy is None or run.policy.archive is None:
+        return None
+    newest = max(run.ledger.archived(), default=None)
+    if newest is None and (early := _early(run)) is not None:
+        return early
+    if run.finished_at is None and (troubled := _troubled(run, Tier.ARCHIVE)) is not None:
+        return troubled
+    archive = run.policy.archive
+    if newest is None:
+        said = f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
+        return ConditionState("Unknown", "NothingArchived", said)
+    count = len(run.ledger.archived())
+    more = f", and {count - 1} older" if count > 1 else ""
+    return ConditionState("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
+
+
+def restore_from(run: Run) -> ConditionState | None:
+    """What became of spec.restoreFrom."""
+    restore_request = run.restore_request
+    if restore_request.stage is Stage.NONE:
+        return None
+    if restore_request.stage is Stage.UNRESOLVED:
+        return _unresolved(run)
+    step = restore_request.id.step if restore_request.id else 0
+    if restore_request.stage is Stage.DONE:
+        said = (
+            f"epoch {restore_request.epoch} went on from step {step}; later restarts are as usual"
+        )
+        return ConditionState("True", "Restored", said)
+    return ConditionState(
+        "Unknown",
+        "Waiting",
+        f"the next restart goes on from step {step} ({restore_request.id}), and the steps beyond it"
+        " are dead then: restart the job now; empty spec.restoreFrom to take it back",
+    )
+
+
+def _unresolved(run: Run) -> ConditionState:
+    restore_request = run.restore_request
+    if restore_request.run:
+        asked = cut(restore_request.asked, longest=128)
+        said = f"{asked} is of another run, and this one has begun already"
+        return ConditionState(
+            "False",
+            "OtherRun",
+            f"{said}: a new job begins from there with the annotation"
+            f" {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are as usual",
+        )
+    if not run.ledger.places:
+        return ConditionState(
+            "Unknown", "NoReports", "no sidecar has told yet which steps there are"
+        )
+    there = sorted(run.ledger.core.committed(Tier.LOCAL), reverse=True)
+    known = few([str(one) for one in there[:3]]) if there else ""
+    return ConditionState(
+        "False",
+        "NotFound",
+        f"no step {cut(restore_request.asked, longest=128)} that every rank holds is known"
+        + (f"; there is {known}" if known else "; name it with its full id")
+        + ". Restarts are as usual until it is found",
+    )
+
+
+def left_served(run: Run) -> ConditionState | None:
+    """Whether shards that pods left on another node can be reached; only while they are needed."""
+    wanted = helper_plan.wanted(run)
+    if not wanted:
+        return None
+    missing = [one.node for one in wanted if one.number not in run.ledger.helpers]
+    if missing:
+        said = f"a helper pod that serves what was left there is being started on {few(missing)}"
+        return ConditionState("False", "Starting", said)
+    return ConditionState("True", "Served", cut("; ".join(helper_plan.served(run))))
+
+
+def _early(run: Run) -> ConditionState | None:
+    if run.finished_at is not None:
+        return ConditionState("Unknown", FINISHED, "the job is over")
+    if not run.ledger.places:
+        return ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
+    return None
+
+
+def _only_node(run: Run) -> str:
+    """The one node that all pods are on; '' while that is not known, or not so."""
+    nodes = {pod.node for pod in run.pods.values() if not pod.over}
+    return next(iter(nodes)) if len(nodes) == 1 else ""
+
+
+def _without_address(run: Run) -> Iterator[str]:
+    for place in run.ledger.places.values():
+        pod = run.pods.get(place.pod)
+        if pod is not None and not pod.over and not place.report.peer_address:
+            yield pod.name
+
+
+def _troubled(run: Run, tier: Tier) -> ConditionState | None:
+    """What a sidecar says of its way there, when something waits for it. An archive that is away is
+    told of also between two steps that are due: those that waited may have been retired."""
+    waiting = [
+        (run.pods[place.pod].name, depot)
+        for _, place in sorted(run.ledger.places.items())
+        if place.pod in run.pods and not place.gone
+        for depot in place.report.depots
+        if depot.tier is tier and (depot.backlog or tier is Tier.ARCHIVE)
+    ]
+    for pod, depot in waiting:
+        if depot.trouble:
+            said = f"the sidecar of {pod} says: {cut(depot.trouble, longest=_TEXT)}"
+            return ConditionState("False", "Troubled", f"{said}. {_rest(run, depot)}")
+    for pod, depot in waiting:
+        if depot.behind_s >= BEHIND_S[tier]:
+            said = f"shards of {pod} wait to be sent to {cut(depot.where, longest=_TEXT)} for long"
+            return ConditionState("False", "Behind", f"{said}. {_rest(run, depot)}")
+    return None
+
+
+def _rest(run: Run, depot: ReportedDepot) -> str:
+    """No number that changes with each report: this is written to the API server."""
+    catches_up = "It is tried again until it works; training goes on"
+    if depot.tier is Tier.ARCHIVE:
+        newest = max(run.ledger.archived(), default=None)
+        return f"{catches_up}. Newest step there: {newest.step if newest else 'none'}"
+    return catches_up

@@ -1,0 +1,162 @@
+"""Writes Checkpoint objects, seldom, a few at a time, and only after it has seen those there are.
+
+Objects that somebody else made are left alone: only those with our label are looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from keepstep_operator import names
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, say, warn
+from keepstep_operator.kube import (
+    CHECKPOINTS,
+    Client,
+    Conflict,
+    KubeError,
+    NotFound,
+    PatchType,
+)
+from keepstep_operator.reconcile.feed import Feed
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.writers.checkpoint_objects import (
+    MANAGED_BY,
+    MANAGER,
+    Changes,
+    Kept,
+    body_of,
+    changes,
+    status_of,
+)
+from keepstep_operator.reconcile.writers.ratelimit import Pacer
+
+PERIOD_S: Final = 10.0
+AT_ONCE: Final = 20
+"""Writes of one run in one period, at most."""
+_POLL_S: Final = 1.0
+
+
+class CheckpointWriter:
+    """A task of its own: `mark` runs, and `run` writes their objects."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: Client,
+        *,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        pacer: Pacer[RunKey] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._metrics = metrics
+        self._clock = clock
+        self._pacer = pacer or Pacer(least_period_s=PERIOD_S, writes_a_second=5.0)
+        self._known: dict[RunKey, dict[str, Body]] = {}
+        self.feed = Feed[tuple[RunKey, str]](
+            name="checkpoints",
+            resource=CHECKPOINTS,
+            labels=names.RUN_KEY_LABEL,
+            key_of=_key_of,
+            seen=self._seen,
+            gone=self._gone,
+            told=metrics.following,
+        )
+
+    def mark(self, run: RunKey) -> None:
+        """What it keeps may have changed."""
+        self._pacer.mark(run, at=self._clock())
+
+    async def run(self) -> None:
+        """For ever, from when all that is there was seen."""
+        await self.feed.loaded.wait()
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for key in self._pacer.take(at=self._clock()):
+                await self._look_after(key)
+
+    async def _look_after(self, key: RunKey) -> None:
+        run = self._registry.runs.get(key)
+        if run is None:
+            self._pacer.forget(key)
+            return
+        due = changes(run, self._known.get(key, {}))
+        try:
+            await self._write(key, due.first(AT_ONCE))
+        except KubeError as error:
+            warn("checkpoints not written", run=str(key), reason=str(error))
+            self._metrics.wrote("checkpoint", failed=True)
+            self._pacer.failed(key, at=self._clock())
+            return
+        except Exception:
+            crash("checkpoints not written", run=str(key))
+        self._pacer.done(key)
+        if len(due) > AT_ONCE:
+            self.mark(key)
+
+    async def _write(self, key: RunKey, due: Changes) -> None:
+        for one in due.made:
+            await self._make(key, one)
+        for one in due.moved:
+            await self._tell(key, one, self._known[key].get(one.name, {}))
+        for name in due.gone:
+            await self._forget(key, name)
+
+    async def _make(self, key: RunKey, one: Kept) -> None:
+        body = body_of(one, namespace=key.namespace)
+        try:
+            await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
+        except Conflict:
+            return  # of that name, but not ours
+        self._metrics.wrote("checkpoint")
+        await self._tell(key, one, body)
+
+    async def _tell(self, key: RunKey, one: Kept, before: Body) -> None:
+        status = status_of(one, before, at=self._clock())
+        patch = [{"op": "add", "path": "/status", "value": status}]
+        try:
+            await self._client.patch(
+                CHECKPOINTS,
+                one.name,
+                patch,
+                namespace=key.namespace,
+                kind=PatchType.JSON,
+                subresource="status",
+            )
+        except NotFound:
+            return  # somebody deleted it: it is made again
+        self._metrics.wrote("checkpoint")
+
+    async def _forget(self, key: RunKey, name: str) -> None:
+        try:
+            await self._client.delete(CHECKPOINTS, name, namespace=key.namespace)
+        except NotFound:
+            return
+        self._metrics.wrote("checkpoint")
+        say("checkpoint deleted", run=str(key), checkpoint=name, reason="its step is gone")
+
+    def _seen(self, body: Body) -> None:
+        key, name = _named(body)
+        self._known.setdefault(key, {})[name] = body
+
+    def _gone(self, which: tuple[RunKey, str]) -> None:
+        key, name = which
+        self._known.get(key, {}).pop(name, None)
+        self.mark(key)
+
+
+def _key_of(body: Body) -> tuple[RunKey, str] | None:
+    labels = (body.get("metadata") or {}).get("labels") or {}
+    return _named(body) if labels.get(MANAGED_BY) == MANAGER else None
+
+
+def _named(body: Body) -> tuple[RunKey, str]:
+    metadata = body.get("metadata") or {}
+    run = str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or "")
+    return RunKey(str(metadata.get("namespace") or ""), run), str(metadata.get("name") or "")

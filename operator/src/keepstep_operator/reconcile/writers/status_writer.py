@@ -1,0 +1,136 @@
+"""Writes CheckpointRun.status: what is newest, when it is time, and only when it has changed.
+
+One write replaces the whole status (a JSON patch), so it needs nothing of what was there before,
+and one that is lost is made good by the next. A run without an object gets one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from keepstep_operator import names
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.run import as_json
+from keepstep_operator.journal import crash, warn
+from keepstep_operator.kube import RUNS, Client, Conflict, KubeError, NotFound, PatchType
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.writers.ratelimit import Pacer
+
+_AT_ONCE: Final = 8
+
+
+class StatusWriter:
+    """A task of its own: `mark` runs, and `run` writes them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: Client,
+        *,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        pacer: Pacer[RunKey] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._metrics = metrics
+        self._clock = clock
+        self._pacer = pacer or Pacer()
+        self._written: dict[RunKey, bytes] = {}
+        self._bell = asyncio.Event()
+
+    def mark(self, run: RunKey) -> None:
+        """Its status may have changed."""
+        self._pacer.mark(run, at=self._clock())
+        self._bell.set()
+
+    def forget(self, run: RunKey) -> None:
+        """Its object is gone: what was written there is no more."""
+        self._written.pop(run, None)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._wait()
+            keys = self._pacer.take(at=self._clock())
+            for first in range(0, len(keys), _AT_ONCE):
+                async with asyncio.TaskGroup() as group:
+                    for key in keys[first : first + _AT_ONCE]:
+                        group.create_task(self._write(key), name=f"status of {key}")
+
+    async def _wait(self) -> None:
+        """Until something is due, or is marked."""
+        self._bell.clear()
+        due = self._pacer.next_at()
+        timeout_s = None if due is None else max(0.0, due - self._clock())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._bell.wait()
+        except TimeoutError:
+            return
+
+    async def _write(self, run: RunKey) -> None:
+        """One run; whatever goes wrong, it is tried again later."""
+        try:
+            await self._write_if_changed(run)
+            self._pacer.done(run)
+        except KubeError as error:
+            warn("status not written", run=str(run), reason=str(error))
+            self._metrics.wrote("status", failed=True)
+            self._pacer.failed(run, at=self._clock())
+        except Exception:
+            crash("status not written", run=str(run))
+            self._pacer.failed(run, at=self._clock())
+
+    async def _write_if_changed(self, run: RunKey) -> None:
+        if self._registry.waits(run, at=self._clock()):
+            return
+        status = status_of(self._registry, run, at=self._clock())
+        if status is None:
+            self._pacer.forget(run)
+            self._written.pop(run, None)
+            return
+        body = as_json(status)
+        digest = hashlib.blake2b(msgspec.json.encode(body), digest_size=16).digest()
+        if self._written.get(run) == digest:
+            return
+        await self._patch_or_create(run, body)
+        self._written[run] = digest
+
+    async def _patch_or_create(self, run: RunKey, body: dict[str, Any]) -> None:
+        try:
+            await self._patch(run, body)
+        except NotFound:
+            await self._create(run)
+            await self._patch(run, body)
+
+    async def _patch(self, run: RunKey, body: dict[str, Any]) -> None:
+        await self._client.patch(
+            RUNS,
+            run.name,
+            [{"op": "add", "path": "/status", "value": body}],
+            namespace=run.namespace,
+            kind=PatchType.JSON,
+            subresource="status",
+        )
+        self._metrics.wrote("status")
+
+    async def _create(self, run: RunKey) -> None:
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "CheckpointRun",
+            "metadata": {"name": run.name, "namespace": run.namespace},
+            "spec": {},
+        }
+        try:
+            await self._client.create(RUNS, body, namespace=run.namespace)
+            self._metrics.wrote("run")
+        except Conflict:
+            return  # somebody was faster

@@ -1,0 +1,195 @@
+"""Checkpoint objects and nodes, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep_operator.api.model import NodeRecord
+from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.feed import NodeClient
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.watch import Handlers
+from keepstep_operator.reconcile.writers.checkpoint_writer import AT_ONCE, CheckpointWriter
+from keepstep_operator.reconcile.writers.ratelimit import Pacer
+from tests.harness import until
+from tests.operator.reconcile.samples import (
+    IMAGE_BYTES,
+    KEY,
+    T0,
+    Sidecar,
+    pod,
+    policy,
+    run_object,
+    step,
+)
+from tests.operator.reconcile.standin import StandIn
+from tests.operator.reconcile.test_tiers import ARCHIVE
+
+CHECKPOINTS = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpoints"
+
+
+def path(number: int) -> str:
+    return f"{CHECKPOINTS}/{KEY.name}-{step(number)}"
+
+
+@dataclass
+class Bench:
+    """One pod, one rank, and an archive whose content the test sets."""
+
+    registry: Registry
+    cluster: StandIn
+    checkpoint_writer: CheckpointWriter
+
+    def __post_init__(self) -> None:
+        self.sidecar = Sidecar(rank=0, world=1).durable(90)
+        self.registry.policy_seen(policy(archive=ARCHIVE))
+        self.registry.pod_seen(pod(0), at=T0)
+
+    def archive(self, numbers: Iterable[int]) -> None:
+        self.sidecar.archive = [step(number) for number in numbers]
+        self.registry.reported("pod-0-1", self.sidecar.report(), at=T0)
+        self.checkpoint_writer.mark(KEY)
+
+    def there(self) -> set[str]:
+        return {one for one in self.cluster.objects if one.startswith(CHECKPOINTS)}
+
+    def asked(self) -> int:
+        methods = ("POST", "PATCH", "DELETE")
+        return sum(len(self.cluster.asked(one, "/checkpoints")) for one in methods)
+
+
+def play(
+    scene: Callable[[Bench], Coroutine[Any, Any, None]], cluster: StandIn | None = None
+) -> None:
+    async def run() -> None:
+        registry, loop = Registry(), asyncio.get_running_loop()
+        standin = cluster or StandIn()
+        async with standin.serving(), Client(standin.access) as client:
+            checkpoint_writer = CheckpointWriter(
+                registry,
+                client,
+                metrics=Metrics(registry),
+                clock=loop.time,
+                pacer=Pacer(least_period_s=0.2, settle_s=0.05),
+            )
+            tasks = [
+                loop.create_task(checkpoint_writer.feed.run(client)),
+                loop.create_task(checkpoint_writer.run()),
+            ]
+            try:
+                await scene(Bench(registry, standin, checkpoint_writer))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_archived_and_pinned_steps_become_objects_and_go_with_their_step() -> None:
+    async def scene(bench: Bench) -> None:
+        bench.registry.object_seen(run_object(pins=(str(step(90)),)), at=T0)
+        bench.archive([70, 80])
+        await until(lambda: len(bench.there()) == 3)
+        body = bench.cluster.objects[path(80)]
+        spec = {"run": KEY.name, "step": str(step(80)), "ranks": 1, "bytes": IMAGE_BYTES}
+        assert body["spec"] == spec
+        assert "ownerReferences" not in body["metadata"]
+        await until(lambda: bench.cluster.objects[path(80)].get("status"))
+        assert bench.cluster.objects[path(80)]["status"]["tiers"] == ["archive"]
+        bench.archive([80])
+        await until(lambda: bench.there() == {path(80), path(90)})
+
+    play(scene)
+
+
+def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> None:
+    cluster = StandIn()
+    theirs = f"{CHECKPOINTS}/mine"
+    cluster.objects[theirs] = {
+        "metadata": {
+            "name": "mine",
+            "namespace": KEY.namespace,
+            "labels": {"keepstep.dev/run-key": KEY.name},
+        }
+    }
+
+    async def scene(bench: Bench) -> None:
+        bench.archive([80])
+        await until(lambda: path(80) in bench.there())
+        await until(lambda: bench.cluster.objects[path(80)].get("status"))
+        bench.cluster.remove(path(80))
+        await until(lambda: path(80) in bench.there())
+        assert theirs in bench.there()
+
+    play(scene, cluster)
+
+
+def test_a_step_that_stays_costs_no_further_write_and_many_come_a_few_at_a_time() -> None:
+    async def scene(bench: Bench) -> None:
+        bench.archive(range(100, 100 + AT_ONCE + 5))
+        await until(lambda: len(bench.there()) == AT_ONCE)
+        await until(lambda: len(bench.there()) == AT_ONCE + 5)
+        await until(lambda: bench.asked() == 2 * (AT_ONCE + 5))
+        newest = 100 + AT_ONCE + 5
+        bench.archive(range(100, newest))
+        bench.archive(range(100, newest + 1))
+        await until(lambda: path(newest) in bench.there())
+        await until(lambda: bench.asked() == 2 * (AT_ONCE + 6))
+
+    play(scene)
+
+
+def test_what_could_not_be_written_is_written_later() -> None:
+    cluster = StandIn(broken=1, broken_part=f"namespaces/{KEY.namespace}/checkpoints")
+
+    async def scene(bench: Bench) -> None:
+        bench.archive([80])
+        await until(lambda: path(80) in bench.there())
+        assert len(bench.cluster.asked("POST", "/checkpoints")) == 2
+
+    play(scene, cluster)
+
+
+def test_nodes_are_followed_with_their_zone_and_whether_they_are_cordoned() -> None:
+    zone = {"topology.kubernetes.io/zone": "a"}
+
+    def node(name: str, **spec: Any) -> dict[str, Any]:
+        return {
+            "metadata": {"name": name, "labels": zone, "managedFields": [{}]},
+            "spec": spec,
+            "status": {"images": [{"sizeBytes": 1}] * 50},
+        }
+
+    async def run() -> None:
+        registry, cluster = Registry(), StandIn()
+        cluster.add("/api/v1/nodes/one", node("one"))
+        cluster.add("/api/v1/nodes/two", node("two", unschedulable=True))
+        seen: dict[str, NodeRecord] = registry._nodes
+        handlers = Handlers(
+            registry,
+            None,  # type: ignore[arg-type]
+            writer=None,  # type: ignore[arg-type]
+            metrics=Metrics(registry),
+            host_paths=(),
+            clock=lambda: T0,
+        )
+        async with cluster.serving(), NodeClient(cluster.access) as client:
+            task = asyncio.create_task(handlers.nodes().run(client))
+            await until(lambda: len(seen) == 2)
+            assert [seen[name].cordoned for name in ("one", "two")] == [False, True]
+            assert seen["one"].labels == zone
+            await until(lambda: cluster._watchers)
+            taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+            cluster.add("/api/v1/nodes/one", node("one", taints=[taint]))
+            await until(lambda: seen["one"].cordoned)
+            cluster.remove("/api/v1/nodes/two")
+            await until(lambda: set(seen) == {"one"})
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())

@@ -1,0 +1,853 @@
+"""Scenarios of one run: what its status says, and what its sidecars are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keepstep.core.retention import Retention
+from keepstep.steps import Tier
+from keepstep.wire.reports import ReportedVolume
+from keepstep_operator.api.model import JobState, RunKey, VolumeKind
+from keepstep_operator.api.run import CommittedStatus, RunStatus, as_json, utc
+from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart
+from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
+from keepstep_operator.reconcile.status.render import status_of
+from tests.operator.reconcile.samples import (
+    FIRST,
+    JOB,
+    KEY,
+    T0,
+    Play,
+    Sidecar,
+    later,
+    pod,
+    policy,
+    run_object,
+    step,
+)
+
+_ROOT = Path(__file__).parents[3]
+
+
+def running(*, kind: VolumeKind = VolumeKind.HOST_PATH, **changes: object):  # type: ignore[no-untyped-def]
+    """Two pods of one rank each that hold steps 98 to 100 in memory and 90 on local."""
+    pods = [pod(rank, volumes=(kind,), **changes) for rank in (0, 1)]
+    sidecars = [Sidecar(rank=rank).staged(98, 99, 100).durable(90) for rank in (0, 1)]
+    play = Play(*pods)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    return play, pods, sidecars
+
+
+def test_a_watermark_advances_only_when_both_pods_have_reported_the_step() -> None:
+    play, pods, sidecars = running()
+    assert play.status.committed is not None
+    assert play.status.committed.id == str(step(90))
+    play.hear(pods[0], sidecars[0].durable(100).report())
+    assert play.status.watermarks["local"] == str(step(90))
+    play.hear(pods[1], sidecars[1].durable(100).report())
+    assert play.status.watermarks["local"] == str(step(100))
+    assert play.registry.reply(pods[0].uid, at=play.now).committed["local"] == step(100)
+    assert play.status.behind == 0
+    assert play.events("Committed") == [
+        "step 90 is durable on all 2 ranks",
+        "step 100 is durable on all 2 ranks",
+    ]
+
+
+def test_the_step_is_what_all_ranks_have_staged_even_when_reports_share_none() -> None:
+    play, pods, sidecars = running()
+    play.hear(pods[0], sidecars[0].staged(101, 102, 103, 104, 105, 106).report())
+    assert play.status.step == 100
+    play.hear(pods[1], sidecars[1].staged(110, 111, 112, 113).report())
+    assert play.status.step == 106
+    assert play.status.behind == 16
+
+
+def test_a_late_report_changes_nothing() -> None:
+    play, pods, sidecars = running()
+    early = sidecars[0].report()
+    play.hear(pods[0], sidecars[0].durable(100).report())
+    play.hear(pods[1], sidecars[1].durable(100).report())
+    play.hear(pods[0], early)
+    assert play.status.watermarks["local"] == str(step(100))
+
+
+def test_a_sidecar_that_begins_anew_counts_from_one_and_is_believed() -> None:
+    play, pods, sidecars = running()
+    old = [sidecars[0].report() for _ in range(5)][-1]
+    play.hear(pods[0], old)
+    # its clock may even have been set back
+    again = Sidecar(rank=0, started_at=T0 - 3600).staged(100, 101).durable(90, 100)
+    play.hear(pods[0], again.report())
+    play.hear(pods[1], sidecars[1].staged(101).durable(100).report())
+    assert play.status.watermarks["local"] == str(step(100))
+    play.hear(pods[0], replace(old, sequence=99))
+    assert play.status.watermarks["local"] == str(step(100))
+
+
+def test_a_report_of_a_pod_that_was_replaced_is_ignored() -> None:
+    play, pods, sidecars = running()
+    newer = pod(0, life=2)
+    play.see(newer)
+    play.hear(newer, Sidecar(rank=0, started_at=T0 + 60).durable(90, 100).report())
+    play.hear(pods[1], sidecars[1].durable(100).report())
+    play.hear(pods[0], sidecars[0].report())
+    assert play.status.watermarks["local"] == str(step(100))
+
+
+def test_a_pod_that_comes_back_to_its_node_finds_what_its_hostpath_kept() -> None:
+    play, pods, _ = running()
+    play.lose(pods[0])
+    status = play.status
+    assert status.committed is not None
+    assert status.committed.step == 90
+    assert status.survives == ["ContainerRestart", "PodRestart"]
+    newer = pod(0, life=2)
+    play.see(newer)
+    scanning = Sidecar(rank=0, started_at=T0 + 60, ready=False, alive=False, epochs=[], library="")
+    play.hear(newer, scanning.report())
+    assert play.status.committed is not None, "what is not scanned yet is not lost"
+    play.hear(newer, replace(scanning, ready=True, epochs=[FIRST]).durable(90).report())
+    assert play.registry.reply(newer.uid, at=play.now).plan == step(90)
+    assert play.status.phase == "Restoring"
+
+
+def test_a_pod_takes_its_emptydir_with_it_and_the_status_says_so() -> None:
+    play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
+    assert play.status.survives == ["ContainerRestart"]
+    assert "emptyDir" in play.condition(PROTECTED)[2]
+    play.lose(pods[0])
+    assert play.status.survives == []
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("False", "PodsMissing")
+    assert "Look at the job" in message
+
+
+def test_the_memory_of_a_pod_that_failed_is_gone_even_while_its_object_stays() -> None:
+    play, pods, _ = running()
+    play.see(replace(pods[0], phase="Failed", training=False))
+    assert play.registry.reply(pods[1].uid, at=play.now).committed["memory"] == step(90)
+    assert play.status.ranks[0].memory is None
+    assert play.status.ranks[0].local == 90
+
+
+def test_the_last_report_of_a_pod_tells_of_its_volumes_and_not_of_its_memory() -> None:
+    play, pods, sidecars = running()
+    play.hear(pods[1], sidecars[1].durable(100).report())
+    play.see(replace(pods[0], phase="Failed", training=False))
+    play.hear(pods[0], sidecars[0].durable(100).report())
+    assert play.status.watermarks["local"] == str(step(100))
+    assert play.status.ranks[0].memory is None
+
+
+def test_a_pod_on_another_node_leaves_its_hostpath_behind() -> None:
+    play, pods, _ = running()
+    play.lose(pods[0])
+    moved = pod(0, life=2, node="node-9")
+    play.see(moved)
+    play.hear(moved, Sidecar(rank=0, started_at=T0 + 60, epochs=[]).report())
+    assert "local" not in play.status.watermarks
+
+
+@pytest.mark.parametrize(
+    ("node", "kind"), [("node-9", VolumeKind.HOST_PATH), ("node-0", VolumeKind.EMPTY_DIR)]
+)
+def test_a_new_pod_is_not_credited_with_what_it_cannot_have(node: str, kind: VolumeKind) -> None:
+    play, *_ = running(kind=kind)
+    moved = pod(0, life=2, node=node, volumes=(kind,))
+    play.see(moved)
+    scanning = Sidecar(rank=0, started_at=T0 + 60, epochs=[], ready=False).report()
+    play.hear(moved, replace(scanning, ranks=()))
+    assert "local" not in play.status.watermarks
+
+
+def test_a_rank_that_a_scanned_volume_does_not_name_is_not_there() -> None:
+    play, pods, sidecars = running()
+    play.hear(pods[0], replace(sidecars[0].report(), ranks=(), ready=False))
+    assert play.status.watermarks["local"] == str(step(90))
+    play.hear(pods[0], replace(sidecars[0].report(), ranks=()))
+    assert "local" not in play.status.watermarks
+
+
+def test_an_older_watermark_is_believed_only_when_everybody_has_told() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.durable(100)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    newer = pod(0, life=2)
+    play.see(newer)
+    again = Sidecar(rank=0, started_at=T0 + 60, ready=False).durable(90)
+    play.hear(newer, again.report())
+    assert play.status.committed is not None
+    assert play.status.committed.step == 100
+    again.ready = True
+    play.hear(newer, again.report())
+    assert play.status.committed.step == 90
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+def test_a_restart_loses_the_steps_between_the_newest_staged_and_the_restored_one() -> None:
+    play, pods, sidecars = running()
+    second = later(2, 90)
+    play.hear(pods[0], sidecars[0].restored(second, tier=Tier.LOCAL).report())
+    assert play.status.restarts == 0, "not before both ranks told of it"
+    play.hear(pods[1], sidecars[1].restored(second, tier=Tier.MEMORY).report())
+    status = play.status
+    assert (status.restarts, status.lost_steps) == (1, 10)
+    assert status.recent[0].type == "Restored"
+    assert (status.recent[0].step, status.recent[0].tier) == (90, "local")
+    assert play.events("Restored") == ["restored step 90 from local in 1.5 s; 10 steps lost"]
+    assert status.epoch == str(second.id)
+    assert status.step == 90
+
+
+def test_a_restart_is_counted_once_however_often_it_is_told() -> None:
+    play, pods, sidecars = running()
+    second = later(2, 100)
+    for one in sidecars:
+        one.restored(second)
+    for _ in range(3):
+        play.hear_all(*zip(pods, sidecars, strict=True))
+    assert (play.status.restarts, play.status.lost_steps) == (1, 0)
+    assert play.events("Restored") == ["restored step 100 from memory in 1.5 s; no step lost"]
+
+
+def test_steps_that_every_rank_says_it_lost_count_even_if_no_report_showed_them() -> None:
+    play, pods, sidecars = running()
+    second = later(2, 100)
+    for one in sidecars:
+        one.restored(second, lost=3)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.status.lost_steps == 3
+
+
+def test_a_restart_that_one_sidecar_forgot_is_counted_after_a_while() -> None:
+    play, pods, sidecars = running()
+    play.hear(pods[0], sidecars[0].restored(later(2, 100)).report())
+    play.wait(30)
+    assert play.status.restarts == 0
+    play.wait(6)
+    assert play.status.restarts == 1
+
+
+def test_a_first_start_is_no_restart() -> None:
+    play, pods, _ = Play(pod(0), pod(1)), [pod(0), pod(1)], None
+    for rank, one in enumerate(pods):
+        play.hear(one, Sidecar(rank=rank, epochs=[]).restored(FIRST, tier=None).report())
+    assert (play.status.restarts, play.status.recent) == (0, [])
+    assert play.events("FreshStart") == []
+
+
+def test_a_reconciler_that_restarts_goes_on_counting_where_it_was() -> None:
+    play, pods, sidecars = running()
+    play.find(run_object())
+    second = later(2, 90)
+    for one in sidecars:
+        one.restored(second)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    written = play.status
+
+    heir = Play(*pods)
+    heir.find(run_object(written))
+    heir.hear_all(*zip(pods, sidecars, strict=True))
+    assert (heir.status.restarts, heir.status.lost_steps) == (1, 10)
+    assert heir.status.recent == written.recent
+    assert heir.status.committed == written.committed
+    assert heir.status.conditions == written.conditions
+    assert heir.events("Restored") == []
+
+    third = later(3, 90)
+    for one in sidecars:
+        one.restored(third)
+    heir.hear_all(*zip(pods, sidecars, strict=True))
+    assert heir.status.restarts == 2
+
+
+def test_the_own_write_of_a_status_is_not_taken_for_the_past() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.restored(later(2, 90))
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.find(run_object(play.status))
+    assert len(play.status.recent) == 1
+    assert play.status.restarts == 1
+
+
+def test_a_run_that_lost_everything_says_what_it_cost_and_trusts_the_new_epoch() -> None:
+    play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
+    for one in pods:
+        play.lose(one)
+    # the new nonce sorts before the old one, and the number begins anew
+    again = later(1, None, nonce="00000000")
+    newer = [pod(rank, life=2, volumes=(VolumeKind.EMPTY_DIR,)) for rank in (0, 1)]
+    for rank, one in enumerate(newer):
+        play.see(one)
+        sidecar = Sidecar(rank=rank, started_at=T0 + 60, epochs=[])
+        play.hear(one, sidecar.restored(again, tier=None).report())
+    status = play.status
+    assert (status.restarts, status.lost_steps) == (1, 100)
+    assert status.recent[0].type == "FreshStart"
+    assert "emptyDir" in status.recent[0].message
+    assert status.committed is None
+    for rank, one in enumerate(newer):
+        sidecar = Sidecar(rank=rank, started_at=T0 + 60, epochs=[again])
+        play.hear(one, replace(sidecar, sequence=5).staged(1, epoch=again).report())
+    assert play.status.step == 1
+    assert play.status.watermarks["memory"] == str(step(1, again))
+    assert play.status.warnings == []
+
+
+def test_a_run_that_lost_everything_while_the_reconciler_was_away_is_a_fresh_start() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods)
+    play.find(run_object(RunStatus(step=100, epoch=str(later(5, 90).id), restarts=4)))
+    for rank, one in enumerate(pods):
+        play.hear(one, Sidecar(rank=rank, epochs=[]).restored(FIRST, tier=None).report())
+    assert (play.status.restarts, play.status.lost_steps) == (5, 100)
+    assert len(play.events("FreshStart")) == 1
+
+
+def test_older_restarts_are_not_counted_again_by_a_sidecar_that_saw_them() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods)
+    second, third = later(2, 50), later(3, 60, after=later(2, 50))
+    play.find(run_object(RunStatus(step=100, epoch=str(third.id), restarts=2)))
+    for rank, one in enumerate(pods):
+        told = Sidecar(rank=rank, epochs=[]).restored(FIRST).restored(second).restored(third)
+        play.hear(one, told.report())
+    assert (play.status.restarts, play.status.recent) == (2, [])
+
+
+def test_a_fresh_start_beside_older_steps_waits_for_somebody_to_acknowledge_it() -> None:
+    play, pods, sidecars = running()
+    fresh = later(2, None)
+    for one in sidecars:
+        one.restored(fresh, tier=None).durable(5, 6, 7, epoch=fresh)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert "fresh-start=newest" in play.events("FreshStart")[0]
+    assert any("fresh-start=newest" in text for text in play.status.warnings)
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(5, fresh),)
+
+    play.find(run_object(fresh_start="newest"))
+    assert [one for one in play.actions if isinstance(one, NameFreshStart)] == [
+        NameFreshStart(KEY, fresh.id)
+    ]
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(5, fresh))
+    assert play.status.warnings == []
+
+
+def test_an_acknowledgement_of_the_newest_never_means_one_that_comes_later() -> None:
+    play, pods, sidecars = running()
+    play.find(run_object(fresh_start="newest"))
+    play.wait(200)
+    for one in sidecars:
+        one.restored(later(2, None), tier=None)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert not [one for one in play.actions if isinstance(one, NameFreshStart)]
+    assert play.status.warnings != []
+
+
+# --- what sidecars are told ----------------------------------------------------------------------
+
+
+def test_steps_are_retired_only_for_a_known_policy_that_is_not_paused_and_never_pins() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.durable(95, 100)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90),)
+    play.find(run_object(pins=(str(step(90)),), generation=2))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == ()
+    play.find(run_object(paused=True, generation=3))
+    reply = play.registry.reply(pods[0].uid, at=play.now)
+    assert (reply.retire, reply.plan) == ((), None)
+
+    unknown = Play(*pods, known_policy=policy(name="another"))
+    unknown.hear_all(*zip(pods, sidecars, strict=True))
+    assert unknown.registry.reply(pods[0].uid, at=unknown.now).retire == ()
+
+
+def test_a_pod_hears_of_every_step_it_holds_that_all_ranks_have() -> None:
+    play, pods, sidecars = running()
+    sidecars[0].durable(95, 97, 100)
+    sidecars[1].durable(95, 100, 105)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    both = (step(90), step(95), step(100))
+    assert [play.registry.reply(pod.uid, at=play.now).commits for pod in pods] == [both, both]
+    newcomer = replace(sidecars[1].report(), ranks=())
+    play.hear(pods[1], newcomer)
+    assert play.registry.reply(pods[1].uid, at=play.now).commits == ()
+
+
+def test_nothing_is_retired_while_a_rank_has_not_reported() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods)
+    play.hear(pods[0], Sidecar(rank=0).durable(10, 20, 30, 40).report())
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == ()
+
+
+def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.durable(95, 100)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.note(play.registry.policy_seen(policy(generation=2, keep=Retention(last=1))))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90),)
+    assert "has changed" in play.status.warnings[0]
+    play.see(replace(pods[0], policy_generation=2))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(95))
+    play.note(play.registry.policy_gone(KEY.namespace, "default"))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(95))
+    assert "does not exist any more" in play.status.warnings[0]
+    assert play.status.policy is not None
+    assert play.status.policy.generation == 2
+
+
+def test_steps_that_the_policy_keeps_beside_the_newest_are_not_retired() -> None:
+    pods = [pod(0), pod(1)]
+    kept = policy(keep=Retention(last=1, every_steps=20))
+    play = Play(*pods, known_policy=kept)
+    sidecars = [Sidecar(rank=rank).durable(10, 20, 30, 40, 50) for rank in range(2)]
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(10), step(30))
+
+
+def test_the_first_step_of_every_span_that_the_policy_keeps_is_not_retired() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods, known_policy=policy(keep=Retention(last=1, every_s=3600.0)))
+    for rank, one in enumerate(pods):
+        sidecar = Sidecar(rank=rank).durable(10, 20, 30, 40, 50)
+        at = {10: 7200.0, 20: 7300.0, 30: 10799.0, 40: 10800.0, 50: 10900.0}
+        report = sidecar.report()
+        (ours,) = report.ranks
+        timed = tuple(replace(held, written_at=at[held.id.step]) for held in ours.local)
+        play.hear(one, replace(report, ranks=(replace(ours, local=timed),)))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(20), step(30))
+
+
+def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:
+    play, *_ = running()
+    broken = policy(generation=2, problem=("InvalidMemory", "spec.memory: too small"))
+    play.note(play.registry.policy_seen(broken))
+    assert play.status.policy is not None
+    assert play.status.policy.generation == 1
+    assert "not accepted" in play.status.warnings[0]
+
+
+def test_a_run_without_an_accepted_policy_has_nothing_retired() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(
+        *pods,
+        known_policy=policy(keep=Retention(last=1), problem=("HostPathNotAllowed", "not here")),
+    )
+    for rank, one in enumerate(pods):
+        play.hear(one, Sidecar(rank=rank).durable(10, 20, 30).report())
+    assert play.status.policy is None
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == ()
+
+
+# --- conditions ----------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_well_says_what_each_kind_of_loss_would_cost() -> None:
+    play, *_ = running()
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("True", "Protected")
+    assert message == (
+        "the restart of a container goes on from step 100; a pod that comes back to its node goes"
+        " on from step 90 or newer; a node that is lost takes its part with it; a new job begins"
+        " anew, unless its pods carry the label keepstep.dev/run"
+    )
+    assert play.condition(FULLY_INJECTED) == ("True", "AllInjected", "all 2 pods have the sidecar")
+    assert play.condition(COMMITTING) == (
+        "True",
+        "Committing",
+        f"step 90 became committed at {utc(T0)}; 10 steps are staged and not committed",
+    )
+    assert play.status.protected == "True"
+    assert play.status.survives_summary == "ContainerRestart,PodRestart"
+    assert play.status.tiers == "local"
+    assert play.status.phase == "Running"
+
+
+def test_a_run_with_a_label_outlives_its_job() -> None:
+    play, *_ = running(labelled=True)
+    assert play.status.survives == ["ContainerRestart", "PodRestart", "JobRecreate"]
+
+
+def test_a_run_without_reports_is_of_unknown_protection_and_says_where_to_look() -> None:
+    stuck = pod(0, training=False, phase="Pending", trouble="not scheduled: Insufficient memory")
+    play = Play(stuck)
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("Unknown", "NoReports")
+    assert "not scheduled: Insufficient memory" in message
+    assert play.status.phase == "Waiting"
+
+
+def test_an_annotated_pod_without_a_sidecar_is_an_event_and_a_condition_that_says_what_to_do() -> (
+    None
+):
+    play, _, _ = running()
+    bare = pod(2, injected=False, volumes=())
+    play.see(bare)
+    expected = "kubectl delete pod -n team gpt-worker-2"
+    assert expected in play.events("NotInjected")[0]
+    status, reason, message = play.condition(FULLY_INJECTED)
+    assert (status, reason) == ("False", "NotInjected")
+    assert expected in message
+    assert play.condition(PROTECTED)[1] == "NotInjected"
+    play.lose(bare)
+    assert play.condition(FULLY_INJECTED)[0] == "True"
+
+
+def test_what_admission_wrote_about_a_pod_is_told() -> None:
+    play = Play(pod(0, injected=False, trouble="there is no CheckpointPolicy typo"))
+    assert "there is no CheckpointPolicy typo" in play.events("NotInjected")[0]
+    assert play.condition(PROTECTED)[1] == "NotInjected"
+
+
+def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.library, one.alive, one.memory, one.local = "", False, [], []
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(59)
+    assert play.events("LibraryMissing") == []
+    play.wait(2)
+    assert len(play.events("LibraryMissing")) == 2
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("False", "LibraryMissing")
+    assert "pip install keepstep" in message
+    sidecars[0].library = sidecars[1].library = "0.1.0"
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(1)
+    assert play.condition(PROTECTED)[1] == "NothingKept"
+
+
+def test_a_sidecar_that_begins_anew_gets_time_to_hear_of_its_trainer() -> None:
+    play, pods, _ = running()
+    play.wait(300)
+    again = Sidecar(rank=0, started_at=T0 + 300, library="", alive=False)
+    play.hear(pods[0], again.report())
+    play.wait(30)
+    assert play.events("LibraryMissing") == []
+
+
+def test_silent_sidecars_make_protection_unknown() -> None:
+    play, pods, sidecars = running()
+    play.wait(60)
+    play.hear(pods[0], sidecars[0].report())
+    play.wait(31)
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("Unknown", "SidecarsSilent")
+    assert "gpt-worker-1" in message
+    assert "gpt-worker-0" not in message
+
+
+@pytest.mark.parametrize(("every", "stalls"), [(None, True), (10, True), (1000, False)])
+def test_commits_that_stop_while_steps_are_staged_are_stalled(
+    every: int | None, stalls: bool
+) -> None:
+    play, pods, sidecars = running()
+    play.note(play.registry.policy_seen(policy(generation=1, persist_every=every)))
+    for number in range(101, 161):
+        play.now += 20
+        for one, sidecar in zip(pods, sidecars, strict=True):
+            play.hear(one, sidecar.staged(number).report())
+    play.wait(1)
+    assert bool(play.events("CommitStalled")) is stalls
+    assert (play.condition(COMMITTING)[0] == "False") is stalls
+    assert (play.condition(PROTECTED)[1] == "CommitStalled") is stalls
+    if stalls:
+        assert play.status.recent[0].type == "CommitStalled"
+        assert "kubectl logs -n team gpt-worker-0" in play.condition(COMMITTING)[2]
+
+
+def test_time_without_trainers_is_no_stall() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.alive = False
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(7200)
+    for one in sidecars:
+        one.alive = True
+        one.restored(later(2, 100)).staged(101, epoch=later(2, 100))
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(1)
+    assert play.events("CommitStalled") == []
+
+
+def test_a_volume_that_takes_no_writes_is_a_stall_at_once() -> None:
+    play, pods, sidecars = running()
+    broken = ReportedVolume(
+        name="nvme0", engine="direct", used_bytes=0, free_bytes=0, failed="No space left on device"
+    )
+    sidecars[1].more = {"volumes": (broken,)}
+    play.hear(pods[1], sidecars[1].report())
+    play.wait(1)
+    message = play.events("CommitStalled")[0]
+    assert "volume nvme0 of pod gpt-worker-1 on node node-1" in message
+    assert "No space left on device" in message
+
+
+def test_a_condition_keeps_the_time_of_its_last_change() -> None:
+    play, pods, sidecars = running()
+    since = play.status.conditions[0].last_transition_time
+    play.now += 60
+    play.hear(pods[0], sidecars[0].staged(101).report())
+    assert play.status.conditions[0].last_transition_time == since
+    play.see(pod(2, injected=False))
+    assert play.status.conditions[0].last_transition_time == utc(T0 + 60)
+
+
+def test_warnings_of_many_sidecars_are_told_once() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.more = {"warnings": ("slots are not locked",)}
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.status.warnings == ["slots are not locked (pod gpt-worker-0 and 1 more)"]
+
+
+def test_a_volume_that_never_took_a_step_is_why_nothing_is_committed() -> None:
+    play, pods, sidecars = running()
+    for one in sidecars:
+        one.local = []
+        one.more = {"warnings": (f"step {step(101)}: no space on /v: 7 bytes needed, 4 free",)}
+    play = Play(*pods)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    play.wait(1)
+    status, reason, message = play.condition(COMMITTING)
+    assert (status, reason) == ("False", "SidecarTroubled")
+    assert "no space on /v" in message
+    assert "gpt-worker-0" in message
+    assert play.condition(PROTECTED)[:2] == ("False", "SidecarTroubled")
+
+
+def test_a_warning_is_an_event_once_for_each_pod_whatever_step_it_names() -> None:
+    play, pods, sidecars = running()
+    for number in (101, 102):
+        sidecars[0].more = {"warnings": (f"step {step(number)}: no space on /v",)}
+        play.hear(pods[0], sidecars[0].report())
+    events = [one for one in play.actions if getattr(one, "reason", "") == "SidecarWarning"]
+    assert len({(one.topic, one.period_s) for one in events}) == 1  # type: ignore[union-attr]
+    assert events[0].warning  # type: ignore[union-attr]
+    sidecars[0].more = {"warnings": ("another thing",)}
+    play.hear(pods[0], sidecars[0].report())
+    assert play.events("SidecarWarning")[-1] == "gpt-worker-0: another thing"
+
+
+def test_clocks_an_hour_off_change_nothing_as_only_the_operators_own_is_read() -> None:
+    play, pods, sidecars = running()
+    for one, sidecar, off in zip(pods, sidecars, (3600.0, -3600.0), strict=True):
+        report = sidecar.durable(100).report()
+        ranks = tuple(
+            replace(
+                rank,
+                staged_at=T0 + off,
+                local=tuple(replace(held, written_at=T0 + off) for held in rank.local),
+            )
+            for rank in report.ranks
+        )
+        play.hear(one, replace(report, sent_at=T0 + off, ranks=ranks))
+    assert play.status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+    assert play.condition(PROTECTED)[0] == "True"
+    assert play.registry.reply(pods[0].uid, at=play.now).plan == step(100)
+
+
+def test_sidecars_are_told_which_steps_are_pinned() -> None:
+    play, pods, _ = running()
+    play.find(run_object(pins=(str(step(90)),), generation=2))
+    assert play.registry.reply(pods[0].uid, at=play.now).pinned == (step(90),)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_pods_all_succeeded_is_finished() -> None:
+    play, pods, _ = running()
+    for one in pods:
+        play.see(replace(one, phase="Succeeded", training=False))
+    play.wait(1)
+    assert play.status.phase == "Finished"
+    assert play.condition(PROTECTED) == (
+        "Unknown",
+        "Finished",
+        "the job is over; its last committed step is 90. It stays on the volumes of its nodes; a"
+        " new job goes on from it when its pods carry the label keepstep.dev/run: gpt-1a2b3c4d",
+    )
+
+
+def test_a_run_whose_pods_are_gone_is_finished_when_its_job_is() -> None:
+    play, pods, _ = running()
+    play.find(run_object())
+    for one in pods:
+        play.lose(one)
+    play.wait(1)
+    (question,) = [one for one in play.actions if isinstance(one, AskJob)]
+    assert question.job.name == "gpt"
+    play.note(play.registry.job_answered(KEY, JobState.ACTIVE, at=play.now))
+    assert play.status.phase == "Restoring"
+    play.wait(31)
+    play.note(play.registry.job_answered(KEY, JobState.GONE, at=play.now))
+    assert play.status.phase == "Finished"
+    play.see(pod(0, life=2))
+    assert play.status.phase != "Finished", "a job of the same run goes on"
+
+
+def test_a_finished_run_is_deleted_after_its_ttl_also_by_a_later_reconciler() -> None:
+    play, pods, _ = running()
+    play.find(run_object())
+    for one in pods:
+        play.lose(one)
+    play.note(play.registry.job_answered(KEY, JobState.FINISHED, at=play.now))
+    written = play.status
+
+    heir = Play(known_policy=policy(run_ttl_s=3600.0))
+    heir.find(run_object(written))
+    heir.wait(3599)
+    assert not [one for one in heir.actions if isinstance(one, DeleteRun)]
+    # the policy is not known by any pod: its snapshot, or the default of a week, holds
+    heir.wait(7 * 24 * 3600)
+    assert DeleteRun(KEY) in heir.actions
+    heir.note(heir.registry.object_gone(KEY))
+    assert status_of(heir.registry, KEY, at=heir.now) is None
+    assert heir.registry.runs == {}
+
+
+def test_a_run_object_that_a_person_made_ahead_is_left_alone() -> None:
+    play = Play()
+    play.find(run_object())
+    play.wait(30 * 24 * 3600)
+    assert not [one for one in play.actions if isinstance(one, AskJob | DeleteRun)]
+
+
+def test_an_unreadable_status_is_an_empty_past() -> None:
+    play = Play(pod(0))
+    play.find(replace(run_object(), status={"restarts": "many", "recent": 3}))
+    assert play.status.restarts == 0
+
+
+def test_a_reconciler_that_restarts_lets_the_written_status_stand_until_it_knows_better() -> None:
+    play, pods, sidecars = running()
+    play.find(run_object())
+    written = play.status
+    heir = Play(*pods)
+    heir.find(run_object(written))
+    assert heir.registry.waits(KEY, at=heir.now)
+    heir.hear(pods[0], sidecars[0].report())
+    assert heir.registry.waits(KEY, at=heir.now)
+    heir.hear(pods[1], sidecars[1].report())
+    assert not heir.registry.waits(KEY, at=heir.now)
+
+    deaf = Play(*pods)
+    deaf.find(run_object(written))
+    deaf.wait(46)
+    assert not deaf.registry.waits(KEY, at=deaf.now)
+    assert deaf.condition(PROTECTED)[1] == "NoReports"
+    assert deaf.status.ranks == written.ranks
+    assert deaf.status.watermarks == written.watermarks
+
+
+def test_a_run_that_finished_before_a_restart_of_the_reconciler_keeps_what_was_known_of_it() -> (
+    None
+):
+    play, pods, _ = running()
+    play.find(run_object())
+    for one in pods:
+        play.lose(one)
+    play.note(play.registry.job_answered(KEY, JobState.FINISHED, at=play.now))
+    written = play.status
+    heir = Play()
+    heir.find(run_object(written))
+    assert heir.status.ranks == written.ranks
+    assert heir.status.committed == written.committed
+    assert heir.status.phase == "Finished"
+
+
+def test_a_job_that_was_made_again_says_that_the_steps_of_the_earlier_one_are_kept() -> None:
+    play, pods, _ = running()
+    play.find(run_object())
+    for one in pods:
+        play.lose(one)
+    anew = RunKey(KEY.namespace, "gpt-99999999")
+    play.see(pod(0, life=2, run=anew, job=replace(JOB, uid="job-2")))
+    status = status_of(play.registry, anew, at=play.now)
+    assert status is not None
+    assert "keepstep.dev/run: gpt-1a2b3c4d" in status.warnings[0]
+    named = RunKey(KEY.namespace, "gpt")
+    play.see(pod(0, life=3, run=named, labelled=True, job=replace(JOB, uid="job-3")))
+    status = status_of(play.registry, named, at=play.now)
+    assert status is not None
+    assert status.warnings == [], "whoever gives a run a name knows what it goes on from"
+
+
+def test_the_status_fits_the_schema_of_the_custom_resource() -> None:
+    play, pods, sidecars = running()
+    play.find(run_object())
+    for one in sidecars:
+        one.restored(later(2, 90))
+        one.more = {"warnings": ("slots are not locked",)}
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    crd = yaml.safe_load((_ROOT / "crds/keepstep.dev_checkpointruns.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    assert list(misfits(as_json(play.status), schema, "status")) == []
+    bad = {"phase": "Odd", "world": "2", "extra": 1, "recent": [{}]}
+    assert len(list(misfits(bad, schema, "status"))) == 5
+
+
+def misfits(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
+    """What the API server would refuse, or drop in silence."""
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    if not isinstance(value, kinds.get(schema["type"], int | float)):
+        yield f"{where} is no {schema['type']}"
+    elif isinstance(value, dict) and "properties" in schema:
+        yield from (
+            f"{where}.{name} is missing" for name in schema.get("required", []) if name not in value
+        )
+        for name, part in value.items():
+            known = schema["properties"].get(name)
+            yield from misfits(part, known, f"{where}.{name}") if known else [f"{where}.{name}"]
+    elif isinstance(value, list):
+        for part in value:
+            yield from misfits(part, schema["items"], f"{where}[]")
+    elif value not in schema.get("enum", [value]):
+        yield f"{where} is {value}"
+    elif isinstance(value, str) and len(value) > schema.get("maxLength", 1 << 20):
+        yield f"{where} is too long"
+
+
+def test_a_status_leaves_out_what_is_empty() -> None:
+    play, *_ = running()
+    body = as_json(play.status)
+    assert body["restarts"] == 0
+    assert body["committed"] == {"step": 90, "id": str(step(90)), "time": utc(T0)}
+    assert "recent" not in body
+    assert body["ranks"][0] == {
+        "node": "node-0",
+        "pod": "gpt-worker-0",
+        "nodeRank": 0,
+        "ranks": "0",
+        "memory": 100,
+        "local": 90,
+    }
+
+
+def test_a_commit_of_the_past_is_kept_until_everybody_has_reported() -> None:
+    pods = [pod(0), pod(1)]
+    play = Play(*pods)
+    past = RunStatus(
+        step=100,
+        epoch=str(FIRST.id),
+        committed=CommittedStatus(step=90, id=str(step(90)), time=utc(T0 - 60)),
+    )
+    play.find(run_object(past))
+    play.hear(pods[0], Sidecar(rank=0).staged(100).durable(90).report())
+    assert play.status.committed == past.committed
