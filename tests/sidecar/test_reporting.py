@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -678,5 +679,13 @@ def test_a_vote_waits_for_shards_that_the_operator_makes_reachable_and_never_den
     vote = trainer.candidates(timeout_s=1.0)
     assert (vote.answer, vote.candidates) == (Answer.UNKNOWN, ())
     assert "node b" in vote.reason
-    operator.awaits = ""
-    assert trainer.candidates(timeout_s=10.0).answer is Answer.NONE, "it went on when told"
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(trainer.candidates, timeout_s=30.0)
+
+        def why() -> str:
+            return str(pod.get("/v1/status")["ranks"][0]["waits"])
+
+        eventually(lambda: "node b" in why(), what="the status says why the vote waits")
+        operator.awaits = ""
+        assert waiting.result().answer is Answer.NONE, "it went on when told"
+    assert why() == ""

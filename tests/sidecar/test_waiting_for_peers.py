@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 from keepstep.steps import Answer, Epoch, EpochId, Tier
 from keepstep.wire.reports import Peer
+from keepstep_sidecar.api.waiting import Votes
 from keepstep_sidecar.commit.inventory import Remotes
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.commit.run_view import RunView
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.tiers.tier import DepotStatus, Inventory
 
@@ -76,8 +79,14 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     async def look_beyond(*, anew: bool = False) -> None:
         await remotes.look(anew=anew)
 
-    committer: Any = SimpleNamespace(remotes=remotes, look_beyond=look_beyond)
-    beyond = RemoteTiers(committer, Changes())
+    committer: Any = SimpleNamespace(
+        remotes=remotes,
+        look_beyond=look_beyond,
+        scanned_at=0.0,
+        run_view=RunView(told=True, clock=time.monotonic),
+    )
+    changes = Changes()
+    beyond = RemoteTiers(committer, changes)
     await beyond.look()
     peers.answers.clear()
     looks: list[asyncio.Task[None]] = []
@@ -86,9 +95,12 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         looks.append(asyncio.create_task(work, name=name))
 
     beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
-    vote = asyncio.create_task(beyond.fresh(held=True, timeout_s=60.0))
+    votes = Votes(lambda rank: beyond.view(held=True, heard_at=0.0), beyond.look, changes)
+    vote = asyncio.create_task(votes.ready(0, timeout_s=60.0))
     await _let_begin(vote)
+    assert "just named" in votes.waits[0], "and it can be told why"
     peers.answers.set()
     await vote
+    assert votes.waits == {}
     assert remotes.epochs == (MET,)
     await asyncio.gather(*looks)

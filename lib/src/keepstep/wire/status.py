@@ -23,7 +23,8 @@ class SlotStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank as the sidecar sees it. Counters are since the sidecar started."""
+    """One rank as the sidecar sees it. Counters are since the sidecar started. `waits`: why its
+    vote on what to restore has to wait, '' while there is none that waits."""
 
     rank: int
     world: int
@@ -39,6 +40,7 @@ class RankStatus:
     blocked_s: float = 0.0
     copy_s: float = 0.0
     warning: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from keepstep.core.candidates import Candidates
+from keepstep.core.readiness import NEVER, View
 from keepstep.core.schedule import Grid
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
@@ -30,7 +31,7 @@ from keepstep.wire.trainer import (
     StopRequest,
 )
 from keepstep_sidecar.api.saving import Trainers
-from keepstep_sidecar.api.waiting import Progress
+from keepstep_sidecar.api.waiting import Progress, Votes
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import Remotes
 from keepstep_sidecar.commit.persister import Persister
@@ -54,14 +55,7 @@ from keepstep_sidecar.volume.volume_set import VolumeSet
 _LAST_WORD_S = 3.0
 """How long the last report may take: after the flush, within the grace period."""
 
-_FIRST_WORD_S = 3.0
-"""How long a vote waits for the operator's first answer; without one, the newest step wins."""
-
 _IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
-
-_ARRIVAL_S = 60.0
-"""How long a vote waits for shards that the operator is making reachable; then it says that it does
-not know, the trainer fails with that reason, and its next start waits again."""
 
 _RESTORES_KEPT = 16
 
@@ -76,10 +70,10 @@ _RESCUE_S = 10.0
 
 
 class Reports(Protocol):
-    """Whoever tells the operator. `tried`: once, with or without an answer. `heard_at`: the newest
-    answer, Unix seconds."""
+    """Whoever tells the operator. `tried_at`: when that first succeeded or failed, of the monotonic
+    clock. `heard_at`: the newest answer, Unix seconds."""
 
-    tried: bool
+    tried_at: float
     heard_at: float | None
 
     async def run(self) -> None:
@@ -171,6 +165,7 @@ class Service:
             restores=self.trainers.restores,
         )
         self.trainers.restorer = self.restorer
+        self.votes = Votes(self._vote_view, self.beyond.look, self.changes)
         self.progress = Progress(
             self.trainers,
             keeper=self.keeper,
@@ -341,18 +336,17 @@ class Service:
 
     # --- restore -----------------------------------------------------------------------------
 
+    def _vote_view(self, rank: int) -> View:
+        held = any(one.tier in _IN_THE_POD for one in self.restorer.held(rank).values())
+        heard_at = -NEVER if self.reporter is None else self.reporter.tried_at
+        return self.beyond.view(held=held, heard_at=heard_at)
+
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
         lease = self.trainers.leases.require(request.lease)
-        if not await self.changes.until(
-            lambda: self.committer.scanned, timeout_s=request.timeout_s
-        ):
+        await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
+        if not self.committer.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
-        if (reporter := self.reporter) is not None:  # it tells of others, and of a way back
-            await self.changes.until(lambda: reporter.tried, timeout_s=_FIRST_WORD_S)
-        here = any(one.tier in _IN_THE_POD for one in self.restorer.held(lease.rank).values())
-        await self.beyond.fresh(held=here, timeout_s=request.timeout_s)
-        await self.beyond.arrival(timeout_s=min(request.timeout_s, _ARRIVAL_S))
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:

@@ -121,6 +121,7 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         blocked_s=counters.blocked_s,
         copy_s=counters.copy_s,
         warning=slots.warning,
+        waits=service.votes.waits.get(slots.rank, ""),
     )
 
 

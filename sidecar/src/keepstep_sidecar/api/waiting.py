@@ -1,12 +1,15 @@
-"""Waiting for steps to become staged, durable, committed; and the flush before an end."""
+"""Waiting: until a rank may vote; for steps to become staged, durable, committed; and the flush
+before an end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from keepstep.core.readiness import Ready, View, Wait, readiness
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.trainer import Flushed, Waited, WaitRequest
 from keepstep_sidecar.api.saving import Trainers
@@ -20,6 +23,55 @@ from keepstep_sidecar.memory.slot_pool import SlotPool
 
 _NEWEST = 2
 """Two: whatever dies in between, one of them was sealed by every rank."""
+
+
+_ASK_AGAIN_S = 0.5
+"""Peers and archive, while a vote waits for what they hold."""
+
+
+class Votes:
+    """Lets a rank vote when it is time. `waits`: why a rank's vote does not come yet."""
+
+    def __init__(
+        self,
+        view: Callable[[int], View],
+        ask_tiers: Callable[[], Awaitable[None]],
+        changes: Changes,
+    ) -> None:
+        """`view`: what is known now, for the vote of a rank."""
+        self.waits: dict[int, str] = {}
+        self._view = view
+        self._ask_tiers = ask_tiers
+        self._changes = changes
+
+    async def ready(self, rank: int, *, timeout_s: float) -> None:
+        """Return when the rank may vote, or after `timeout_s`."""
+        began = time.monotonic()
+        ends = began + timeout_s
+
+        def decide() -> Ready | Wait:
+            return readiness(time.monotonic(), self._view(rank), began)
+
+        try:
+            while isinstance(wait := decide(), Wait) and time.monotonic() < ends:
+                self._note(rank, wait.why)
+                await self._pause(wait, decide, min(wait.until, ends) - time.monotonic())
+        finally:
+            self.waits.pop(rank, None)
+
+    async def _pause(self, wait: Wait, decide: Callable[[], Ready | Wait], left_s: float) -> None:
+        if not wait.ask:
+            await self._changes.until(lambda: decide() != wait, timeout_s=left_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._ask_tiers()
+        await self._changes.until(lambda: decide() == Ready(), timeout_s=min(left_s, _ASK_AGAIN_S))
+
+    def _note(self, rank: int, why: str) -> None:
+        if self.waits.get(rank) != why:
+            self.waits[rank] = why
+            self._changes.ring()
 
 
 class Progress:

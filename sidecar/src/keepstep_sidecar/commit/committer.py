@@ -29,6 +29,7 @@ from keepstep.core.ledger import (
     Retire,
     Standing,
 )
+from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.errors import KeepstepError, StorageError, VersionError
 from keepstep.image import ControlPage, Layout
@@ -82,7 +83,7 @@ class Committer:
         self.alarms: dict[str, None] = {}
         self.unreadable = ""
         self.scan_failed = ""
-        self.scanned = False
+        self.scanned_at = NEVER
         self.epoch: Epoch | None = None
         self.remotes = remotes
         self.telling = Telling(keeper, self.stock, remotes)
@@ -109,6 +110,11 @@ class Committer:
     async def blocking(self, work: Callable[[], T]) -> T:
         """Run a blocking call on the one thread that changes names on the volumes."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    @property
+    def scanned(self) -> bool:
+        """Whether it is known what lies on the volumes."""
+        return self.scanned_at != NEVER
 
     # --- what is there -----------------------------------------------------------------------
 
@@ -141,7 +147,8 @@ class Committer:
             self.unreadable = "shards lie in quarantine (keepstep verify tells why)"
         for epoch in self.volumes.epochs():
             self.ledger.apply(EpochStarted(epoch))
-        self.scanned, self.telling.silent = True, bool(self.unreadable)
+        self.scanned_at = min(self.scanned_at, time.monotonic())
+        self.telling.silent = bool(self.unreadable)
         self._hooks.durable(self.stock.all())
         await self.refresh()
         self._changes.ring()

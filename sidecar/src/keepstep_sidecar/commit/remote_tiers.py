@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from keepstep.core.readiness import NEVER, View
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
@@ -28,26 +28,6 @@ _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
 """While some depot does not answer."""
 
-_STALE_S = 5.0
-"""A vote that begins now is worth another look at what was seen before that."""
-
-_PATIENCE_S = 5.0
-"""A rank that holds something here waits so long to hear whether there is something newer."""
-
-_LONGEST_LOOK_S = 20.0
-_LONGEST_START_S = 300.0
-"""Trainers of one run begin that far apart: some load data first, or compile."""
-
-_ASK_FOR_S, _ASK_AGAIN_S = 6.0, 0.5
-"""A rank that holds nothing is told that this is unknown only after so long."""
-
-_NEWER_S = 60.0
-"""A rank that holds nothing here, but finds something in an archive, waits so long for the operator
-to introduce the pods that may hold something newer."""
-
-_SOON_S = 0.3
-
-
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
@@ -58,9 +38,9 @@ class RemoteTiers:
         self._committer = committer
         self._remotes = committer.remotes
         self._changes = changes
-        self._looked_at = -_STALE_S
+        self._looked_at = NEVER
         self._told: tuple[tuple[Peer, ...], str, bool] | None = None
-        self._asking = 0
+        self._told_at = -NEVER
         self._meeting = 0
         self.awaits = ""
 
@@ -102,70 +82,25 @@ class RemoteTiers:
             self._meeting -= 1
             self._changes.ring()
 
-    async def fresh(self, *, held: bool, timeout_s: float) -> None:
-        """Before a vote: know what depots hold. `held`: the rank has something in this pod, and
-        does not wait for long."""
-        if not self.depots:
-            return
-        wait_s = min(timeout_s, _PATIENCE_S) if held else timeout_s
-        await self._changes.until(lambda: self._remotes.looked and self._met, timeout_s=wait_s)
-        if held:
-            return
-        self._asking += 1
-        self._changes.ring()
-        try:
-            await self._introduced(timeout_s)
-        finally:
-            self._asking -= 1
-
-    async def _introduced(self, timeout_s: float) -> None:
-        """Look until every pod that may hold something was asked, or it takes too long: that is
-        sooner where something is known to go on from, and where no operator is there."""
-        began = time.monotonic()
-        longest, newer = (began + min(timeout_s, one) for one in (_LONGEST_START_S, _NEWER_S))
-        while (now := time.monotonic()) < longest:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(longest - now, _LONGEST_LOOK_S)):
-                    await self._seen()
-            if not self._awaits_others:
-                await self._changes.until(lambda: self._met, timeout_s=_LONGEST_LOOK_S)
-                return
-            worth_it = self._answered and not self._remotes.ids
-            if time.monotonic() >= (longest if worth_it else newer):
-                return
-            await self._changes.until(lambda: not self._awaits_others, timeout_s=_ASK_AGAIN_S)
-
-    async def _seen(self) -> None:
-        """Look, and look again while nothing is known: where all pods of a run begin at once, one
-        is asked before it serves, and before the operator has told it of the others."""
-        if time.monotonic() - self._looked_at > _STALE_S:
-            await self.look()
-        deadline = time.monotonic() + _ASK_FOR_S
-        while self._remotes.unknown and not self._remotes.ids:
-            if not self._awaits_others and time.monotonic() > deadline:
-                return
-            await asyncio.sleep(_ASK_AGAIN_S)
-            await self.look()
-
-    @property
-    def _met(self) -> bool:
-        """The pods that the operator named last were asked."""
-        return not self._meeting
-
-    @property
-    def _awaits_others(self) -> bool:
-        """The operator has not heard of all pods yet: some began a moment later."""
-        return any(isinstance(one, Acquainted) and not one.introduced for one in self.depots)
-
-    @property
-    def _answered(self) -> bool:
-        """The operator is there, so that it will say when it has heard of them all."""
-        return self._committer.run_view.heard and not self._committer.run_view.silent
-
-    @property
-    def asking(self) -> bool:
-        """A vote waits for what the operator answers next."""
-        return self._asking > 0 and bool(self._remotes.unknown)
+    def view(self, *, held: bool, heard_at: float) -> View:
+        """What counts for whether a rank may vote; `held`, `heard_at`: as in `View`."""
+        acquainted = [one for one in self.depots if isinstance(one, Acquainted)]
+        others = bool(self._told and self._told[0])
+        return View(
+            scanned_at=self._committer.scanned_at,
+            heard_at=heard_at,
+            tiers=bool(self.depots),
+            listed_at=self._looked_at if self._remotes.looked else NEVER,
+            held=held,
+            operator=self._committer.run_view.heard and not self._committer.run_view.silent,
+            told_at=self._told_at,
+            introduced=all(one.introduced for one in acquainted),
+            awaits=self.awaits if acquainted else "",
+            pods_unasked=self._meeting > 0,
+            known=bool(self._remotes.ids),
+            unknown=self._remotes.unknown,
+            uncertified=bool(acquainted) and others and not self.address,
+        )
 
     def meet(
         self, peers: tuple[Peer, ...], spawn: Spawn, *, awaits: str = "", complete: bool = True
@@ -174,31 +109,13 @@ class RemoteTiers:
         pods have reported to it."""
         if self._told == (told := (peers, awaits, complete)):
             return
-        self._told, self.awaits = told, awaits
+        self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self._changes.ring()
         for depot in self.depots:
             if isinstance(depot, Acquainted):
                 depot.peers_are(peers, awaits=awaits, complete=complete)
                 self._meeting += 1
                 spawn(self._look_at_peers(), "look at peers")
-
-    async def arrival(self, *, timeout_s: float) -> None:
-        """Before a vote: wait for what the operator is making reachable, and look at it.
-
-        A pod that serves nobody asks for its first certificate only then, so its first look may
-        come too early.
-        """
-        if not any(isinstance(one, Acquainted) for one in self.depots):
-            return
-        if self.awaits:
-            await self._changes.until(lambda: not self.awaits, timeout_s=timeout_s)
-            await self.look(anew=True)
-        deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
-        while not self.address and self._told and self._told[0] and self._remotes.unknown:
-            if time.monotonic() > deadline:
-                return
-            await asyncio.sleep(_SOON_S)
-            await self.look()
 
     # --- waiting -----------------------------------------------------------------------------
 

@@ -25,14 +25,12 @@ _WARNING_CHARACTERS = 500
 
 
 def urgent(service: Service) -> bool:
-    """Whether the operator's answer is wanted soon: a trainer waits for a commit or to hear what
-    the other pods have, or a rank that holds something has just lost its trainer and will restore
-    whatever they have, too."""
+    """Whether the operator's answer is wanted soon: a trainer waits for a commit or to vote, or a
+    rank that holds something has just lost its trainer and will restore whatever they have, too."""
     recent = time.monotonic() - service.trainers.changed_at < _RESTART_S
     restoring = any(service.trainers.restores(rank) for rank in service.committer.ranks())
-    beyond = service.beyond
-    awaited = service.progress.awaited > 0 or bool(beyond.awaits) or beyond.asking
-    return awaited or (recent and restoring)
+    awaited = service.progress.awaited > 0 or bool(service.votes.waits)
+    return awaited or bool(service.beyond.awaits) or (recent and restoring)
 
 
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:

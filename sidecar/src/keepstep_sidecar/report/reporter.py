@@ -19,6 +19,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from keepstep.core.readiness import NEVER
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
@@ -88,8 +89,8 @@ class Rhythm:
 
 
 class Reporter:
-    """One task, `run`, does everything; `finish` makes it send the last report and end. `tried`:
-    the operator has answered once, or is away."""
+    """One task, `run`, does everything; `finish` makes it send the last report and end. `tried_at`:
+    when the operator first answered, or was found to be away."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Reporter:
     ) -> None:
         """Raises UsageError when there is no certificate in `config.ca`."""
         self.heard_at: float | None = None
-        self.tried = False
+        self.tried_at = NEVER
         self._config = config
         self._look = look
         self._obey = obey
@@ -188,8 +189,8 @@ class Reporter:
         except Exception:
             self._failures += 1
             _log.exception("report failed")
-        if not self.tried and self._sequence:
-            self.tried = True
+        if self.tried_at == NEVER and self._sequence:
+            self.tried_at = time.monotonic()
             self._changes.ring()
 
     async def _exchange(self, session: aiohttp.ClientSession) -> None:

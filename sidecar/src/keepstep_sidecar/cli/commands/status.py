@@ -87,6 +87,9 @@ def _facts(service: Service, held: Holdings) -> list[tuple[str, str]]:
         facts.append(("newest", _step(held.newest)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{places.memory} ({live.locked})"))
+        facts += [
+            ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
+        ]
     facts += [("volume", text) for text in _volumes(service, live)]
     facts.append(("log", str(places.log)))
     return facts

@@ -1,0 +1,81 @@
+"""When a rank may vote: a table of what its sidecar knows, what it waits for, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keepstep.core.readiness import NEVER, Ready, View, Wait, readiness
+
+BEGAN = 1000.0
+ALONE = View(scanned_at=0.0, heard_at=-NEVER)
+LISTED = replace(ALONE, tiers=True, listed_at=BEGAN)
+AWAY = replace(LISTED, unknown="the archive is away")
+UNNAMED = replace(AWAY, introduced=False, unknown="not all pods are known")
+
+# (what, when, what is known) -> until when it waits (None: it may vote), and whether tiers are
+# asked again meanwhile
+TABLE = [
+    ("nothing but this machine", 0, ALONE, None, False),
+    ("before the scan", 500, replace(ALONE, scanned_at=NEVER), NEVER, False),
+    ("the scan ended only now", 500, replace(ALONE, scanned_at=BEGAN + 500), None, False),
+    ("no word of the operator yet", 0, replace(ALONE, heard_at=NEVER), 3, False),
+    ("the scan ended later", 9, replace(ALONE, heard_at=NEVER, scanned_at=1008.0), 11, False),
+    ("an operator that is silent", 3, replace(ALONE, heard_at=NEVER), None, False),
+    ("everything is known", 0, LISTED, None, False),
+    ("tiers were never asked", 5, replace(LISTED, listed_at=NEVER), 300, False),
+    ("never asked, but held", 0, replace(LISTED, listed_at=NEVER, held=True), 5, False),
+    ("held: enough of it", 5, replace(LISTED, listed_at=NEVER, held=True), None, False),
+    ("asked long ago", 0, replace(LISTED, listed_at=BEGAN - 6), 20, True),
+    ("asked long ago, and again for long", 20, replace(LISTED, listed_at=BEGAN - 6), None, False),
+    ("held: what was listed counts", 0, replace(LISTED, listed_at=0.0, held=True), None, False),
+    ("a tier is away", 0, AWAY, 6, True),
+    ("a tier stays away", 6, AWAY, None, False),
+    ("a tier is away, another one has a step", 0, replace(AWAY, known=True), None, False),
+    ("a tier is away, but held", 0, replace(AWAY, held=True), None, False),
+    ("pods were named a moment ago", 100, replace(AWAY, told_at=BEGAN + 99), 105, True),
+    ("pods were just named", 0, replace(LISTED, pods_unasked=True), 300, False),
+    ("pods were just named, but held", 0, replace(LISTED, pods_unasked=True, held=True), 5, False),
+    ("not all pods are known, no operator", 0, UNNAMED, 60, True),
+    ("not all pods are known, it is there", 60, replace(UNNAMED, operator=True), 300, True),
+    ("nobody ever names them", 300, replace(UNNAMED, operator=True), None, False),
+    ("something, maybe not newest", 0, replace(UNNAMED, operator=True, known=True), 60, False),
+    ("something, long enough", 60, replace(UNNAMED, operator=True, known=True), None, False),
+    ("not all pods are known, but held", 0, replace(UNNAMED, held=True), None, False),
+    ("shards become reachable", 0, replace(AWAY, awaits="node b", held=True), 60, False),
+    ("said later", 50, replace(LISTED, awaits="node b", told_at=BEGAN + 40), 100, False),
+    ("they never do", 60, replace(LISTED, awaits="node b"), None, False),
+    ("no certificate yet", 1, replace(AWAY, known=True, uncertified=True, held=True), 6, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "view", "until", "ask"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_a_vote_waits_for(at: float, view: View, until: float | None, ask: bool) -> None:
+    answer = readiness(BEGAN + at, view, BEGAN)
+    if until is None:
+        assert answer == Ready()
+    else:
+        assert isinstance(answer, Wait)
+        assert (answer.until - BEGAN, answer.ask) == (until, ask)
+        assert answer.why, "status tells it"
+
+
+def test_every_wait_but_that_for_the_scan_ends() -> None:
+    views = [row[2] for row in TABLE if row[2].scanned_at != NEVER]
+    assert all(readiness(BEGAN + 900.0, view, BEGAN) == Ready() for view in views)
+
+
+def test_a_vote_says_what_stands_in_its_way() -> None:
+    for view, why in (
+        (replace(ALONE, scanned_at=NEVER), "scanned"),
+        (replace(ALONE, heard_at=NEVER), "operator has not answered"),
+        (AWAY, "the archive is away"),
+        (UNNAMED, "has not heard of all pods"),
+        (replace(LISTED, awaits="shards lie on node b"), "node b"),
+    ):
+        answer = readiness(BEGAN, view, BEGAN)
+        assert isinstance(answer, Wait)
+        assert why in answer.why
