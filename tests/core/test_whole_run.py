@@ -1,7 +1,8 @@
-"""A whole run as a state machine: ranks, slots, persister, ledger and votes, killed at any point.
+"""A whole run as a state machine: ranks, a node that decides for them, votes, killed at any point.
 
-All decisions are made by the real code. What lies in memory and on disk is a set of names here, and
-what must come out is computed from those sets alone, in a much simpler way (`WholeRun.restorable`).
+All decisions are made by the real code: `Node` is what the sidecar runs. What lies in memory and on
+disk is a set of names here, the node's actions move them, and what must come out is computed from
+those sets alone, in a much simpler way (`WholeRun.restorable`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from hypothesis.stateful import (
 from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.ledger import (
     EpochStarted,
-    Event,
     Held,
     Ledger,
     LedgerConfig,
@@ -30,7 +30,20 @@ from keepstep.core.ledger import (
     RestorePlan,
     Retire,
 )
-from keepstep.core.persist_planner import PersistPlanner, Write
+from keepstep.core.node import (
+    Copied,
+    Died,
+    Event,
+    Flush,
+    Listed,
+    Node,
+    Overwritten,
+    Publish,
+    Sealed,
+    Serves,
+    Wrote,
+)
+from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
 from keepstep.core.slot_table import SlotTable
@@ -38,7 +51,7 @@ from keepstep.core.vote import choose
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
-_CONFIG = LedgerConfig(retention={Tier.LOCAL: Retention(last=2)})
+_KEEP = Retention(last=2)
 
 
 @dataclass
@@ -55,6 +68,10 @@ class Rank:
     next_slot: int | None = None
     filling: int | None = None
     newest: StepId | None = None
+    settled: bool = True
+
+    def tables(self) -> tuple[SlotTable, ...]:
+        return (self.table,)
 
     @property
     def filled(self) -> int | None:
@@ -86,35 +103,50 @@ class WholeRun(RuleBasedStateMachine):
     # --- the sidecar ---------------------------------------------------------------------
 
     def _start_sidecar(self) -> None:
-        self.ledger = Ledger(_CONFIG)
-        self.planner = PersistPlanner(range(len(self.ranks)), self.grid, slots=self.slots)
-        self.writing: dict[int, tuple[StepId, int]] = {}
+        self.writing: dict[int, StepId] = {}
+        self.shown: set[StepId] = set()  # to readers, by this sidecar
+        self.read: set[StepId] = set()  # by somebody, from the drive
+        for rank in self.ranks:
+            rank.table = SlotTable(self.slots)
+            for index, id in enumerate(rank.seals):
+                if id is not None:
+                    rank.table.adopt(index, id)
+        self.node = Node(
+            dict(enumerate(self.ranks)),
+            grid=self.grid,
+            keep=_KEEP,
+            in_use=lambda id: id in self.read,
+        )
         for epoch in self.epochs_on_disk:
-            self._apply(EpochStarted(epoch))
-        for number, rank in enumerate(self.ranks):
-            self._adopt(number, rank)
-        self._report()
-
-    def _adopt(self, number: int, rank: Rank) -> None:
-        rank.table = SlotTable(self.slots)
-        for index, id in enumerate(rank.seals):
-            if id is not None:
-                rank.table.adopt(index, id)
-        rank.table.forget(self.ledger.is_dead)
-        if (held := rank.filled) is not None:
-            rank.table.hold(held)  # its live trainer says so with its next lease
-        for id in sorted(rank.shards):
-            self._start(self.planner.written(number, id))
-        for id in rank.table.sealed():
-            self._start(self.planner.sealed(number, id))
+            self._feed(EpochStarted(epoch))
+        for rank in self.ranks:
+            if (held := rank.filled) is not None:
+                rank.table.hold(held)  # its live trainer says so with its next lease
+        self._list()
+        self._feed(Serves(frozenset(range(len(self.ranks))), self.slots))
         if self.epoch is None:
-            self._start(self.planner.gone(number))
+            for number in range(len(self.ranks)):
+                self._feed(Died(number))
 
-    def _apply(self, event: Event) -> None:
-        for action in self.ledger.apply(event):
-            if isinstance(action, Retire):
+    def _feed(self, event: Event) -> None:
+        for action in self.node.step(event):
+            if isinstance(action, Write):
+                self._begin_write(action)
+            elif isinstance(action, Retire):
+                assert action.id not in self.read
                 for number in action.ranks:
                     self.ranks[number].shards.discard(action.id)
+            elif isinstance(action, Publish):
+                assert all(action.id in rank.shards for rank in self.ranks), "shown, but not whole"
+                self.shown.add(action.id)
+
+    def _begin_write(self, write: Write) -> None:
+        table = self.ranks[write.rank].table
+        index = table.holds(write.id)
+        assert index is not None, "asked to write what is not there"
+        assert table.slots[index].pinned, "and nobody may be given its slot meanwhile"
+        assert write.rank not in self.writing, "one write of a rank at a time"
+        self.writing[write.rank] = write.id
 
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
@@ -122,19 +154,10 @@ class WholeRun(RuleBasedStateMachine):
             Reported(ranks={number: _report(rank, world)}) for number, rank in enumerate(self.ranks)
         ]
 
-    def _report(self) -> None:
+    def _list(self) -> None:
         for _ in range(2):  # what was retired is gone in the second round
             for report in self._reports():
-                self._apply(report)
-
-    def _start(self, writes: tuple[Write, ...]) -> None:
-        for write in writes:
-            table = self.ranks[write.rank].table
-            index = table.holds(write.id)
-            assert index is not None, "asked to write what is not there"
-            assert write.rank not in self.writing, "one write of a rank at a time"
-            table.pin(index)
-            self.writing[write.rank] = (write.id, index)
+                self._feed(Listed(ranks=report.ranks, shown=self.shown))
 
     # --- training ------------------------------------------------------------------------
 
@@ -163,14 +186,16 @@ class WholeRun(RuleBasedStateMachine):
             rank.saved += 1
             rank.seals[rank.next_slot] = None
             rank.filling, rank.next_slot = rank.next_slot, None
+            assert self.epoch is not None
+            self._feed(Copied(number, StepId(self.epoch.id, rank.saved), 0, 1))
 
     def _ask(self, number: int, rank: Rank) -> None:
         if (index := rank.table.assign()) is None:
             return
         rank.next_slot = index
         if (lost := rank.table.slots[index].id) is not None:
-            self._start(self.planner.overwritten(number, lost))
-            self._report()
+            self._feed(Overwritten(number, lost))
+            self._list()
 
     def _seal(self, number: int, rank: Rank) -> None:
         assert self.epoch is not None
@@ -181,33 +206,50 @@ class WholeRun(RuleBasedStateMachine):
         rank.table.seal(rank.filling, id)
         rank.filling = None
         self.alive.add(id)
-        self._start(self.planner.sealed(number, id))
-        self._report()
+        self._feed(Sealed(number, id))
+        self._list()
 
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:
-        id, index = self.writing.pop(number)
-        self.ranks[number].table.unpin(index)
+        id = self.writing.pop(number)
         if ok:
             self.ranks[number].shards.add(id)
         else:
             self.failed.add(id)
-        self._report()
-        self._start(self.planner.written(number, id, ok=ok))
+        self._feed(Wrote(number, id, ok))
+        self._list()
 
     @rule()
     def somebody_asks_to_flush(self) -> None:
-        self._start(self.planner.flush())
+        self._feed(Flush())
 
     @rule()
     def a_flush_makes_the_newest_common_step_durable(self) -> None:
-        self._start(self.planner.flush())
+        self._feed(Flush())
         common = set.intersection(*(set(rank.table.sealed()) for rank in self.ranks)) - self.failed
         while self.writing:
             self._end_write(min(self.writing))
-        newest = self.ledger.watermark(Tier.LOCAL)
+        newest = self.node.ledger.watermark(Tier.LOCAL)
         assert not common or (newest is not None and newest >= max(common))
+
+    # --- reading -------------------------------------------------------------------------
+
+    @rule(number=st.integers(0, 3))
+    def somebody_reads_a_step_from_the_drive(self, number: int) -> None:
+        steps = sorted(self.ranks[0].shards)
+        self.read = {steps[number]} if number < len(steps) else set()
+        self._list()
+
+    @rule()
+    def what_was_kept_because_it_was_read_goes_when_nobody_reads_it(self) -> None:
+        self.read = set()
+        self._list()
+        kept = [id for id in self.node.ledger.expendable(Tier.LOCAL, _KEEP) if self._on_disk(id)]
+        assert all(self.node.busy(id) for id in kept)
+
+    def _on_disk(self, id: StepId) -> bool:
+        return any(id in rank.shards for rank in self.ranks)
 
     # --- faults --------------------------------------------------------------------------
 
@@ -226,10 +268,10 @@ class WholeRun(RuleBasedStateMachine):
                 kept = rank.seals[held]
                 rank.table.release(held, keep=kept)
                 if kept is not None and rank.table.holds(kept) is not None:  # else it is dead
-                    self._start(self.planner.sealed(number, kept))
+                    self._feed(Sealed(number, kept))
             rank.filling = rank.next_slot = None
-            self._start(self.planner.gone(number))
-        self._report()
+            self._feed(Died(number))
+        self._list()
 
     @precondition(lambda self: not self._training())
     @rule(number=st.integers(0, 2), disk=st.booleans())
@@ -253,7 +295,7 @@ class WholeRun(RuleBasedStateMachine):
 
     def _vote(self, rank: Rank) -> Candidates:
         memory = set(rank.table.sealed())
-        found = {id for id in memory | rank.shards if not self.ledger.is_dead(id)}
+        found = {id for id in memory | rank.shards if not self.node.ledger.is_dead(id)}
         return Candidates(
             answer=Answer.STEPS if found else Answer.NONE,
             candidates=tuple(
@@ -265,14 +307,14 @@ class WholeRun(RuleBasedStateMachine):
                 )
                 for id in sorted(found)
             ),
-            highest_epoch=self.ledger.highest_epoch(),
+            highest_epoch=self.node.ledger.highest_epoch(),
         )
 
     @precondition(lambda self: not self._training())
     @rule(failing=st.integers(0, 5))
     def the_trainers_start(self, failing: int) -> None:
         expected = self.restorable(set())
-        plan = self.ledger.plan(range(len(self.ranks)))
+        plan = self.node.ledger.plan(range(len(self.ranks)))
         assert (plan.id if isinstance(plan, RestorePlan) else None) == expected
         excluded: set[StepId] = set()
         if failing == 0 and expected is not None:
@@ -287,7 +329,7 @@ class WholeRun(RuleBasedStateMachine):
             self._remove_the_run()
             return
         assert decision.id == expected
-        assert decision.epoch_number > self.ledger.highest_epoch()
+        assert decision.epoch_number > self.node.ledger.highest_epoch()
         if decision.id is not None:
             self._load(decision.id)
         self._begin_epoch(decision.epoch("0" * 8))
@@ -304,31 +346,23 @@ class WholeRun(RuleBasedStateMachine):
             if rank.table.holds(id) is None:
                 # A slot is always to be had: newer images are dead once all agreed on this step.
                 index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
-                if index is None:  # the only unpinned ones are being written
-                    self._finish_writes()
+                while index is None and self.writing:  # the only unpinned ones are being written
+                    self._end_write(min(self.writing))
                     index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
                 assert index is not None
                 rank.seals[index] = id
                 rank.table.seal(index, id)
 
-    def _finish_writes(self) -> None:
-        for number, (_, index) in sorted(self.writing.items()):
-            self.ranks[number].table.unpin(index)
-        self.writing.clear()
-        self.planner = PersistPlanner(range(len(self.ranks)), self.grid, slots=self.slots)
-
     def _begin_epoch(self, epoch: Epoch) -> None:
         self.epochs_on_disk.append(epoch)
         self.epoch = epoch
-        self._apply(EpochStarted(epoch))
+        self._feed(EpochStarted(epoch))
         parent = epoch.parent
         if parent is not None:
             self.alive = {id for id in self.alive if id <= parent}
         for rank in self.ranks:
-            rank.table.forget(self.ledger.is_dead)
             rank.saved = parent.step if parent else -1
-        self._start(self.planner.forget(self.ledger.is_dead))
-        self._report()
+        self._list()
 
     # --- what always holds ---------------------------------------------------------------
 
@@ -345,18 +379,18 @@ class WholeRun(RuleBasedStateMachine):
     @invariant()
     def what_all_ranks_wrote_is_committed_and_nothing_else(self) -> None:
         on_disk = set.intersection(*(rank.shards for rank in self.ranks)) & self.alive
-        assert set(self.ledger.committed(Tier.LOCAL)) == on_disk
+        assert set(self.node.ledger.committed(Tier.LOCAL)) == on_disk
 
     @invariant()
     def the_order_of_reports_does_not_matter(self) -> None:
-        other = Ledger(_CONFIG)
+        other = Ledger(LedgerConfig(retention={Tier.LOCAL: _KEEP}))
         for report in reversed(self._reports()):
             other.apply(report)
         for epoch in reversed(self.epochs_on_disk):
             other.apply(EpochStarted(epoch))
         ranks = range(len(self.ranks))
-        assert other.plan(ranks) == self.ledger.plan(ranks)
-        assert other.committed(Tier.LOCAL) == self.ledger.committed(Tier.LOCAL)
+        assert other.plan(ranks) == self.node.ledger.plan(ranks)
+        assert other.committed(Tier.LOCAL) == self.node.ledger.committed(Tier.LOCAL)
 
     @invariant()
     def a_rank_has_one_unsealed_and_one_written_image_at_most(self) -> None:
@@ -367,7 +401,7 @@ class WholeRun(RuleBasedStateMachine):
     def the_newest_commit_is_never_retired(self) -> None:
         if not self.unharmed:
             self.newest_commit = None
-        newest = self.ledger.watermark(Tier.LOCAL)
+        newest = self.node.ledger.watermark(Tier.LOCAL)
         before = getattr(self, "newest_commit", None)
         if before is not None and before in self.alive:
             assert newest is not None

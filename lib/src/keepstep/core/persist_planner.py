@@ -74,7 +74,8 @@ class _Rank:
 class PersistPlanner:
     """Decides the writes of one node: events in, `Write`s out. `ranks`: those of this node.
 
-    Every event may be reported twice, and returns the writes to start now.
+    Every event may be reported twice, and returns the writes to start now. Those of other ranks
+    change nothing.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class PersistPlanner:
 
     def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The image of this step is complete in a slot of the rank."""
-        one = self._ranks[rank]
+        if (one := self._ranks.get(rank)) is None:
+            return ()
         one.gone = False
         one.held.add(id)
         one.passed = id if one.passed is None else max(one.passed, id)
@@ -117,12 +119,15 @@ class PersistPlanner:
 
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The slot that held this step was assigned anew; its image is as good as gone."""
-        self._ranks[rank].held.discard(id)
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.held.discard(id)
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
         """A `Write` ended, or a shard was found on disk. Not `ok`: failed, and not tried again."""
-        one = self._ranks[rank]
+        if (one := self._ranks.get(rank)) is None:
+            return ()
         if one.writing == id:
             one.writing = None
         if ok:
@@ -133,7 +138,9 @@ class PersistPlanner:
 
     def gone(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it will seal nothing more of this epoch. What it sealed stays."""
-        self._ranks[rank].gone = True
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.gone = True
         return self._advance()
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:

@@ -1,0 +1,438 @@
+"""What one machine of a run does, decided: facts in, actions out.
+
+Puts together the slots of its ranks (`slot_table`), what is written (`persist_planner`), what is
+committed (`ledger`) and what may be deleted (`retention`), as a host has to (docs/ledger.md). No
+I/O and no clock. The sidecar executes the actions and feeds back what came of them; the model check
+(tests/core/test_whole_run.py) does the same with names instead of bytes. Facts are level-triggered:
+an action that was not carried out is returned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from keepstep.core.ledger import (
+    Alarm,
+    Committed,
+    EpochStarted,
+    Ledger,
+    LedgerConfig,
+    RankReport,
+    Reported,
+    Retire,
+    Standing,
+)
+from keepstep.core.persist_planner import PersistPlanner, Write
+from keepstep.core.retention import Retention, crowded_out, evicted, unwatched
+from keepstep.core.schedule import Grid
+from keepstep.core.slot_table import SlotTable
+from keepstep.steps import StepId, Tier
+
+SILENT_AFTER_S = 60.0
+"""Two of the operator's usual report intervals."""
+
+LEAST_SLOTS = 2
+"""With so few, every staged step waits to be persisted."""
+
+
+class Slots(Protocol):
+    """One rank's slots. `settled`: its trainer said which ones it holds, or there is none; before
+    that, an image found at start may be about to be overwritten, so nobody else reads it."""
+
+    @property
+    def settled(self) -> bool: ...
+
+    def tables(self) -> Iterable[SlotTable]: ...
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Serves:
+    """This machine's ranks, with so many slots each at least. Not before the first `Listed`."""
+
+    ranks: frozenset[int]
+    slots: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """It is known now which images of this rank stay: they may be written."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Copied:
+    """So much of an image lies in its slot already, and will not change any more."""
+
+    rank: int
+    id: StepId
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The image of this step is complete in a slot of the rank."""
+
+    rank: int
+    id: StepId
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """The slot that held this step was assigned anew; its image is as good as gone."""
+
+    rank: int
+    id: StepId
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """A `Write` ended; not `ok`: it failed, and is not tried again."""
+
+    rank: int
+    id: StepId
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class Died:
+    """The rank's trainer has ended; what it sealed stays."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says."""
+
+    ids: Collection[StepId] | None = None
+    newest: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """All that this machine holds, and sees on remote tiers, of every rank that it knows.
+
+    `published`: steps that readers were ever shown here; `shown`: those that this process showed.
+    """
+
+    ranks: Mapping[int, RankReport]
+    published: Collection[StepId] = ()
+    shown: Collection[StepId] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What the operator says of the whole run; see `wire.reports.ReportReply`. `commit`: the newest
+    one; `commits`: those that this machine holds."""
+
+    commit: StepId | None = None
+    commits: frozenset[StepId] = frozenset()
+    memory: StepId | None = None
+    plan: StepId | None = None
+    pinned: frozenset[StepId] = frozenset()
+    retire: frozenset[StepId] = frozenset()
+
+
+@dataclass(frozen=True)
+class Full:
+    """A shard found no room: so much is missing beside steps of these sizes."""
+
+    missing_bytes: int
+    sizes: Mapping[StepId, int]
+
+
+Event = (
+    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+    | Listed | Reported | EpochStarted | Heard | Full
+)  # fmt: skip
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Show this committed step to readers. Said again until `Listed.shown` has it."""
+
+    id: StepId
+
+
+Action = Write | Publish | Retire | Committed | Alarm
+
+
+# --- the node ------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunView:
+    """What is known of the whole run beyond this machine's ranks: the operator's word.
+
+    It saves and frees: it publishes commits, names the step to fetch ahead of time, allows
+    deletion. It is never needed to restore (the ranks' vote decides) nor to go on training, and
+    while it is silent a machine deletes only what lies between the last known commit and its own
+    newest steps. `told`: there is somebody who decides what is kept. `commit`: the last one heard
+    of, in whatever life of this sidecar.
+    """
+
+    told: bool = False
+    commit: StepId | None = None
+    heard_at: float | None = None
+    word: Heard = field(default_factory=Heard)
+    began: float = 0.0
+
+    @property
+    def pins_known(self) -> bool:
+        """Whether the operator has said in this life of the sidecar which steps stay."""
+        return self.heard_at is not None or not self.told
+
+    def silent(self, now: float) -> bool:
+        """Nobody was there to tell for too long."""
+        since = self.began if self.heard_at is None else self.heard_at
+        return self.told and now - since > SILENT_AFTER_S
+
+    def remember(self, word: Heard) -> None:
+        """What an earlier sidecar wrote down, or an operator says that may know less than we do."""
+        self.word = word
+        if word.commit is not None:
+            self.commit = max(word.commit, self.commit or word.commit)
+
+    def hear(self, word: Heard, now: float) -> None:
+        """The operator has answered."""
+        self.heard_at = now
+        self.remember(word)
+
+
+class Node:
+    """One machine of a run. `step` takes in a fact and returns what to do; the rest asks."""
+
+    def __init__(
+        self,
+        slots: Mapping[int, Slots],
+        *,
+        grid: Grid,
+        tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL),
+        keep: Retention | None = None,
+        told: bool = False,
+        began: float = 0.0,
+        in_use: Callable[[StepId], bool] = lambda id: False,
+        may_write: Callable[[StepId], bool] = lambda id: True,
+    ) -> None:
+        """`slots`: of this machine's ranks, as they are at any moment. `told`: see `RunView`.
+        `in_use`: whether somebody else reads or wants this step's shards now. `may_write`: whether
+        an image in memory is this run's own."""
+        self.keep = keep or Retention()
+        self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
+        self.planner = PersistPlanner((), grid)
+        self.run_view = RunView(told=told, began=began)
+        self.deferred = False
+        """Something would have been retired, were it not in use."""
+        self._slots = slots
+        self._serves = Serves(frozenset(), 0)
+        self._in_use = in_use
+        self._may_write = may_write
+        self._durable: dict[int, set[StepId]] = {}
+        self._published: frozenset[StepId] = frozenset()
+        self._shown: frozenset[StepId] = frozenset()
+        self._writing: dict[tuple[int, StepId], tuple[SlotTable, int]] = {}
+        self._retired: tuple[StepId, ...] = ()
+        self._grown = False
+
+    def step(self, event: Event, now: float = 0.0) -> tuple[Action, ...]:
+        """Take in one fact. Returns what follows from it, and whatever is still to be done."""
+        match event:
+            case Listed() | Reported() | EpochStarted():
+                told = self._report(event)
+                return (*self._forget_dead(event), *told, *self._conclude(now))
+            case Heard():
+                self.run_view.hear(event, now)
+                return self._conclude(now)
+            case Full():
+                return tuple(map(self._retire, self._least_wanted(event)))
+            case _:
+                return self._begin(self._plan(event))
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being written, and nothing that is held waits to be."""
+        return not self._writing and self.planner.idle
+
+    def busy(self, id: StepId) -> bool:
+        """Whether this step is on its way to the volumes."""
+        return id == self.planner.target or any(one == id for _, one in self._writing)
+
+    def commits(self) -> list[StepId]:
+        """Steps that are known to be committed: seen here to be complete, told by the operator, or
+        shown to readers by an earlier sidecar that was told. Oldest first."""
+        told = set(self.run_view.word.commits)
+        if self.run_view.told:
+            told |= self._published
+        if self.run_view.commit is not None:
+            told.add(self.run_view.commit)
+        beyond = {id for id in told if self.ledger.lineage.restorable(id)}
+        return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
+
+    def last_commit(self) -> StepId | None:
+        """The newest step that is known to be committed, and not dead."""
+        return max(self.commits(), default=None)
+
+    # --- writing -------------------------------------------------------------------------
+
+    def _plan(
+        self, event: Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+    ) -> Iterable[Write]:
+        match event:
+            case Serves():
+                return self._serve(event)
+            case Settled(rank):
+                return self._settle(rank)
+            case Copied():
+                return ()  # a write begins at `Sealed`: the planner knows whole images only
+            case Sealed(rank, id):
+                return self.planner.sealed(rank, id) if self._may_write(id) else ()
+            case Overwritten(rank, id):
+                return self.planner.overwritten(rank, id)
+            case Wrote(rank, id, ok):
+                self._wrote(rank, id, ok=ok)
+                return self.planner.written(rank, id, ok=ok)
+            case Died(rank):
+                return self.planner.gone(rank)
+            case Flush(ids, newest):
+                return self.planner.flush(ids, newest=newest)
+
+    def _serve(self, serves: Serves) -> Iterator[Write]:
+        """When the ranks changed, what they hold is planned anew."""
+        waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
+        if (serves.ranks, waits) == (self._serves.ranks, waited):
+            return
+        self._serves, before = serves, self.planner
+        self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
+        self.planner.counts = before.counts
+        for rank in sorted(serves.ranks):
+            for id in sorted(self._durable.get(rank, ())):
+                yield from self.planner.written(rank, id)
+            if rank in self._slots and self._slots[rank].settled:
+                yield from self._settle(rank)
+
+    def _settle(self, rank: int) -> Iterator[Write]:
+        held = {id for table in self._slots[rank].tables() for id in table.sealed()}
+        for id in sorted(held):
+            if self._may_write(id) and not self.ledger.is_dead(id):
+                yield from self.planner.sealed(rank, id)
+
+    def _wrote(self, rank: int, id: StepId, *, ok: bool) -> None:
+        table, index = self._writing.pop((rank, id))
+        table.unpin(index)
+        if ok:
+            self._durable.setdefault(rank, set()).add(id)
+            self._grown = True
+
+    def _begin(self, writes: Iterable[Write]) -> tuple[Write, ...]:
+        """Pin what is written, before anything else can happen: nobody is given these slots."""
+        waiting, begun = list(writes), []
+        while waiting:
+            write = waiting.pop(0)
+            key = (write.rank, write.id)
+            if key in self._writing:
+                continue
+            if (found := self._find(*key)) is None:
+                waiting += self.planner.written(*key, ok=False)
+                continue
+            table, index = self._writing[key] = found
+            table.pin(index)
+            begun.append(write)
+        return tuple(begun)
+
+    def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
+        for table in self._slots[rank].tables() if rank in self._slots else ():
+            if (index := table.holds(id)) is not None:
+                return table, index
+        return None
+
+    # --- committing and retiring -----------------------------------------------------------
+
+    def _report(self, event: Listed | Reported | EpochStarted) -> tuple[Action, ...]:
+        if isinstance(event, Listed):
+            for rank, report in event.ranks.items():
+                if (held := report.sealed.get(Tier.LOCAL)) is not None:
+                    self._durable[rank] = {one.id for one in held}
+            self._published, self._shown = frozenset(event.published), frozenset(event.shown)
+            event = Reported(ranks=event.ranks)
+        actions = self.ledger.apply(event)
+        self._retired = tuple(one.id for one in actions if isinstance(one, Retire))
+        return tuple(one for one in actions if not isinstance(one, Retire))
+
+    def _forget_dead(self, event: Event) -> tuple[Write, ...]:
+        """A new epoch left steps behind: first to be overwritten, and not to be written."""
+        if not isinstance(event, EpochStarted):
+            return ()
+        for slots in self._slots.values():
+            for table in slots.tables():
+                table.forget(self.ledger.is_dead)
+        return self._begin(self.planner.forget(self.ledger.is_dead))
+
+    def _conclude(self, now: float) -> tuple[Action, ...]:
+        here = self._here()
+        shown = [Publish(id) for id in self.commits() if id in here and id not in self._shown]
+        doomed = [id for id in self._doomed(here, now) if id in here]
+        free = [id for id in doomed if not (self.busy(id) or self._in_use(id))]
+        self.deferred = len(free) < len(doomed)
+        return (*shown, *map(self._retire, free))
+
+    def _here(self) -> set[StepId]:
+        """Steps of which a shard lies on this machine's volumes."""
+        return set().union(*self._durable.values())
+
+    def _doomed(self, here: Collection[StepId], now: float) -> list[StepId]:
+        """What nobody needs any more, oldest first. Where an operator sees the whole run, that is
+        for it to say; never what is not older than the last commit: no operator rightly asks."""
+        view = self.run_view
+        if not view.told:
+            return sorted(self._retired)
+        grown, self._grown = self._grown, False
+        if view.silent(now):
+            live = self._live(here) if grown else ()
+            crowd = unwatched(live, last_commit=self.last_commit())
+            return [id for id in crowd if id not in view.word.pinned]
+        return sorted(
+            id
+            for id in view.word.retire - view.word.pinned
+            if view.commit is not None and id < view.commit
+        )
+
+    def _retire(self, id: StepId) -> Retire:
+        ranks = tuple(sorted(rank for rank, held in self._durable.items() if id in held))
+        return Retire(Tier.LOCAL, id, ranks)
+
+    def _live(self, here: Iterable[StepId]) -> list[StepId]:
+        """Steps that the newest epoch goes on from."""
+        return [id for id in here if self.ledger.lineage.standing(id) is Standing.LIVE]
+
+    def _least_wanted(self, full: Full) -> tuple[StepId, ...]:
+        """The fewest steps that make room, the least wanted ones first; at least one if any may go.
+
+        Who may go at all is for the ledger to say, or for the operator; never the newest commit.
+        The file system may count otherwise than we do: whoever still finds no room asks again.
+        """
+        pinned = self.run_view.word.pinned
+        surplus = self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))
+        unfinished = set(surplus).difference(self.ledger.committed(Tier.LOCAL))
+        if not surplus and self.run_view.told:
+            live = self._live(self._here())
+            surplus = list(crowded_out(live, last_commit=self.last_commit(), pinned=pinned))
+        free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}
+        return evicted(
+            full.sizes,
+            replace(self.keep, pinned=frozenset(full.sizes.keys() - free)),
+            limit_bytes=sum(full.sizes.values()) - max(1, full.missing_bytes),
+            unfinished=unfinished,
+            written_at=self.ledger.written_at(full.sizes),
+        )
