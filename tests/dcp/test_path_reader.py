@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import keepstep.dcp
 from keepstep.dcp.metadata import Tree
 from keepstep.dcp.path_reader import Folder
+from keepstep.dcp.step_reader import StepReader
 from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name
@@ -79,6 +80,13 @@ def test_an_empty_box_where_another_one_begins_is_no_overlap(
     assert not (load(tmp_path) == 7.0).any()
 
 
+def test_whole_replicas_that_were_cut_differently_are_no_overlap(tmp_path: Path) -> None:
+    """As a Checkpointer has them whose nodes have unequal numbers of ranks."""
+    for rank, box in enumerate([(0, 2), (2, 2), (0, 1), (1, 3)]):
+        shard(tmp_path, rank, 4, [box])
+    assert not (load(tmp_path) == 7.0).any()
+
+
 def test_empty_boxes_alone_make_up_nothing(tmp_path: Path) -> None:
     for rank in (0, 1):
         shard(tmp_path, rank, 2, [(0, 0)])
@@ -90,7 +98,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     shard(tmp_path, 0, 3, [(0, 2)])
     shard(tmp_path, 2, 3, [(2, 2)])
     with pytest.raises(RestoreError, match=r"rank-00001-of-00003\.safetensors missing"):
-        Folder.open(tmp_path)
+        Folder(tmp_path)
 
 
 @pytest.mark.parametrize("what", [{"step": 1201}, {"run": "other"}])
@@ -98,7 +106,7 @@ def test_shards_of_two_steps_or_runs_are_told_apart(tmp_path: Path, what) -> Non
     shard(tmp_path, 0, 2, [(0, 2)])
     odd = shard(tmp_path, 1, 2, [(2, 2)], **what)
     with pytest.raises(ForeignError, match="take it out") as caught:
-        Folder.open(tmp_path)
+        Folder(tmp_path)
     assert str(odd) in str(caught.value)
 
 
@@ -107,7 +115,7 @@ def test_shards_of_two_worlds_are_told_apart(tmp_path: Path) -> None:
     shard(tmp_path, 1, 2, [(2, 2)])
     odd = shard(tmp_path, 1, 3, [(2, 2)])
     with pytest.raises(ForeignError) as caught:
-        Folder.open(tmp_path)
+        Folder(tmp_path)
     assert odd.name in str(caught.value)
 
 
@@ -116,7 +124,7 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     foreign = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(2)}, foreign)
     with pytest.raises(ImageError) as caught:
-        Folder.open(tmp_path)
+        Folder(tmp_path)
     assert str(foreign) in str(caught.value)
 
 
@@ -124,22 +132,25 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
     path = shard(tmp_path, 0, 2, [(0, 2)])
     shutil.copy(path, tmp_path / shard_name(1, 2))
     with pytest.raises(ForeignError):
-        Folder.open(tmp_path)
+        Folder(tmp_path)
 
 
 def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     path = shard(tmp_path, 0, 1, [(0, 4)])
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(ImageError, match="truncated") as caught:
-        Folder.open(tmp_path)
+        Folder(tmp_path)
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("boxes", "text"),
     [
-        ([(0, 2), (3, 1)], r"nobody holds \[1, 3\] at \[2, 0\]"),
-        ([(0, 3), (2, 2)], r"held twice: \[1, 3\] at \[2, 0\]"),
+        ([(0, 2), (3, 1)], r"nobody holds offsets \[2, 0\], sizes \[1, 3\]"),
+        (
+            [(0, 3), (2, 2)],
+            r"w: offsets \[2, 0\], sizes \[1, 3\] is in rank-0\S+ and rank-0\S+ these boxes",
+        ),
         ([(0, 4), (0, 2)], "overlap"),
     ],
 )
@@ -154,7 +165,7 @@ def test_two_shapes_of_one_name_are_named_with_their_files(tmp_path: Path) -> No
     shard(tmp_path, 0, 2, [(0, 2)])
     shard(tmp_path, 1, 2, [(2, 2)], rows=5)
     with pytest.raises(CoverageError, match="rank-00001-of-00002"):
-        Folder.open(tmp_path).contents()
+        StepReader.open(Folder(tmp_path))
 
 
 def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:
@@ -165,6 +176,6 @@ def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:
 
 def test_no_directory_and_an_empty_one_are_told_so(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="no shard"):
-        Folder.open(tmp_path)
+        Folder(tmp_path)
     with pytest.raises(RestoreError, match="no directory"):
-        Folder.open(tmp_path / "nowhere")
+        Folder(tmp_path / "nowhere")

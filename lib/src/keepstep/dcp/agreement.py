@@ -97,13 +97,6 @@ class LoadBallot:
     failed: frozenset[StepId]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadAgreed:
-    """What all ranks load."""
-
-    id: StepId
-
-
 def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
     """The newest step that all ranks can bring, from the ballots in rank order; None: nothing was
     ever kept. Pure.

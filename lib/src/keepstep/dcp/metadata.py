@@ -1,9 +1,15 @@
-"""DCP's `Metadata` of a step, rebuilt from the headers of its images, and where each box lies."""
+"""What an image of a `dcp.save` says besides its tensors, and DCP's `Metadata` of a step.
+
+DCP's `Metadata` is rebuilt from the headers alone. Boxes, shapes and dtypes stand there anyway; the
+skeleton adds the names of the values that are no tensors (their bytes are in the extras), which
+entries are boxes of one tensor (`name@0`, `name@1`), and the planner's mapping from flat names to
+paths. All of it is constant while the keys of the state dict are.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,132 +28,96 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from keepstep.errors import CoverageError, FormatError, UsageError
 from keepstep.image import fields, strictjson
-from keepstep.restore.boxes import Box, cover
+from keepstep.restore import plan
+from keepstep.restore.boxes import Box, Index, Saved
+from keepstep.restore.images import StepImages
+from keepstep.restore.plan import Piece, Want
 from keepstep.state.dtypes import DTYPE_OF
-from keepstep.steps import StepId, shard_name
 
-_SHOWN = 8
+_MARK = "dcp"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A box at rest: bytes `[begin, end)` of the image of the saved rank `rank`. `dtype` in
-    safetensors' spelling."""
-
-    rank: int
-    begin: int
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    global_shape: tuple[int, ...]
+Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What the image of one saved rank holds; `boxes` under the names of its entries."""
-
-    rank: int
-    tree: Tree
-    boxes: Iterable[tuple[str, Stored]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Contents:
-    """All that a step holds. `where`: for messages. `boxes`: per tensor, by offsets; equal boxes of
-    several ranks count once. `values`: in whose image each value that is no tensor is."""
+    """All that a step holds. `where`: for messages. `foreign`: a `Checkpointer` saved it, so there
+    are no values that DCP could load."""
 
-    where: str
-    id: StepId
-    world: int
-    boxes: dict[str, dict[tuple[int, ...], Stored]] = field(default_factory=dict)
-    values: dict[str, int] = field(default_factory=dict)
-    paths: Mapping[str, tuple[str | int, ...]] | None = None
-    foreign: bool = False
-    """Whether a `Checkpointer` saved it: there are no values then that DCP could load."""
+    def __init__(self, images: StepImages, *, where: str, rank: int) -> None:
+        """Of equal boxes those of the nearest image are taken; among equally near ones each rank
+        begins elsewhere, so that the load is spread.
 
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[Part],
-        *,
-        where: str,
-        id: StepId,
-        world: int,
-        aliases: Mapping[str, str],
-        problems: Sequence[str] = (),
-    ) -> Contents:
-        """Join the parts; of equal boxes the first part's counts, of values the lowest rank's.
-
-        Raises CoverageError for boxes that are missing, overlap, or contradict each other, with all
-        names and files; `problems`: what of that is known already.
+        Raises FormatError, and CoverageError that names all boxes that are missing, overlap, or
+        contradict each other.
         """
-        trees = [one.tree for one in sorted(parts, key=lambda one: one.rank)]
-        foreign = all(one.foreign for one in trees)
-        contents = cls(where=where, id=id, world=world, paths=_paths(trees), foreign=foreign)
-        found = list(problems)
-        for part in parts:
-            found += contents._add(part)
-        for alias, name in aliases.items():
-            contents.boxes.setdefault(alias, contents.boxes.get(name, {}))
-        found += contents._uncovered()
-        contents._raise(found)
-        return contents
+        self.where = where
+        self._index: Index = images.index
+        ranks = (one for one in range(self._index.world) if one not in self._index.absent)
+        trees = {one: Tree.parse(images.skeleton(one)) for one in ranks}
+        self.foreign = all(tree.foreign for tree in trees.values())
+        self._paths = _merged_paths(trees.values())
+        self._values: dict[str, int] = {}
+        for holder, tree in trees.items():
+            for name in tree.values:
+                self._values.setdefault(name, holder)
+        self._boxes = self._chosen(rank, images.nearness)
 
-    def _raise(self, problems: Sequence[str]) -> None:
-        if not problems:
-            return
-        more = f"\n  ... and {len(problems) - _SHOWN} more" if problems[_SHOWN:] else ""
-        raise CoverageError(
-            f"{self.where}: the shards of step {self.id} do not make up its tensors:\n  "
-            + "\n  ".join(problems[:_SHOWN])
-            + more
-            + "\nUse another copy of this step, or load another step."
-        )
-
-    def _add(self, part: Part) -> Iterator[str]:
-        for entry_name, stored in part.boxes:
-            name = part.tree.boxes.get(entry_name, entry_name)
-            held = self.boxes.setdefault(name, {})
-            first = next(iter(held.values()), stored)
-            if (first.dtype, first.global_shape) != (stored.dtype, stored.global_shape):
-                yield f"{name}: {self._said(first)}, but {self._said(stored)}"
-                continue
-            other = held.setdefault(stored.offsets, stored)
-            if 0 in other.shape:  # ranks without a part of it begin where the next does
-                held[stored.offsets] = stored
-            elif 0 not in stored.shape and other.shape != stored.shape:
-                yield f"{name}: {self._said(other)} and {self._said(stored)} overlap"
-        for name in part.tree.values:
-            self.values[name] = min(part.rank, self.values.get(name, part.rank))
-
-    def _uncovered(self) -> Iterator[str]:
-        for name, held in self.boxes.items():
-            first = next(iter(held.values()), None)
-            if first is not None:
-                yield from _gaps(name, first, held)
-
-    def _said(self, one: Stored) -> str:
-        return (
-            f"{one.dtype}{list(one.shape)} at {list(one.offsets)} of {list(one.global_shape)}"
-            f" in {shard_name(one.rank, self.world)}"
-        )
+    def _chosen(self, rank: int, nearness: list[int]) -> dict[str, dict[Path, Piece]]:
+        """Per tensor, by offsets: the saved boxes that make it up."""
+        named = {one: self._index.find(one) for one in (*self._index.tensors, *self._index.aliases)}
+        saved = {name: one for name, one in named.items() if one is not None}
+        wants = [Want(name, _whole(one)) for name, one in saved.items()]
+        try:
+            made = plan.make(wants, self._index, rank=rank, nearness=nearness)
+        except CoverageError as error:
+            raise CoverageError(
+                f"{self.where}: {error}\nUse another copy of this step, or load another step."
+            ) from error
+        boxes: dict[str, dict[Path, Piece]] = {name: {} for name in saved}
+        for piece in made.pieces():
+            boxes[wants[piece.want].name][piece.at] = piece
+        for name, one in saved.items():
+            if not boxes[name]:  # no element: any of its boxes is all of it
+                holder, begin = one.rows[0, :2].tolist()
+                at, sizes = _whole(one).offsets, one.shape
+                boxes[name][at] = Piece(holder, begin, 0, sizes, at, sizes, at)
+        return boxes
 
     def metadata(self) -> Metadata:
         """For DCP's planners."""
         held: dict[str, STORAGE_TYPES] = {
-            name: _tensor_metadata(list(boxes.values())) for name, boxes in self.boxes.items()
+            name: self._tensor_metadata(name, sorted(boxes)) for name, boxes in self._boxes.items()
         }
-        held |= {name: BytesStorageMetadata() for name in self.values}
+        held |= {name: BytesStorageMetadata() for name in self._values}
         return Metadata(
             state_dict_metadata=held,
-            planner_data=self.paths,
+            planner_data=self._paths,
             storage_meta=StorageMeta(checkpoint_id=self.where),
         )
 
-    def stored(self, index: MetadataIndex) -> Stored:
-        """The box that a read item means. Raises FormatError."""
-        box = self.boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
+    def _tensor_metadata(self, name: str, places: list[Path]) -> TensorStorageMetadata:
+        saved, boxes = self._saved(name), self._boxes[name]
+        dtype: Any = DTYPE_OF.get(saved.dtype, torch.uint8)
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(saved.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(one), torch.Size(boxes[one].sizes))  # type: ignore[arg-type]
+                for one in places
+            ],
+        )
+
+    def dtype(self, index: MetadataIndex) -> torch.dtype:
+        """Of a saved tensor. Raises FormatError for one that this torch lacks."""
+        code = self._saved(index.fqn).dtype
+        dtype: torch.dtype | None = DTYPE_OF.get(code)
+        if dtype is None:
+            raise FormatError(f"{self.where}: this torch has no dtype for {code}")
+        return dtype
+
+    def stored(self, index: MetadataIndex) -> Piece:
+        """The saved box that a read item means. Raises FormatError."""
+        box = self._boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
         if box is None:
             raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.where)
         return box
@@ -157,73 +127,28 @@ class Contents:
         index = item.storage_index
         if item.type is not LoadItemType.BYTE_IO:
             return self.stored(index).rank
-        if index.fqn not in self.values:
+        if index.fqn not in self._values:
             raise FormatError(f"no value {index.fqn}", path=self.where)
-        return self.values[index.fqn]
+        return self._values[index.fqn]
+
+    def _saved(self, name: str) -> Saved:
+        saved = self._index.find(name)
+        if saved is None:
+            raise FormatError(f"no tensor {name}", path=self.where)
+        return saved
 
 
-def dtype_of(stored: Stored, where: object) -> torch.dtype:
-    """Raises FormatError for one that this torch lacks."""
-    dtype: torch.dtype | None = DTYPE_OF.get(stored.dtype)
-    if dtype is None:
-        raise FormatError(f"{where}: this torch has no dtype for {stored.dtype}")
-    return dtype
+def _whole(saved: Saved) -> Box:
+    return Box((0,) * len(saved.shape), saved.shape)
 
 
-def _paths(trees: Sequence[Tree]) -> dict[str, tuple[str | int, ...]] | None:
+def _merged_paths(trees: Iterable[Tree]) -> dict[str, Path] | None:
     """As DefaultSavePlanner merges the mappings of all ranks: the first rank's counts."""
     given = [tree.paths for tree in trees if tree.paths is not None]
-    if not given:
-        return None
-    merged: dict[str, tuple[str | int, ...]] = {}
+    merged: dict[str, Path] = {}
     for paths in reversed(given):
         merged |= paths
-    return merged
-
-
-def _tensor_metadata(boxes: list[Stored]) -> TensorStorageMetadata:
-    dtype: Any = DTYPE_OF.get(boxes[0].dtype, torch.uint8)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype),
-        size=torch.Size(boxes[0].global_shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(one.offsets), sizes=torch.Size(one.shape))
-            for one in boxes
-        ],
-    )
-
-
-def _gaps(name: str, first: Stored, held: dict[tuple[int, ...], Stored]) -> Iterator[str]:
-    whole = Box((0,) * len(first.global_shape), first.global_shape)
-    boxes = [one for one in held.values() if 0 not in one.shape]
-    if whole.empty or (len(boxes) == 1 and boxes[0].shape == whole.sizes):
-        return
-    dims = len(whole.sizes)
-    lows = torch.tensor([one.offsets for one in boxes], dtype=torch.int64).view(-1, dims)
-    sizes = torch.tensor([one.shape for one in boxes], dtype=torch.int64)
-    found = cover(lows, lows + sizes.view(-1, dims), whole)
-    if found is None:
-        yield f"{name}: cut so irregularly that nobody can tell whether all of it is there"
-        return
-    for box in found.gaps():
-        yield f"{name}: nobody holds {list(box.sizes)} at {list(box.offsets)}"
-    for box in found.overlaps():
-        yield f"{name}: held twice: {list(box.sizes)} at {list(box.offsets)}"
-
-
-# --- the skeleton of an image ----------------------------------------------------------------
-#
-# What an image of a `dcp.save` says besides its tensors: the header's skeleton.
-#
-# DCP's `Metadata` is rebuilt from the headers alone. Boxes, shapes and dtypes stand there anyway;
-# the skeleton adds the names of the values that are no tensors (their bytes are in the extras),
-# which entries are boxes of one tensor (`name@0`, `name@1`), and the planner's mapping from flat
-# names to paths. All of it is constant while the keys of the state dict are.
-
-
-_MARK = "dcp"
-
-Path = tuple[str | int, ...]
+    return merged if given else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from keepstep.client.session import restore_timeout_s
 from keepstep.dcp import session as sessions
-from keepstep.dcp.agreement import LoadAgreed, LoadBallot, choose
-from keepstep.dcp.path_reader import Directory
+from keepstep.dcp.agreement import LoadBallot, choose
+from keepstep.dcp.path_reader import Folder
 from keepstep.dcp.session import group_place, names_step, step_of
-from keepstep.dcp.sidecar_reader import Reached
+from keepstep.dcp.step_reader import StepReader
 from keepstep.errors import (
     CoverageError,
     ImageError,
@@ -85,7 +86,7 @@ class StorageReader(storage.StorageReader):
         self._step = step
         self._is_coordinator = False
         self._ballot: LoadBallot | None = None
-        self._opened: Directory | Reached | None = None
+        self._opened: StepReader | None = None
         self._loaded: StepId | None = None
 
     @property
@@ -110,12 +111,12 @@ class StorageReader(storage.StorageReader):
         newer versions of torch wrap it in an AssertionError with its text.
         """
         if self._path is not None:
-            self._opened = Directory(self._path)
+            self._opened = StepReader.open(Folder(self._path))
         else:
             self._opened = self._newest(_joined())
         return self._opened.contents.metadata()
 
-    def _newest(self, session: sessions.Session) -> Reached:
+    def _newest(self, session: sessions.Session) -> StepReader:
         """The newest step whose headers can be read; the others do not get this rank's vote."""
         self._ballot = _ballot(session, self._step)
         why: Exception | None = None
@@ -150,7 +151,7 @@ class StorageReader(storage.StorageReader):
         Raises DigestError: then nothing is loaded, on any rank.
         """
         self._step_at_hand.check(plan)
-        return replace(plan, storage_data=self._ballot or self._step_at_hand.contents.id)
+        return replace(plan, storage_data=self._ballot or self._step_at_hand.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Decide on the step for all ranks (coordinator). Raises UsageError, RestoreError."""
@@ -163,26 +164,26 @@ class StorageReader(storage.StorageReader):
                 raise UsageError(_LOST.format(rank))
         id = choose(ballots)
         assert id is not None, "this rank has planned for one"
-        return [replace(one, storage_data=LoadAgreed(id=id)) for one in plans]
+        return [replace(one, storage_data=id) for one in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring what was agreed on into the planner's tensors. Raises ImageError, RestoreError."""
         opened = self._step_at_hand
-        if isinstance(opened, Reached):
+        if self._path is None:
             self._read_agreed(opened, plan, planner)
         else:
             opened.load(plan, planner)
-        self._loaded = self._step_at_hand.contents.id
+        self._loaded = self._step_at_hand.id
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_agreed(self, opened: Reached, plan: LoadPlan, planner: LoadPlanner) -> None:
-        if not isinstance(plan.storage_data, LoadAgreed):
+    def _read_agreed(self, opened: StepReader, plan: LoadPlan, planner: LoadPlanner) -> None:
+        if not isinstance(plan.storage_data, StepId):
             raise UsageError(_LOST.format("this one"))
-        session, id = sessions.session(), plan.storage_data.id
+        session, id = sessions.session(), plan.storage_data
         try:
-            if opened.contents.id != id:
+            if opened.id != id:
                 opened, plan = self._again(session, opened, plan, planner)
             opened.load(plan, planner)
         except (SidecarError, CoverageError, ImageError) as error:
@@ -194,14 +195,14 @@ class StorageReader(storage.StorageReader):
             ) from error
         finally:
             opened.close()
-        session.resume(id, opened.tier)
+        session.resume(id, opened.tier(plan))
 
     def _again(
-        self, session: sessions.Session, planned: Reached, plan: LoadPlan, planner: LoadPlanner
-    ) -> tuple[Reached, LoadPlan]:
+        self, session: sessions.Session, planned: StepReader, plan: LoadPlan, planner: LoadPlanner
+    ) -> tuple[StepReader, LoadPlan]:
         """The agreed step, and a plan for it: the one at hand if both steps look alike."""
         planned.close()
-        id = plan.storage_data.id
+        id = plan.storage_data
         self._opened = opened = _reach(session, id)
         metadata = opened.contents.metadata()
         before = planned.contents.metadata()
@@ -225,7 +226,7 @@ class StorageReader(storage.StorageReader):
         return plan
 
     @property
-    def _step_at_hand(self) -> Directory | Reached:
+    def _step_at_hand(self) -> StepReader:
         if self._opened is None:
             raise UsageError("read_metadata() comes first")
         return self._opened
@@ -236,8 +237,9 @@ class StorageReader(storage.StorageReader):
         return Path(checkpoint_id).is_dir() or names_step(checkpoint_id)
 
 
-def _reach(session: sessions.Session, id: StepId) -> Reached:
-    reached = session.reach(id)
+def _reach(session: sessions.Session, id: StepId) -> StepReader:
+    link = session.agent.link
+    reached = StepReader.reach(link, id, timeout_s=restore_timeout_s())
     if reached.contents.foreign:
         log.warning(
             "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"

@@ -17,11 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from keepstep.client.session import restore_timeout_s
 from keepstep.client.slot import SlotMapping
 from keepstep.core.candidates import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
-from keepstep.dcp.sidecar_reader import Reached
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
@@ -135,11 +133,6 @@ class Session:
         link = self.agent.link
         request = CandidatesRequest(lease=link.lease, timeout_s=_SCAN_S)
         return link.call("/v1/candidates", request, Candidates, timeout_s=_SCAN_S + 10)
-
-    def reach(self, id: StepId) -> Reached:
-        """The images of this step, for a load. Raises SidecarError, ImageError, CoverageError."""
-        link = self.agent.link
-        return Reached(link, id, rank=link.rank, timeout_s=restore_timeout_s())
 
     def resume(self, id: StepId, tier: Tier) -> None:
         """This step was loaded, from `tier`, as the run's own: the next save begins an epoch that

@@ -87,11 +87,14 @@ class IndexBuilder:
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
 
-    def add(self, layout: Layout) -> None:
-        """The image of one saved rank."""
+    def add(self, layout: Layout, tensor_of: Mapping[str, str] | None = None) -> None:
+        """The image of one saved rank. `tensor_of`: the tensor of each entry that is named
+        otherwise, as where one rank has several boxes of it."""
         self._present.add(layout.rank)
         self._aliases.update(layout.aliases)
-        for name, entry in layout.entries.items():
+        tensor_of = tensor_of or {}
+        for entry_name, entry in layout.entries.items():
+            name = tensor_of.get(entry_name, entry_name)
             spec = entry.spec
             shape = spec.shape if spec.global_shape is None else spec.global_shape
             kind = self._kinds.setdefault(name, (spec.dtype, shape, layout.rank))

@@ -16,7 +16,7 @@ import os
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Protocol, TypeVar
@@ -75,6 +75,32 @@ class Wanted(Protocol):
 W = TypeVar("W", bound=Wanted)
 
 
+class StepImages(Protocol):
+    """The images of one step, wherever they are. `index`: what they hold, a box a row."""
+
+    index: Index
+
+    @property
+    def nearness(self) -> list[int]:
+        """Per saved rank, for the planner: lower is nearer."""
+
+    def skeleton(self, rank: int) -> str:
+        """The tree of a saved rank's state."""
+
+    def extras(self, rank: int) -> bytes:
+        """The bytes of all that is no tensor in a saved rank's image."""
+
+    def flat(self, rank: int) -> Tensor | None:
+        """The bytes of a mapped image; None for one that comes in chunks."""
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """Each wanted chunk with its verified bytes, valid until the next one is asked for."""
+
+
+TensorsOf = Callable[[str], Mapping[str, str]]
+"""What a skeleton says of entries that are named otherwise than their tensor."""
+
+
 class _UnusableError(KeepstepError):
     """A file that the sidecar named is not the image that it should be."""
 
@@ -86,7 +112,13 @@ class _UnusableError(KeepstepError):
 class Images:
     """The images of one step that were found. `index`: what they hold, a box a row."""
 
-    def __init__(self, link: Link, found: Sources, timeout_s: float = CHUNKS_S) -> None:
+    def __init__(
+        self,
+        link: Link,
+        found: Sources,
+        timeout_s: float = CHUNKS_S,
+        tensors_of: TensorsOf = lambda _: {},
+    ) -> None:
         """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
 
         Raises CoverageError when there is no image at all, SidecarError, KeepstepError for a mapped
@@ -107,7 +139,7 @@ class Images:
         self._window: WindowReader | None = None
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
-            builder.add(layout)
+            builder.add(layout, tensors_of(layout.skeleton))
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
             # most ranks have the same: one object for all of them
@@ -116,7 +148,13 @@ class Images:
         self.index: Index = builder.build()
 
     @classmethod
-    def find(cls, link: Link, id: StepId, timeout_s: float = CHUNKS_S) -> Images:
+    def find(
+        cls,
+        link: Link,
+        id: StepId,
+        timeout_s: float = CHUNKS_S,
+        tensors_of: TensorsOf = lambda _: {},
+    ) -> Images:
         """Ask the sidecar where they are. One in memory that does not verify is left out: it comes
         from the next place. Raises CoverageError, SidecarError."""
         bad: tuple[str, ...] = ()
@@ -124,7 +162,7 @@ class Images:
             request = SourcesRequest(lease=link.lease, id=id, bad=bad)
             found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
             try:
-                return cls(link, found, timeout_s)
+                return cls(link, found, timeout_s, tensors_of)
             except _UnusableError as error:
                 if error.path in bad:
                     raise SidecarError(f"step {id}: {error}", code="not-verified") from error

@@ -16,7 +16,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.blocks import Block, blocks, byte_range
-from keepstep.restore.images import Images
+from keepstep.restore.images import StepImages
 from keepstep.restore.plan import Piece, Plan
 from keepstep.wire.trainer import ChunkRun
 
@@ -32,17 +32,24 @@ class Load:
     parts: list[tuple[int, Block]] = field(default_factory=list)
 
 
-def run(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
-    """Fill `targets` (one for each want, of its box's shape); returns the bytes copied.
+def run(
+    plan: Plan,
+    targets: Sequence[Tensor],
+    images: StepImages,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> int:
+    """Fill `targets` (one for each want, of its box's shape); returns the bytes copied. `dtypes`:
+    of what was saved, where a target may have another one and gets the values.
 
     Raises SidecarError when a chunk cannot be had: then some tensors are changed, and the caller
     must restore another step, or stop.
     """
-    total = _mapped(plan, targets, images)
+    dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
+    total = _mapped(plan, targets, images, dtypes)
     distant = (one for one in plan.pieces() if images.flat(one.rank) is None)
-    for load, frame in images.stream(loads(distant, targets)):
+    for load, frame in images.stream(loads(distant, dtypes)):
         for want, block in load.parts:
-            source = view_of(frame, targets[want].dtype, block, load.chunk * CHUNK_BYTES)
+            source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
             total += put(_place(targets[want], block), source)
     for target in targets:
         if copying.is_plain(target):
@@ -53,11 +60,11 @@ def run(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
     return total
 
 
-def loads(pieces: Iterable[Piece], targets: Sequence[Tensor]) -> Iterator[Load]:
+def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
     """The chunks that hold `pieces`, which are in the order of the files, each once."""
     current: Load | None = None
     for piece in pieces:
-        size = targets[piece.want].element_size()
+        size = dtypes[piece.want].itemsize
         begin, end = byte_range(piece, size)
         for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             parts = list(blocks(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
@@ -72,7 +79,7 @@ def loads(pieces: Iterable[Piece], targets: Sequence[Tensor]) -> Iterator[Load]:
         yield current
 
 
-def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Images) -> tuple[ChunkRun, ...]:
+def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: StepImages) -> tuple[ChunkRun, ...]:
     """The chunks that `run` may ask for, in its order: no less, and hardly more."""
     columns, dims = plan.columns, plan.dims
     element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
@@ -99,7 +106,7 @@ def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Images) -> tuple[C
 def put(target: Tensor, source: Tensor) -> int:
     """Copy one view into another; returns the bytes."""
     size = source.numel() * source.element_size()
-    if copying.is_plain(target) and copying.is_plain(source):
+    if _is_move(target, source):
         copying.move(target.data_ptr(), source.data_ptr(), size)
     else:
         with torch.no_grad():
@@ -115,6 +122,11 @@ def view_of(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tens
     return _narrow(whole, block.low, block.extent)
 
 
+def _is_move(target: Tensor, source: Tensor) -> bool:
+    same = target.dtype == source.dtype
+    return same and copying.is_plain(target) and copying.is_plain(source)
+
+
 def _place(target: Tensor, block: Block) -> Tensor:
     return _narrow(target, block.at, block.extent)
 
@@ -126,7 +138,9 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _mapped(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
+def _mapped(
+    plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
+) -> int:
     total, moves, copies = 0, [], []
     for piece in plan.pieces():
         flat = images.flat(piece.rank)
@@ -134,10 +148,10 @@ def _mapped(plan: Plan, targets: Sequence[Tensor], images: Images) -> int:
             continue
         whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
         target = _place(targets[piece.want], whole)
-        source = view_of(flat, target.dtype, whole, 0)
+        source = view_of(flat, dtypes[piece.want], whole, 0)
         size = source.numel() * source.element_size()
         total += size
-        if copying.is_plain(target) and copying.is_plain(source):
+        if _is_move(target, source):
             moves.append(copying.Move(target.data_ptr(), source.data_ptr(), size))
         else:
             copies.append(copying.Copy(target, source))
