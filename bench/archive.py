@@ -30,7 +30,7 @@ from obstore.store import S3Store
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, SECRET, Gateway
 from tests.volume.images import RUN, make_layout, staged
@@ -99,14 +99,14 @@ def _summary(figures: dict[str, list[dict[str, float]]], size_bytes: int) -> dic
     }
 
 
-async def ours(gateway: Gateway, bucket: str, found: Found) -> None:
+async def ours(gateway: Gateway, bucket: str, found: LocalShard) -> None:
     """As a sidecar does: with the check before, the digests, what is read back, and the record."""
     config = ArchiveConfig(
         url=f"s3://{bucket}/runs", every=1, endpoint=gateway.endpoint, region="us-east-1"
     )
     depot = ArchiveDepot(config, open_store(config), run=RUN)
     work = asyncio.ensure_future(depot.run())
-    depot.committed(found.id, {found.rank: found})
+    depot.committed(found.step_id, {found.rank: found})
     if not await depot.drain(timeout_s=300):
         raise RuntimeError(depot.status().trouble)
     work.cancel()
@@ -114,7 +114,7 @@ async def ours(gateway: Gateway, bucket: str, found: Found) -> None:
     await depot.close()
 
 
-async def plain(gateway: Gateway, bucket: str, found: Found) -> None:
+async def plain(gateway: Gateway, bucket: str, found: LocalShard) -> None:
     """The same bytes, mapped, in parts of the same size and number."""
     store = S3Store(
         bucket,
@@ -128,7 +128,7 @@ async def plain(gateway: Gateway, bucket: str, found: Found) -> None:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         await obstore.put_async(
             store,
-            f"runs/{RUN}/{found.id}/{found.path.name}",
+            f"runs/{RUN}/{found.step_id}/{found.path.name}",
             memoryview(mapping),
             chunk_size=_PART_BYTES,
             max_concurrency=_PARTS,

@@ -119,7 +119,7 @@ def _engine(directory: Path) -> Figures:
 
     volume = Volume(directory / "bench", run="bench")
     try:
-        path = max(volume.scan().shards, key=lambda found: found.id).path
+        path = max(volume.scan().shards, key=lambda found: found.step_id).path
         size = path.stat().st_size
         # as in a slot: shared memory in small pages
         with mmap.mmap(-1, size) as memory:

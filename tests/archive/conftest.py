@@ -16,7 +16,7 @@ from keepstep.steps import Epoch
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
 from tests.volume.images import EPOCH, RUN, make_layout, staged
@@ -53,13 +53,13 @@ def archive_dir(tmp_path: Path) -> Path:
 
 def write_step(
     volume: Volume, step: int, *, world: int = 2, parameters: int = 6000, **image: Any
-) -> dict[int, Found]:
+) -> dict[int, LocalShard]:
     """A durable shard for each rank, as the committer hears of them."""
     for rank in range(world):
         layout = make_layout(rank=rank, world=world, parameters=parameters)
         slot = staged(layout, step, **image)
         volume.write(slot.view, slot.layout, slot.control)
-    return {one.rank: one for one in volume.scan().shards if one.id.step == step}
+    return {one.rank: one for one in volume.scan().shards if one.step_id.step == step}
 
 
 @asynccontextmanager
@@ -78,8 +78,8 @@ async def running(
         await depot.close()
 
 
-def commit(depot: ArchiveDepot, shards: dict[int, Found]) -> None:
-    depot.committed(next(iter(shards.values())).id, shards)
+def commit(depot: ArchiveDepot, shards: dict[int, LocalShard]) -> None:
+    depot.committed(next(iter(shards.values())).step_id, shards)
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig, of_plain
 from keepstep_sidecar.tiers.archive.backlog import Backlog
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, families
 from keepstep_sidecar.tiers.archive.retention import ABANDONED_S, expired, names_of
-from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
-HELD = {0: cast("Found", object())}
+HELD = {0: cast("LocalShard", object())}
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
 NOW = 1e9
 
@@ -99,7 +100,7 @@ def complete(
         id=id,
         world=1,
         epochs=epochs,
-        shards=(Shard(rank=0, name=shard_name(0, 1), bytes=9, root="r", params_digest=None),),
+        shards=(Shard(step_id=id, rank=0, world=1, size_bytes=9, root="r"),),
         written_at=at_s,
     )
     return ArchivedStep(id=id, files=files(shard_name(0, 1), "step.json"), record=record)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.commit.epochs import line
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor
-from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import open_store
 
 FIRST = Epoch(EpochId(1, "00000001"))
@@ -25,7 +26,7 @@ def archived(root: Path, id: StepId, *epochs: Epoch) -> None:
     directory, name = root / "run" / str(id), shard_name(0, 1)
     directory.mkdir(parents=True)
     (directory / name).write_bytes(b"x" * 10)
-    shard = Shard(rank=0, name=name, bytes=10, root="a", params_digest=None)
+    shard = Shard(step_id=id, rank=0, world=1, size_bytes=10, root="a")
     record = StepRecord(run="run", id=id, world=1, epochs=epochs, shards=(shard,), written_at=1.0)
     (directory / "step.json").write_bytes(record.to_json())
 

@@ -40,14 +40,14 @@ def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_t
         ancestor = AncestorDepot(store, parse(f"{RUN}/10"), run="second")
         found = await ancestor.look()
         assert (found.answer, found.epochs) == (Answer.STEPS, ())
-        assert {one.id for one in found.shards} == ancestor.ids == {step_id(10)}
+        assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
         assert {(one.rank, one.world, one.tier) for one in found.shards} == {
             (0, 2, Tier.ARCHIVE),
             (1, 2, Tier.ARCHIVE),
         }
         for shard in found.shards:
             layout = await ancestor.layout(shard)
-            view = memoryview(mmap.mmap(-1, shard.bytes))
+            view = memoryview(mmap.mmap(-1, shard.size_bytes))
             control = await ancestor.load(shard, view)
             check_control(control, layout, run="second", id=step_id(10))
             assert bytes(view[layout.control_begin :]) == control.to_bytes()

@@ -42,7 +42,11 @@ def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucke
                 await depot.load(remote, slot)
                 assert bytes(slot) == shards[remote.rank].path.read_bytes()
             status = depot.status()
-            assert status.sent_bytes == status.received_bytes == sum(s.bytes for s in held.shards)
+            assert (
+                status.sent_bytes
+                == status.received_bytes
+                == sum(one.size_bytes for one in held.shards)
+            )
 
     asyncio.run(scenario())
     names = sorted(path.name for path in in_bucket(bucket, 10).iterdir())

@@ -17,7 +17,6 @@ from keepstep.core.ledger import (
     EpochStarted,
     Event,
     FreshStartAcknowledged,
-    Held,
     Ledger,
     LedgerConfig,
     NodeGone,
@@ -32,6 +31,7 @@ from keepstep.core.ledger import (
 from keepstep.core.persist_planner import PersistPlanner, Write
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
+from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import choose
 from keepstep.errors import KeepstepError
@@ -122,14 +122,19 @@ class Scenario:
         **tiers: str,
     ) -> Iterable[str]:
         alike = tuple(int(one) for one in twins.split(",") if one)
-        report = RankReport(
-            sealed={Tier(t): _held(text, int(world), alike) for t, text in tiers.items()},
-            answers={Tier(t): _answer(text) for t, text in tiers.items()},
-        )
+        reports = {
+            int(rank): RankReport(
+                sealed={
+                    Tier(t): _held(text, int(rank), int(world), alike) for t, text in tiers.items()
+                },
+                answers={Tier(t): _answer(text) for t, text in tiers.items()},
+            )
+            for rank in ranks.split(",")
+        }
         return self._apply(
             Reported(
                 node_rank=int(node),
-                ranks={int(rank): report for rank in ranks.split(",")},
+                ranks=reports,
                 epochs=tuple(Epoch(epoch_id(one)) for one in epochs.split(",") if one),
                 sequence=int(sequence),
             )
@@ -292,8 +297,8 @@ class Scenario:
     ) -> Iterable[str]:
         """`offers`: 1-8/4 is step 1-8, saved by 4 ranks; offered from `local`."""
         images = tuple(
-            Candidate(id=one.id, tier=Tier(tier), world=one.world, bytes=4096)
-            for one in _held(held, int(world))
+            Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
+            for one in _held(held, 0, int(world))
         )
         for number in (ranks or rank).split(","):
             self.votes[int(number)] = Candidates(
@@ -323,17 +328,18 @@ class Scenario:
         return [f"{what}{without} as epoch {decision.epoch_number} {tiers}".rstrip()]
 
 
-def _held(text: str, world: int, twins: tuple[int, ...] = ()) -> tuple[Held, ...]:
+def _held(text: str, rank: int, world: int, twins: tuple[int, ...] = ()) -> tuple[Shard, ...]:
     if text in ("none", "unknown", "steps"):
         return ()
-    return tuple(_image(one, world, twins) for one in text.split(","))
+    return tuple(_image(one, rank, world, twins) for one in text.split(","))
 
 
-def _image(text: str, world: int, twins: tuple[int, ...]) -> Held:
+def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:
     rest, _, params = text.partition("@")
     name, _, root = rest.partition(":")
-    return Held(
-        id=step_id(name),
+    return Shard(
+        step_id=step_id(name),
+        rank=rank,
         world=world,
         root=root or None,
         params_digest=params or None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from keepstep.core.ledger import Held, Ledger, RankReport, Reported
+from dataclasses import replace
+
+from keepstep.core.ledger import Ledger, RankReport, Reported
+from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId, Tier
 
 STEP = StepId(EpochId(1, "0" * 8), 10)
@@ -11,7 +14,9 @@ STEP = StepId(EpochId(1, "0" * 8), 10)
 def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -> int:
     """What it says after these images were reported."""
     ranks = {
-        rank: RankReport(sealed={tier: (Held(id=STEP, world=world, bytes=size),)})
+        rank: RankReport(
+            sealed={tier: (Shard(step_id=STEP, rank=rank, world=world, size_bytes=size),)}
+        )
         for rank, size in sizes.items()
     }
     ledger.apply(Reported(ranks=ranks))
@@ -31,4 +36,5 @@ def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
 
 
 def test_one_of_an_older_sidecar_that_tells_no_size_is_the_same_image() -> None:
-    assert Held(id=STEP, world=2, root="a") == Held(id=STEP, world=2, root="a", bytes=4096)
+    small = Shard(step_id=STEP, rank=0, world=2, root="a")
+    assert small == replace(small, size_bytes=4096)

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from keepstep.core.candidates import Candidate, Candidates, Offer
 from keepstep.core.ledger import (
     EpochStarted,
-    Held,
     Ledger,
     LedgerConfig,
     NodeGone,
@@ -27,6 +26,7 @@ from keepstep.core.ledger import (
     Retire,
 )
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
 from keepstep.core.vote import Decision, choose
 from keepstep.errors import RestoreError, WorldChangedError
 from keepstep.steps import Answer, Epoch, StepId, Tier
@@ -150,9 +150,9 @@ class Tiers(RuleBasedStateMachine):
         answers = {tier: Answer.STEPS if held else Answer.NONE for tier, held in sealed.items()}
         return RankReport(sealed=sealed, answers=answers)
 
-    def _held(self, id: StepId, rank: int) -> Held:
+    def _held(self, id: StepId, rank: int) -> Shard:
         world = self.worlds[id]
-        return Held(id=id, world=world, twins=self._twins(rank, world))
+        return Shard(step_id=id, rank=rank, world=world, twins=self._twins(rank, world))
 
     # --- what is there -------------------------------------------------------------------
 

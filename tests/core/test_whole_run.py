@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.ledger import (
     EpochStarted,
-    Held,
     Ledger,
     LedgerConfig,
     RankReport,
@@ -46,6 +45,7 @@ from keepstep.core.node import (
 from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
+from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import choose
 from keepstep.errors import NothingCommonError, RestoreError
@@ -151,7 +151,8 @@ class WholeRun(RuleBasedStateMachine):
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
         return [
-            Reported(ranks={number: _report(rank, world)}) for number, rank in enumerate(self.ranks)
+            Reported(ranks={number: _report(number, rank, world)})
+            for number, rank in enumerate(self.ranks)
         ]
 
     def _list(self) -> None:
@@ -409,12 +410,14 @@ class WholeRun(RuleBasedStateMachine):
         self.newest_commit = newest
 
 
-def _report(rank: Rank, world: int) -> RankReport:
+def _report(number: int, rank: Rank, world: int) -> RankReport:
     memory, local = sorted(rank.table.sealed()), sorted(rank.shards)
     return RankReport(
         sealed={
-            Tier.MEMORY: tuple(Held(id=id, world=world) for id in memory),
-            Tier.LOCAL: tuple(Held(id=id, world=world, root="r") for id in local),
+            Tier.MEMORY: tuple(Shard(step_id=id, rank=number, world=world) for id in memory),
+            Tier.LOCAL: tuple(
+                Shard(step_id=id, rank=number, world=world, root="r") for id in local
+            ),
         },
         answers={
             Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,

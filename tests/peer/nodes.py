@@ -13,7 +13,7 @@ from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.peers import Files, PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerDepot
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import RUN, Slot, make_layout, staged
@@ -60,16 +60,16 @@ class Node:
             )
         )
 
-    def write(self, step: int, *, rank: int, parameters: int = 6000) -> tuple[Slot, Found]:
+    def write(self, step: int, *, rank: int, parameters: int = 6000) -> tuple[Slot, LocalShard]:
         """Make an image durable here; as a scan finds it."""
         slot = staged(make_layout(rank=rank, world=2, parameters=parameters), step)
         self.volume.write(slot.view, slot.layout, slot.control)
-        found = [one for one in self.volume.scan().shards if one.id == slot.id]
+        found = [one for one in self.volume.scan().shards if one.step_id == slot.id]
         return slot, next(one for one in found if one.rank == rank)
 
     def copies(self) -> list[tuple[int, int]]:
         """(step, rank) of the copies here."""
-        return [(one.id.step, one.rank) for one in self.depot.kept()]
+        return [(one.step_id.step, one.rank) for one in self.depot.kept()]
 
     def copy_path(self, id: StepId) -> Path:
         (path,) = (self.root / "peers" / str(id)).glob("rank-*")

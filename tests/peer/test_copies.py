@@ -53,15 +53,15 @@ async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
         # readers of the buddy's volume see no step that is not theirs
         assert survey(buddy.root, run=RUN).shards == ()
 
-        here.volume.retire(found.id)  # the drive of this pod is lost
+        here.volume.retire(found.step_id)  # the drive of this pod is lost
         seen = await here.depot.look()
         assert (seen.answer, seen.reason) == (Answer.STEPS, "")
         (remote,) = seen.shards
-        assert (remote.id, remote.rank, remote.root) == (found.id, 0, found.root)
+        assert (remote.step_id, remote.rank, remote.root) == (found.step_id, 0, found.root)
         view = empty_slot(slot.layout)
         control = await here.depot.load(remote, view)
         assert same(view, slot)
-        assert verify_image(view, slot.layout, run=RUN, id=found.id) == control
+        assert verify_image(view, slot.layout, run=RUN, id=found.step_id) == control
         assert await here.depot.layout(remote) == slot.layout
         assert await here.depot.control(remote) == control
 
@@ -117,7 +117,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
         _, found = here.write(5, rank=0)
         here.depot.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
-    path = buddy.copy_path(found.id)
+    path = buddy.copy_path(found.step_id)
     with path.open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"x")
@@ -125,7 +125,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
     async with running(again):
         assert (await again.depot.look()).answer is Answer.NONE
     assert [one.name for one in (again.root / "quarantine").iterdir()] == [
-        f"{found.id}.rank-00000-of-00002.torn.1"
+        f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]
 
 
@@ -150,7 +150,7 @@ async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> 
         _, found = here.write(5, rank=0)
         here.depot.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
-        here.depot.forget([found.id])
+        here.depot.forget([found.step_id])
         here.depot.committed(step_id(9), {})
         _, other = here.write(7, rank=1)
         here.depot.durable(other)
@@ -197,7 +197,7 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
         assert "bytes needed for a copy" in here.depot.status().trouble
         assert here.depot.status().backlog == 1
         assert not list(buddy.root.rglob("*.part"))
-        assert not here.depot.in_use(big.id)
+        assert not here.depot.in_use(big.step_id)
 
 
 async def test_the_ring_is_built_of_a_static_list_and_certificates(

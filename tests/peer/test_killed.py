@@ -78,8 +78,8 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
             assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
         elif point not in ("peer.create", "peer.data"):
             assert sent == 0, "all chunks had arrived before it died"
-        here.volume.retire(found.id)
-        here.depot.forget([found.id])
+        here.volume.retire(found.step_id)
+        here.depot.forget([found.step_id])
         seen = await here.depot.look()
         assert seen.answer is Answer.STEPS
         view = empty_slot(slot.layout)

@@ -28,13 +28,13 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     slot, found = here.write(5, rank=0, parameters=parameters)
     here.depot.durable(found)
     await until(lambda: all(one.copies() for one in buddies))
-    here.depot.forget([found.id])
-    here.volume.retire(found.id)
+    here.depot.forget([found.step_id])
+    here.volume.retire(found.step_id)
     return slot, found
 
 
 def flip(node: Node, found, offset: int) -> None:
-    with node.copy_path(found.id).open("r+b") as file:
+    with node.copy_path(found.step_id).open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
         file.seek(offset)
@@ -215,11 +215,11 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
         began = time.monotonic()
         founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
         here.depot.durable(founds[0])
-        await until(lambda: here.depot.in_use(founds[0].id))
+        await until(lambda: here.depot.in_use(founds[0].step_id))
         for found in founds[1:]:
             here.depot.durable(found)
-        assert here.depot.in_use(founds[3].id)  # step 8 is next, and stays here until then
-        assert not here.depot.in_use(founds[2].id)
+        assert here.depot.in_use(founds[3].step_id)  # step 8 is next, and stays here until then
+        assert not here.depot.in_use(founds[2].step_id)
         await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
         sent = here.depot.status().sent_bytes
         assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)

@@ -37,7 +37,7 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
         async with running(old):
             _, committed = old.write(100, rank=0)
             old.depot.durable(committed)
-            old.depot.committed(committed.id, {0: committed})
+            old.depot.committed(committed.step_id, {0: committed})
             await until(lambda: buddy.copies() == [(100, 0)])
         new = Node(tmp_path / "drives-new", 0, authority.files(0))
         new.knows(buddy, buddies=(buddy,))
@@ -48,7 +48,7 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
             feeder = next(iter(new.depot._feeders.values()))[0]
             await until(lambda: feeder._said == new.depot._outbox.wanted())
             assert buddy.copies() == [(100, 0), (110, 0)]
-            new.depot.committed(later.id, {0: later})
+            new.depot.committed(later.step_id, {0: later})
             await until(lambda: buddy.copies() == [(110, 0)])
 
 
@@ -60,11 +60,11 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     _, dead = here.write(100, rank=0)
     outbox = Outbox()
     outbox.add([live, dead])
-    outbox.commit(dead.id)
+    outbox.commit(dead.step_id)
     assert outbox.due(()) == [dead]
-    outbox.forget([dead.id])
+    outbox.forget([dead.step_id])
     assert outbox.due(()) == [live]
-    assert outbox.wanted().ranks == {0: (live.id,)}
+    assert outbox.wanted().ranks == {0: (live.step_id,)}
     asyncio.run(here.depot.close())
     here.volume.close()
 
@@ -97,9 +97,9 @@ def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
     here = node(0)
     _, found = here.write(1, rank=0)
     shards = here.depot._shards
-    path, engine = shards._find(found.id, 0, found.world)
+    path, engine = shards._find(found.step_id, 0, found.world)
     monkeypatch.setattr(shards, "_find", lambda *which: (path.with_name("gone"), engine))
-    with pytest.raises(StorageError, match="any more"), shards.open(found.id, 0, found.world):
+    with pytest.raises(StorageError, match="any more"), shards.open(found.step_id, 0, found.world):
         pass
     asyncio.run(here.depot.close())
     here.volume.close()

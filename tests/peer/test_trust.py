@@ -76,8 +76,8 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
     assert any(text in looked.reason for text in why.split("|")), looked.reason
     assert one.copies() == []
-    assert [found.id.step for found in survey(one.root, run=RUN).shards] == [3]
-    assert [found.id.step for found in survey(stranger.root, run=RUN).shards] == [5]
+    assert [found.step_id.step for found in survey(one.root, run=RUN).shards] == [3]
+    assert [found.step_id.step for found in survey(stranger.root, run=RUN).shards] == [5]
 
 
 async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:

@@ -17,7 +17,7 @@ from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tier import PeerDepot
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until
@@ -55,12 +55,12 @@ def fetching(tmp_path: Path, authority: Authority) -> PeerDepot:
     )
 
 
-def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, Found]:
+def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, LocalShard]:
     """A shard of rank 1 in a pod's directory, as the pod leaves it."""
     slot = staged(make_layout(rank=1, world=2, parameters=parameters), step)
     volume = Volume(directory / RUN, run=RUN)
     volume.write(slot.view, slot.layout, slot.control)
-    (found,) = (one for one in volume.scan().shards if one.id == slot.id)
+    (found,) = (one for one in volume.scan().shards if one.step_id == slot.id)
     volume.close()
     return slot, found
 
@@ -81,7 +81,7 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
         depot.peers_are((helper,))
         seen = await depot.look()
         (remote,) = seen.shards
-        assert (remote.id, remote.rank, remote.tier) == (found.id, 1, Tier.PEER)
+        assert (remote.step_id, remote.rank, remote.tier) == (found.step_id, 1, Tier.PEER)
         view = empty_slot(slot.layout)
         await depot.load(remote, view)
         assert same(view, slot)
@@ -115,7 +115,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
             await until(lambda: sender.depot.status().sent > sent)  # noqa: B023
     shelf = Shelf([directory], run=RUN)
     assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
-    newest = Wanted(ranks={0: (found.id,)}, committed=found.id)
+    newest = Wanted(ranks={0: (found.step_id,)}, committed=found.step_id)
     assert shelf.desk.copies.want(newest, sender=0) == 0
     assert len(shelf.look().shards) == 2
 

@@ -6,6 +6,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import msgspec
 import pytest
 
 from keepstep.core.candidates import Candidates
+from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, ImageError, ProtocolError, TornError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep.wire.trainer import from_json
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.peer.protocol import Listed, Wanted
 from keepstep_sidecar.volume.run_record import RunRecord
 
@@ -143,11 +145,10 @@ def test_a_dense_record_is_refused_before_it_takes_memory(
 
 def test_the_record_of_a_step_of_many_ranks_is_read_back() -> None:
     world = 5_000
-    names = [shard_name(rank, world) for rank in range(world)]
-    shards = tuple(
-        Shard(rank=rank, name=name, bytes=1 << 40, root="0" * 32, params_digest="0" * 32)
-        for rank, name in enumerate(names)
+    like = Shard(
+        step_id=ID, rank=0, world=world, size_bytes=1 << 40, root="0" * 32, params_digest="0" * 32
     )
+    shards = tuple(replace(like, rank=rank) for rank in range(world))
     record = StepRecord(
         run="demo", id=ID, world=world, epochs=(), shards=shards, written_at=time.time()
     )

@@ -60,7 +60,7 @@ def write(committer: Committer, number: int) -> None:
     """The only rank makes a step durable."""
     slot = staged(make_layout(world=1), number)
     written = committer.volumes.write(slot.view, slot.layout, slot.control)
-    committer.wrote(written, slot.layout, slot.control)
+    committer.wrote(written.shard)
 
 
 class Held:

@@ -75,7 +75,7 @@ async def kept_for_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[
         slot, found = owner.write(STEP, rank=0, parameters=BIG)
         owner.depot.durable(found)
         await until(lambda: here.copies() == [(STEP, 0)])
-        yield Lying(await _seen(here.depot), here.copy_path(found.id), slot)
+        yield Lying(await _seen(here.depot), here.copy_path(found.step_id), slot)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 from keepstep.steps import Answer
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.tier import Depot
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.peer.nodes import running
@@ -24,7 +24,7 @@ class Scene:
     given to it; `leave`: it cannot be reached any more."""
 
     tier: Depot
-    send: Callable[[int], Found]
+    send: Callable[[int], LocalShard]
     leave: Callable[[], Awaitable[None]]
 
 
@@ -37,10 +37,10 @@ async def peers(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
 
-    def send(step: int) -> Found:
+    def send(step: int) -> LocalShard:
         _, found = here.write(step, rank=0)
         here.depot.durable(found)
-        here.depot.committed(found.id, {0: found})
+        here.depot.committed(found.step_id, {0: found})
         return found
 
     async with running(here, buddy):
@@ -58,7 +58,7 @@ async def _archive(
 
     async with archiving(config) as depot:
 
-        def send(step: int) -> Found:
+        def send(step: int) -> LocalShard:
             shards = write_step(volume, step)
             commit(depot, shards)
             return shards[0]
@@ -110,13 +110,17 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
         seen = await scene.tier.look()
         assert seen.answer is Answer.STEPS
         remote = next(one for one in seen.shards if one.rank == 0)
-        assert (remote.id, remote.world, remote.bytes) == (found.id, found.world, found.bytes)
+        assert (remote.step_id, remote.world, remote.size_bytes) == (
+            found.step_id,
+            found.world,
+            found.size_bytes,
+        )
         assert (remote.root, remote.tier) == (found.root, scene.tier.tier)
         assert remote.where
         status = scene.tier.status()
         assert (status.backlog, status.trouble) == (0, "")
         assert status.sent_bytes > 0
-        assert not scene.tier.in_use(found.id)
+        assert not scene.tier.in_use(found.step_id)
 
 
 @on_every_tier
@@ -126,7 +130,7 @@ async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRe
         assert await scene.tier.drain(timeout_s=60)
         sent = scene.tier.status().sent_bytes
         scene.tier.durable(found)
-        scene.tier.committed(found.id, {0: found})
+        scene.tier.committed(found.step_id, {0: found})
         assert await scene.tier.drain(timeout_s=60)
         assert scene.tier.status().sent_bytes == sent
 

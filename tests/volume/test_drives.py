@@ -69,12 +69,12 @@ def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
     volume.write(second.view, layout, second.control)
     with pytest.raises(NoSpaceError, match="keep fewer steps"):
         volume.write(third.view, layout, third.control)
-    assert [shard.id.step for shard in volume.scan().shards] == [1, 2]
+    assert [shard.step_id.step for shard in volume.scan().shards] == [1, 2]
     assert (volume.quarantined(), volume.failed) == (0, "")
     volume.retire(first.id)
     written = volume.write(third.view, layout, third.control)
     view = empty_slot(layout)
-    volume.load(written.path, view)
+    volume.load(written.shard.path, view)
     assert view[: layout.digests_begin] == third.view[: layout.digests_begin]
     volume.close()
 
@@ -90,7 +90,7 @@ def test_what_a_full_drive_cannot_take_goes_to_another_one(
     volumes = VolumeSet([full, other])
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
-    assert all(one.path.is_relative_to(other.root) for one in written)
+    assert all(one.shard.path.is_relative_to(other.root) for one in written)
     assert (full.failed, other.failed) == ("", "")
     assert [shard.rank for shard in volumes.scan().shards] == [0, 1]
     volumes.close()
@@ -148,7 +148,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
     assert volume.engine_reason == f"O_DIRECT refused: {os.strerror(errno.EINVAL)}"
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
-    volume.load(written.path, empty_slot(slot.layout))
+    volume.load(written.shard.path, empty_slot(slot.layout))
     volume.close()
 
 
@@ -176,7 +176,7 @@ def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., 
     )
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
-    volume.load(written.path, empty_slot(slot.layout))
+    volume.load(written.shard.path, empty_slot(slot.layout))
 
 
 def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.Monke
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
     view = empty_slot(slot.layout)
-    volume.load(written.path, view)
+    volume.load(written.shard.path, view)
     assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
     volume.close()
 

@@ -41,7 +41,7 @@ def run_victim(root: Path, fault: str) -> tuple[int, list[str]]:
 def check_after_death(volume: Volume, promised: list[str]) -> None:
     scan = volume.scan()
     assert scan.problems == ()
-    found = {(shard.rank, shard.id.step): shard for shard in scan.shards}
+    found = {(shard.rank, shard.step_id.step): shard for shard in scan.shards}
     for (rank, step), shard in found.items():
         wanted = staged(make_layout(rank=rank), step)
         view = empty_slot(wanted.layout)
@@ -101,7 +101,7 @@ def test_an_io_error_quarantines_the_file_and_is_not_retried(
     later = staged(make_layout(), 2)
     volume.write(later.view, later.layout, later.control)
     assert volume.failed == ""
-    assert [shard.id for shard in volume.scan().shards] == [step_id(2)]
+    assert [shard.step_id for shard in volume.scan().shards] == [step_id(2)]
 
 
 @pytest.mark.parametrize("point", FAILING_POINTS)

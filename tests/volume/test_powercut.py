@@ -126,7 +126,7 @@ def _incomplete_in_sight(root: Path) -> list[str]:
 def _not_bit_equal(volume: Volume, scan: Scan) -> list[str]:
     wrong = []
     for shard in scan.shards:
-        slot = SLOTS[shard.rank, shard.id.step]
+        slot = SLOTS[shard.rank, shard.step_id.step]
         view = empty_slot(slot.layout)
         volume.load(shard.path, view)
         if view[: slot.layout.digests_begin] != slot.view[: slot.layout.digests_begin]:
@@ -135,7 +135,7 @@ def _not_bit_equal(volume: Volume, scan: Scan) -> list[str]:
 
 
 def _promises_broken(notes: set[str], scan: Scan, record: RunRecord) -> list[str]:
-    found = {(shard.rank, shard.id.step): shard.published for shard in scan.shards}
+    found = {(shard.rank, shard.step_id.step): shard.published for shard in scan.shards}
     wrong = []
     for rank, step in SLOTS:
         hidden = ENDS.get(step, "never") in notes
@@ -197,6 +197,6 @@ def test_the_story_ends_as_it_was_told(log: list[Entry], memory_dir: Path) -> No
     *_, last = crashes(log, seed=0)
     last.make(memory_dir / RUN)
     volume = Volume(memory_dir / RUN, run=RUN, engine=Engine.BUFFERED)
-    found = [(shard.id, shard.rank, shard.published) for shard in volume.scan().shards]
+    found = [(shard.step_id, shard.rank, shard.published) for shard in volume.scan().shards]
     volume.close()
     assert found == [(step_id(2), 0, False), (step_id(3), 0, False)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
-from keepstep.image import Section, verify_image
+from keepstep.image import verify_image
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.direct_io import Engine, Pace
 from keepstep_sidecar.volume.scan import survey
@@ -36,11 +36,11 @@ def test_what_was_staged_comes_back_bit_equal(
     slot = staged(make_layout(parameters=parameters), 7)
     written = write(volume, slot)
     view = empty_slot(slot.layout)
-    control = volume.load(written.path, view)
+    control = volume.load(written.shard.path, view)
     assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
     assert verify_image(view, slot.layout) == control
     assert replace(control, root=None, sections=None, written_at=None) == slot.control
-    assert (control.root, control.sections) == (written.root, written.sections)
+    assert control.root == written.shard.root
 
 
 def test_the_slot_is_not_changed_by_writing_it(volume: Volume) -> None:
@@ -56,11 +56,11 @@ def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     volume.publish(step_id(1))
     scan = volume.scan()
     assert scan.problems == ()
-    told = [(shard.id.step, shard.rank, shard.published) for shard in scan.shards]
+    told = [(shard.step_id.step, shard.rank, shard.published) for shard in scan.shards]
     assert told == [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False)]
     first = scan.shards[2]
-    assert first.root == written[step_id(2)].root
-    assert first.params_digest == written[step_id(2)].sections[Section.PARAMS.value]
+    assert first.root == written[step_id(2)].shard.root
+    assert first == written[step_id(2)].shard
     assert (first.world, first.run, first.layout) == (2, RUN, slots[1].layout)
     assert first.bytes == first.path.stat().st_size == slots[1].layout.size_bytes
     assert survey(volume.root, run=RUN) == scan
@@ -146,8 +146,8 @@ def test_arguments_that_do_not_belong_together_are_refused(volume: Volume) -> No
 def test_a_slot_of_the_wrong_size_is_refused_and_the_shard_stays(volume: Volume) -> None:
     written = write(volume, staged(make_layout(), 1))
     with pytest.raises(UsageError, match="a slot of"):
-        volume.load(written.path, empty_slot(make_layout(parameters=9000)))
-    assert written.path.exists()
+        volume.load(written.shard.path, empty_slot(make_layout(parameters=9000)))
+    assert written.shard.path.exists()
 
 
 def test_the_capacity_limit_holds_before_a_byte_is_written(
@@ -159,7 +159,7 @@ def test_the_capacity_limit_holds_before_a_byte_is_written(
     assert 0 < volume.free_bytes() < slot.layout.size_bytes
     with pytest.raises(NoSpaceError, match=r"step 0001.*rank 0.*limit .* raise the capacity"):
         write(volume, staged(make_layout(), 2))
-    assert [shard.id.step for shard in volume.scan().shards] == [1]
+    assert [shard.step_id.step for shard in volume.scan().shards] == [1]
     volume.retire(step_id(1))
     write(volume, staged(make_layout(), 2))
     assert volume.failed == ""

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.core.ledger import Held
 from keepstep.steps import Answer, StepId
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile import main  # all that the process imports
@@ -50,9 +49,11 @@ def report_of(index: int, ranks: int, world: int, number: int) -> bytes:
             rank=rank,
             world=world,
             alive=True,
-            memory=tuple(Held(id=id, world=world, written_at=T0) for id in dict.fromkeys(memory)),
+            memory=tuple(
+                ReportedShard(id=id, world=world, written_at=T0) for id in dict.fromkeys(memory)
+            ),
             local=tuple(
-                Held(id=id, world=world, root=f"{rank:032x}", params_digest=f"{rank:032x}")
+                ReportedShard(id=id, world=world, root=f"{rank:032x}", params_digest=f"{rank:032x}")
                 for id in local
                 if id.step > 0
             ),

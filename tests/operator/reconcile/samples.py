@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keepstep.core.ledger import Held
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedRestore
+from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportedShard
 from keepstep_operator.api.model import (
     Job,
     PodRecord,
@@ -145,7 +144,9 @@ class Sidecar:
         )
 
     def _copies(self, rank: int) -> ReportedRank:
-        held = tuple(Held(id=id, world=self.world, root=f"{id}/{rank}") for id in self.kept[rank])
+        held = tuple(
+            ReportedShard(id=id, world=self.world, root=f"{id}/{rank}") for id in self.kept[rank]
+        )
         return ReportedRank(
             rank=rank,
             world=self.world,
@@ -166,9 +167,9 @@ class Sidecar:
             return Answer.UNKNOWN
         return Answer.STEPS if self.local else Answer.NONE
 
-    def _held(self, ids: list[StepId], *, root: bool) -> tuple[Held, ...]:
+    def _held(self, ids: list[StepId], *, root: bool) -> tuple[ReportedShard, ...]:
         return tuple(
-            Held(
+            ReportedShard(
                 id=id,
                 world=self.world,
                 root=f"{id}/{self.rank}" if root else None,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.ledger import Held
 from keepstep.steps import Answer
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.api.tiers import Archive, Bucket
 from keepstep_operator.reconcile.status.tier_conditions import RESTORE_FROM
 from tests.operator.reconcile.samples import (
@@ -27,7 +26,7 @@ NEWEST = NUMBERS[-3:]
 def told(rank: int, *numbers: int) -> ReportedRank:
     """What a pod says of another one's rank: only what it saw archived."""
     held = tuple(
-        Held(id=step(one), world=2, root=f"{step(one)}/{rank}", bytes=IMAGE_BYTES)
+        ReportedShard(id=step(one), world=2, root=f"{step(one)}/{rank}", bytes=IMAGE_BYTES)
         for one in numbers
     )
     return ReportedRank(

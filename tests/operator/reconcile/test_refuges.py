@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.ledger import Held
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.reconcile.state.durability import refuges
 from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.run_ledger import RunLedger
@@ -20,8 +19,8 @@ def _id(step: int) -> StepId:
     return StepId(EPOCH, step)
 
 
-def _held(step: int, rank: int) -> Held:
-    return Held(id=_id(step), world=2, root=f"{step}-{rank}")
+def _held(step: int, rank: int) -> ReportedShard:
+    return ReportedShard(id=_id(step), world=2, root=f"{step}-{rank}")
 
 
 def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> ReportedRank:

@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from keepstep.core.ledger import Held
 from keepstep.steps import Tier
-from keepstep.wire.reports import ReportedDepot
+from keepstep.wire.reports import ReportedDepot, ReportedShard
 from keepstep_operator.api.model import NodeRecord, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
@@ -354,7 +353,8 @@ def test_a_cordoned_node_with_the_only_copy_is_warned_of_once_and_while_it_lasts
 
 def lying(*places: tuple[str, int, tuple[int, ...]]) -> list[Lying]:
     return [
-        Lying(node, rank, Held(id=step(1), world=2, twins=twins)) for node, rank, twins in places
+        Lying(node, rank, ReportedShard(id=step(1), world=2, twins=twins))
+        for node, rank, twins in places
     ]
 
 

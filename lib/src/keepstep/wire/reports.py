@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.core.ledger import Held, RankReport, Reported
+from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 PATH = "/v1/reports"
@@ -20,6 +21,43 @@ AUDIENCE = "reports.keepstep.dev"
 STILL_USED_EXIT = 3
 """Exit status of a pod that was to remove a run's directories, and found that the run lived after
 the operator had taken it for gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedShard:
+    """A `Shard` of the rank that it is reported under."""
+
+    id: StepId
+    world: int
+    root: str | None = None
+    params_digest: str | None = None
+    written_at: float | None = None
+    twins: tuple[int, ...] = ()
+    bytes: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, shard: Shard) -> ReportedShard:
+        return cls(
+            id=shard.step_id,
+            world=shard.world,
+            root=shard.root,
+            params_digest=shard.params_digest,
+            written_at=shard.written_at,
+            twins=shard.twins,
+            bytes=shard.size_bytes,
+        )
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(
+            step_id=self.id,
+            rank=rank,
+            world=self.world,
+            size_bytes=self.bytes,
+            root=self.root,
+            params_digest=self.params_digest,
+            written_at=self.written_at,
+            twins=self.twins,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +72,8 @@ class ReportedRank:
     rank: int
     world: int
     alive: bool
-    memory: tuple[Held, ...] = ()
-    local: tuple[Held, ...] = ()
+    memory: tuple[ReportedShard, ...] = ()
+    local: tuple[ReportedShard, ...] = ()
     memory_answer: Answer = Answer.UNKNOWN
     local_answer: Answer = Answer.UNKNOWN
     staged: StepId | None = None
@@ -44,8 +82,8 @@ class ReportedRank:
     skipped: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
-    peer: tuple[Held, ...] = ()
-    archive: tuple[Held, ...] = ()
+    peer: tuple[ReportedShard, ...] = ()
+    archive: tuple[ReportedShard, ...] = ()
     peer_answer: Answer | None = None
     archive_answer: Answer | None = None
 
@@ -189,8 +227,11 @@ def _rank_report(one: ReportedRank) -> RankReport:
         Tier.PEER: (one.peer, one.peer_answer),
         Tier.ARCHIVE: (one.archive, one.archive_answer),
     }
-    known = {tier: held for tier, held in said.items() if held[1] is not None}
+    known = {tier: (held, answer) for tier, (held, answer) in said.items() if answer is not None}
     return RankReport(
-        sealed={tier: held for tier, (held, _) in known.items()},
-        answers={tier: answer for tier, (_, answer) in known.items() if answer is not None},
+        sealed={
+            tier: tuple(shard.shard(one.rank) for shard in held)
+            for tier, (held, _) in known.items()
+        },
+        answers={tier: answer for tier, (_, answer) in known.items()},
     )

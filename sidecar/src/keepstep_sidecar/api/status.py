@@ -149,7 +149,7 @@ def _step(service: Service, id: StepId) -> StepStatus:
     local = committer.shards.get(id, {})
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
     sizes = {rank: slot_set.layout.size_bytes for rank, (slot_set, _) in memory.items()}
-    sizes |= {rank: found.bytes for rank, found in local.items()}
+    sizes |= {rank: found.size_bytes for rank, found in local.items()}
     far = committer.remotes.of(id)
     sizes = {rank: places[0].bytes for rank, places in far.items()} | sizes
     worlds = [found.world for found in local.values()]

@@ -20,7 +20,7 @@ from keepstep_sidecar.cli.run_dir import Places
 from keepstep_sidecar.volume.paths import Tree
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.scan import Found, Refused, Scan
+    from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def read(places: Places) -> Holdings:
     )
 
 
-def survey(places: Places) -> tuple[tuple[Found, ...], tuple[Refused, ...]]:
+def survey(places: Places) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
     """Every shard, and every file that is none, on all volumes. Raises StorageError."""
     scans = [_scan(root, places.run) for root in places.roots]
     shards = tuple(shard for one in scans for shard in one.shards)
@@ -104,13 +104,13 @@ def _scan(root: Path, run: str) -> Scan:
         raise StorageError(f"cannot read {root}: {error}") from error
 
 
-def of_shards(shards: Iterable[Found], epochs: Sequence[Epoch]) -> tuple[Step, ...]:
+def of_shards(shards: Iterable[LocalShard], epochs: Sequence[Epoch]) -> tuple[Step, ...]:
     """Steps as their shards on the volumes show them, ascending."""
     from keepstep.core.ledger.lineage import Standing, trace
 
-    by_step: defaultdict[StepId, list[Found]] = defaultdict(list)
+    by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
-        by_step[shard.id].append(shard)
+        by_step[shard.step_id].append(shard)
     lineage = trace({one.id: one for one in epochs}, seen={id.epoch for id in by_step})
     return tuple(
         _of_found(id, found, dead=lineage.standing(id) is Standing.DEAD)
@@ -118,7 +118,7 @@ def of_shards(shards: Iterable[Found], epochs: Sequence[Epoch]) -> tuple[Step, .
     )
 
 
-def _of_found(id: StepId, found: Sequence[Found], *, dead: bool) -> Step:
+def _of_found(id: StepId, found: Sequence[LocalShard], *, dead: bool) -> Step:
     worlds = {shard.world for shard in found}
     ranks = tuple(sorted({shard.rank for shard in found}))
     world = max(worlds)
@@ -129,7 +129,7 @@ def _of_found(id: StepId, found: Sequence[Found], *, dead: bool) -> Step:
         id=id,
         world=world,
         ranks=ranks,
-        bytes=sum(shard.bytes for shard in found),
+        bytes=sum(shard.size_bytes for shard in found),
         tiers=(Tier.LOCAL,),
         committed=committed,
         dead=dead,

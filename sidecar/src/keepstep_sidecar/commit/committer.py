@@ -32,12 +32,11 @@ from keepstep.core.ledger import (
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.errors import KeepstepError, StorageError, VersionError
-from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Ancestry, line
 from keepstep_sidecar.commit.eviction import Evictions
-from keepstep_sidecar.commit.inventory import Reach, Remotes, Stock, Telling, as_found
+from keepstep_sidecar.commit.inventory import Reach, Remotes, Stock, Telling
 from keepstep_sidecar.commit.restore_from import Rollback
 from keepstep_sidecar.commit.run_view import Notes, RunView
 from keepstep_sidecar.concurrency import Changes
@@ -46,8 +45,7 @@ from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import LocalReader, Origin, RemoteOrigin
 from keepstep_sidecar.tiers.tier import Depot, Keeper
-from keepstep_sidecar.volume.scan import Found, Scan
-from keepstep_sidecar.volume.volume import Written
+from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 T = TypeVar("T")
@@ -210,11 +208,10 @@ class Committer:
         if before != (self.run_view.commit, self.run_view.plan):
             self._changes.ring()
 
-    def wrote(self, written: Written, layout: Layout, control: ControlPage) -> None:
+    def wrote(self, shard: LocalShard) -> None:
         """A shard is durable; `refresh` draws the conclusions."""
-        found = as_found(written, layout, control)
-        self.stock.add(found)
-        self._hooks.durable((found,))
+        self.stock.add(shard)
+        self._hooks.durable((shard,))
         self._changes.ring()
 
     async def start_epoch(self, epoch: Epoch) -> None:
@@ -401,13 +398,13 @@ class Hooks:
         self._depots = tuple(depots)
         self._told: dict[StepId, frozenset[int]] = {}
 
-    def durable(self, found: Iterable[Found]) -> None:
+    def durable(self, found: Iterable[LocalShard]) -> None:
         """These shards are on the volumes."""
         for one in found if self._depots else ():
             for depot in self._depots:
                 depot.durable(one)
 
-    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         """The step is committed; its files lie where they will stay."""
         if self._depots and self._told.get(id) != (ranks := frozenset(shards)):
             self._told[id] = ranks

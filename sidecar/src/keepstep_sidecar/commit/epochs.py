@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from keepstep.core.ledger import Held
+from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.commit.inventory import Remotes
 
@@ -54,9 +54,9 @@ class Ancestry:
             return True
         return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
 
-    def own(self, held: Iterable[Held]) -> tuple[Held, ...]:
+    def own(self, held: Iterable[Shard]) -> tuple[Shard, ...]:
         """Without the other run's steps: what may be reported as this run's."""
-        return tuple(one for one in held if not self.foreign(one.id))
+        return tuple(one for one in held if not self.foreign(one.step_id))
 
     def hides(self, id: StepId, *, in_doubt: bool) -> bool:
         """Whether this step must not be offered. `in_doubt`: it could not be seen what is here."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from keepstep.core.retention import Retention, evicted
 from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Evictions:
 
     def choose(
         self,
-        shards: Mapping[StepId, Mapping[int, Found]],
+        shards: Mapping[StepId, Mapping[int, LocalShard]],
         expendable: Collection[StepId],
         *,
         unfinished: Collection[StepId],
@@ -39,7 +39,7 @@ class Evictions:
 
         The file system may count otherwise than we do: whoever still finds no room asks again.
         """
-        sizes = {id: sum(one.bytes for one in held.values()) for id, held in shards.items()}
+        sizes = {id: sum(one.size_bytes for one in held.values()) for id, held in shards.items()}
         spared = frozenset(sizes.keys() - set(expendable))
         return evicted(
             sizes,

@@ -10,27 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.core.candidates import Offer
-from keepstep.core.ledger import NEAREST_FIRST, Held, RankReport, Reported
+from keepstep.core.ledger import NEAREST_FIRST, RankReport, Reported
+from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
-from keepstep.image import ControlPage, Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.tiers.source import LocalOrigin, LocalReader, Origin, RemoteOrigin
-from keepstep_sidecar.tiers.tier import Ancestor, Depot, Inventory, Remote
-from keepstep_sidecar.volume.scan import Found
-from keepstep_sidecar.volume.volume import Written
+from keepstep_sidecar.tiers.tier import Ancestor, Depot, Inventory
+from keepstep_sidecar.volume.scan import LocalShard
 
 _PAST_STEPS = 10_000
 
-Known = Mapping[tuple[StepId, int], Found]
+Known = Mapping[tuple[StepId, int], LocalShard]
 
 
 class Stock:
     """What the last scan found, and what was written, shown and deleted since."""
 
     def __init__(self) -> None:
-        self.shards: dict[StepId, dict[int, Found]] = {}
+        self.shards: dict[StepId, dict[int, LocalShard]] = {}
         self.published: dict[StepId, str] = {}
         self._past: dict[StepId, tuple[frozenset[int], bool]] = {}
 
@@ -38,12 +37,12 @@ class Stock:
 
     def known(self) -> Known:
         """What is here as a scan begins."""
-        return {(one.id, one.rank): one for one in self.all()}
+        return {(one.step_id, one.rank): one for one in self.all()}
 
-    def replace(self, found: Iterable[Found], *, before: Known) -> None:
+    def replace(self, found: Iterable[LocalShard], *, before: Known) -> None:
         """A scan that began with `before` has found these, and nothing else. What was written,
         shown or deleted meanwhile is known better than the scan can."""
-        now, scanned = self.known(), {(one.id, one.rank): one for one in found}
+        now, scanned = self.known(), {(one.step_id, one.rank): one for one in found}
         newer = {key: one for key, one in now.items() if before.get(key) is not one}
         gone = before.keys() - now.keys()
         self.shards.clear()
@@ -53,8 +52,8 @@ class Stock:
         for id in self.published.keys() - self.shards.keys():
             del self.published[id]
 
-    def add(self, one: Found) -> None:
-        self.shards.setdefault(one.id, {})[one.rank] = one
+    def add(self, one: LocalShard) -> None:
+        self.shards.setdefault(one.step_id, {})[one.rank] = one
 
     def show(self, id: StepId, path: Path) -> None:
         """Readers see the step in this directory; its shards moved there."""
@@ -72,16 +71,16 @@ class Stock:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def all(self) -> list[Found]:
+    def all(self) -> list[LocalShard]:
         return [one for held in self.shards.values() for one in held.values()]
 
-    def holds(self, rank: int, id: StepId) -> Found | None:
+    def holds(self, rank: int, id: StepId) -> LocalShard | None:
         """This rank's durable shard of the step."""
         return self.shards.get(id, {}).get(rank)
 
-    def of_rank(self, rank: int) -> tuple[Held, ...]:
+    def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """What the ledger hears of a rank, oldest first."""
-        return tuple(_held(held[rank]) for _, held in sorted(self.shards.items()) if rank in held)
+        return tuple(held[rank] for _, held in sorted(self.shards.items()) if rank in held)
 
     def world(self, rank: int) -> int:
         """The world size that the rank's newest shard names, 0 for none."""
@@ -101,36 +100,7 @@ class Stock:
         return {id for id, held in self.shards.items() if any(f.published for f in held.values())}
 
 
-def as_found(written: Written, layout: Layout, control: ControlPage) -> Found:
-    """A shard that was just made durable, as a scan would find it."""
-    return Found(
-        path=written.path,
-        id=written.id,
-        rank=written.rank,
-        world=control.world,
-        run=control.run,
-        bytes=written.bytes,
-        layout=layout,
-        root=written.root,
-        params_digest=written.sections.get("params"),
-        published=False,
-        written_at=written.written_at,
-    )
-
-
-def _held(found: Found) -> Held:
-    return Held(
-        id=found.id,
-        world=found.world,
-        root=found.root,
-        params_digest=found.params_digest,
-        written_at=found.written_at,
-        twins=found.layout.twins,
-        bytes=found.bytes,
-    )
-
-
-def _as_published(found: Found) -> Found:
+def _as_published(found: LocalShard) -> LocalShard:
     """The same shard where `publish` moved it: out of `pending/`."""
     directory = found.path.parent
     if directory.parent.name != "pending":
@@ -210,16 +180,22 @@ class Telling:
         slots = self._keeper.ranks.get(rank)
         return max(slots.sealed() if slots is not None else (), default=default)
 
-    def _memory(self, rank: int) -> tuple[Held, ...]:
+    def _memory(self, rank: int) -> tuple[Shard, ...]:
         if (slots := self._keeper.ranks.get(rank)) is None:
             return ()
         return tuple(_in_slot(*at) for id in slots.sealed() if (at := slots.find(id)))
 
 
-def _in_slot(slot_set: SlotSet, index: int) -> Held:
+def _in_slot(slot_set: SlotSet, index: int) -> Shard:
     id, layout = slot_set.table.slots[index].id, slot_set.layout
     assert id is not None
-    return Held(id=id, world=layout.world, twins=layout.twins, bytes=layout.size_bytes)
+    return Shard(
+        step_id=id,
+        rank=layout.rank,
+        world=layout.world,
+        size_bytes=layout.size_bytes,
+        twins=layout.twins,
+    )
 
 
 # --- remote tiers ----------------------------------------------------------------------------
@@ -250,7 +226,7 @@ class Remotes:
         self._inventories = [_NOT_ASKED for _ in self.depots]
         self._refused: set[tuple[Tier, str, StepId, int]] = set()
         self._at: dict[StepId, dict[int, list[RemoteOrigin]]] = {}
-        self._of_rank: dict[int, dict[Tier, list[Held]]] = {}
+        self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
         self._looking: asyncio.Task[bool] | None = None
 
     @property
@@ -306,11 +282,11 @@ class Remotes:
             tier=str(one.tier),
             where=one.where,
             rank=one.rank,
-            step=str(one.id),
+            step=str(one.step_id),
             reason=str(error),
         )
         if damaged:
-            self._refused.add((one.tier, one.where, one.id, one.rank))
+            self._refused.add((one.tier, one.where, one.step_id, one.rank))
             self._index()
 
     def _index(self) -> None:
@@ -318,11 +294,11 @@ class Remotes:
         self._at, self._of_rank = {}, {}
         for depot, inventory in zip(self.depots, self._inventories, strict=True):
             for one in inventory.shards:
-                if (one.tier, one.where, one.id, one.rank) not in self._refused:
-                    places = self._at.setdefault(one.id, {}).setdefault(one.rank, [])
+                if (one.tier, one.where, one.step_id, one.rank) not in self._refused:
+                    places = self._at.setdefault(one.step_id, {}).setdefault(one.rank, [])
                     places.append(RemoteOrigin(remote=one, depot=depot))
                     tiers = self._of_rank.setdefault(one.rank, {})
-                    tiers.setdefault(one.tier, []).append(held(one))
+                    tiers.setdefault(one.tier, []).append(one)
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -371,7 +347,7 @@ class Remotes:
             sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
         )
 
-    def _answer(self, tier: Tier, found: Sequence[Held]) -> Answer:
+    def _answer(self, tier: Tier, found: Sequence[Shard]) -> Answer:
         said = [
             one.answer
             for depot, one in zip(self.depots, self._inventories, strict=True)
@@ -380,18 +356,6 @@ class Remotes:
         if Answer.UNKNOWN in said:
             return Answer.UNKNOWN
         return Answer.STEPS if found else Answer.NONE
-
-
-def held(one: Remote) -> Held:
-    """A copy in a depot as the ledger hears of it."""
-    return Held(
-        id=one.id,
-        world=one.world,
-        root=one.root,
-        params_digest=one.params_digest,
-        twins=one.twins,
-        bytes=one.bytes,
-    )
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
@@ -406,7 +370,7 @@ def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
 # Which image can be had from where: slots, volumes, depots. Asks nobody, decides nothing.
 
 
-Shards = Mapping[StepId, Mapping[int, Found]]
+Shards = Mapping[StepId, Mapping[int, LocalShard]]
 """step -> rank -> the shard on a volume of this machine."""
 
 
@@ -482,6 +446,6 @@ class Reach:
             if (at := slots.find(id)) is not None:
                 yield at[0].tier(at[1]), rank, at[0].layout.twins
         for rank, found in self._shards.get(id, {}).items():
-            yield Tier.LOCAL, rank, found.layout.twins
+            yield Tier.LOCAL, rank, found.twins
         for rank, places in self._remotes.of(id).items():
             yield places[0].tier, rank, places[0].twins

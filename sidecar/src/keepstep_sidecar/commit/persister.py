@@ -180,9 +180,9 @@ class Persister:
             self.totals.failed += 1
         finally:
             table.unpin(index)
-        if written is not None and control is not None:
+        if written is not None:
             self._count(write, written)
-            self.committer.wrote(written, slot_set.layout, control)
+            self.committer.wrote(written.shard)
         # with nothing awaited since the pin was taken back: the next image is pinned before its
         # slot can be assigned
         await self._end(write, ok=written is not None)
@@ -207,21 +207,21 @@ class Persister:
         )
 
     async def _distrust(self, written: Written) -> None:
-        warn("overwritten while it was written", path=str(written.path))
+        warn("overwritten while it was written", path=str(written.shard.path))
         await self.committer.blocking(
-            lambda: self.committer.volumes.quarantine(written.path, "overwritten")
+            lambda: self.committer.volumes.quarantine(written.shard.path, "overwritten")
         )
 
     def _count(self, write: Write, written: Written) -> None:
         self.trouble = ""
-        self.totals.bytes += written.bytes
+        self.totals.bytes += written.shard.size_bytes
         self.totals.seconds += written.seconds
         self.totals.cpu_s += written.cpu_s
         say(
             "durable",
             rank=write.rank,
             step=str(write.id),
-            bytes=written.bytes,
+            bytes=written.shard.size_bytes,
             seconds=round(written.seconds, 4),
             level=logging.DEBUG,
         )

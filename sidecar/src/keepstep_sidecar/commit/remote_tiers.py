@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from keepstep.core.readiness import NEVER, View
+from keepstep.core.shard import Shard
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
@@ -20,7 +21,6 @@ from keepstep_sidecar.tiers.tier import (
     DepotStatus,
     Keeper,
     Noticing,
-    Remote,
     Retaining,
 )
 
@@ -156,7 +156,7 @@ class RemoteTiers:
     def statuses(self) -> tuple[DepotStatus, ...]:
         return tuple(one.status() for one in self.depots)
 
-    def kept(self) -> tuple[Remote, ...]:
+    def kept(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for others."""
         keepers = (one for one in self.depots if isinstance(one, Keeper))
         return tuple(copy for one in keepers for copy in one.kept())

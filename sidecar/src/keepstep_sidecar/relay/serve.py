@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.core.ledger import Held
 from keepstep.errors import UsageError
 from keepstep.steps import Answer
-from keepstep.wire.reports import Report, ReportedRank, ReportReply
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar import __version__, connections, log
 from keepstep_sidecar.concurrency import Changes
@@ -110,18 +109,8 @@ def _rank(rank: int, found: Sequence[Listed]) -> ReportedRank:
         alive=False,
         memory_answer=Answer.NONE,
         local_answer=Answer.NONE,
-        peer=tuple(_held(kept[id]) for id in sorted(kept)),
+        peer=tuple(ReportedShard.of(kept[id].shard(rank)) for id in sorted(kept)),
         peer_answer=Answer.STEPS,
-    )
-
-
-def _held(one: Listed) -> Held:
-    return Held(
-        id=one.id,
-        world=one.world,
-        root=one.root,
-        params_digest=one.params_digest,
-        twins=one.twins,
     )
 
 

@@ -6,16 +6,17 @@ Apart from `reporter`, which decides when to look and knows how to send.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
-from keepstep.core.ledger import Held, RankReport
+from keepstep.core.ledger import RankReport
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import Report, ReportedDepot, ReportedRank, ReportedVolume
+from keepstep.wire.reports import Report, ReportedDepot, ReportedRank, ReportedShard, ReportedVolume
 from keepstep.wire.status import DepotStatus, VolumeStatus
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as look
 from keepstep_sidecar.api.service import Service
-from keepstep_sidecar.commit.inventory import held
 from keepstep_sidecar.volume.volume import Volume
 
 _RESTART_S = 120.0
@@ -87,8 +88,8 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         rank=rank,
         world=service.committer.telling.world(rank),
         alive=service.trainers.leases.of(rank) is not None,
-        memory=held.sealed[Tier.MEMORY],
-        local=held.sealed[Tier.LOCAL],
+        memory=_rows(held.sealed[Tier.MEMORY]),
+        local=_rows(held.sealed[Tier.LOCAL]),
         memory_answer=held.answers[Tier.MEMORY],
         local_answer=held.answers[Tier.LOCAL],
         staged=counters.staged,
@@ -97,11 +98,15 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         skipped=sum(counters.skipped.values()),
         discarded=counters.discarded,
         blocked_s=counters.blocked_s,
-        archive=held.sealed.get(Tier.ARCHIVE, ()),
+        archive=_rows(held.sealed.get(Tier.ARCHIVE, ())),
         archive_answer=held.answers.get(Tier.ARCHIVE),
         # the pods that keep the copies list them; this one only says whether it knows of any
         peer_answer=held.answers.get(Tier.PEER),
     )
+
+
+def _rows(shards: Iterable[Shard]) -> tuple[ReportedShard, ...]:
+    return tuple(map(ReportedShard.of, shards))
 
 
 def _own(service: Service, held: RankReport) -> RankReport:
@@ -157,34 +162,34 @@ operator takes (a copy is some 230 bytes). In a run of more ranks each pod tells
 def others(service: Service) -> tuple[ReportedRank, ...]:
     """Ranks of which this pod has no image of its own."""
     here = set(service.committer.ranks())
-    kept: dict[int, list[Held]] = {}
+    kept: dict[int, list[Shard]] = {}
     for one in service.beyond.kept():
         if one.rank not in here:
-            kept.setdefault(one.rank, []).append(held(one))
+            kept.setdefault(one.rank, []).append(one)
     archived = {rank: found for rank, found in _archived(service).items() if rank not in here}
     ranks = sorted({*kept, *archived})
     return tuple(_row(rank, kept.get(rank, []), archived.get(rank)) for rank in ranks)
 
 
-def _row(rank: int, kept: list[Held], archived: list[Held] | None) -> ReportedRank:
-    copies = sorted(kept, key=lambda one: one.id)
-    newest = max([*copies, *(archived or ())], key=lambda one: one.id)
+def _row(rank: int, kept: list[Shard], archived: list[Shard] | None) -> ReportedRank:
+    copies = sorted(kept, key=lambda one: one.step_id)
+    newest = max([*copies, *(archived or ())], key=lambda one: one.step_id)
     return ReportedRank(
         rank=rank,
         world=newest.world,
         alive=False,
         memory_answer=Answer.NONE,
         local_answer=Answer.NONE,
-        peer=tuple(copies),
+        peer=_rows(copies),
         peer_answer=Answer.STEPS if copies else None,
-        archive=tuple(archived or ()),
+        archive=_rows(archived or ()),
         archive_answer=Answer.STEPS if archived else None,
     )
 
 
-def _archived(service: Service) -> dict[int, list[Held]]:
+def _archived(service: Service) -> dict[int, list[Shard]]:
     committer = service.committer
-    told: dict[int, list[Held]] = {}
+    told: dict[int, list[Shard]] = {}
     if Tier.ARCHIVE not in committer.remotes.tiers:
         return told
     left = _MOST_COPIES
@@ -193,7 +198,7 @@ def _archived(service: Service) -> dict[int, list[Held]]:
             if (left := left - len(committer.remotes.of(id))) < 0:
                 break
             for rank, places in committer.remotes.of(id).items():
-                found = [held(one.remote) for one in places if one.tier is Tier.ARCHIVE]
+                found = [one.remote for one in places if one.tier is Tier.ARCHIVE]
                 told.setdefault(rank, []).extend(committer.ancestry.own(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.concurrency import all_threads
-from keepstep_sidecar.tiers.tier import Depot, Remote
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.tiers.tier import Depot, RemoteShard
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.shard_file import Proof
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -66,14 +66,14 @@ class LocalReader:
         self._volumes = volumes
         self._loads = loads
         self._chunks = chunks
-        self._proofs: dict[tuple[StepId, int, str], Proof] = {}
+        self._proofs: dict[tuple[StepId, int, str | None], Proof] = {}
 
-    async def load(self, found: Found, view: memoryview) -> ControlPage:
+    async def load(self, found: LocalShard, view: memoryview) -> ControlPage:
         return await _on(self._loads, lambda: self._volumes.load(found.path, view))
 
-    async def proof(self, found: Found) -> Proof:
+    async def proof(self, found: LocalShard) -> Proof:
         """Read once and remembered."""
-        key = (found.id, found.rank, found.root)
+        key = (found.step_id, found.rank, found.root)
         if (proof := self._proofs.get(key)) is None:
             proof = await _on(self._chunks, lambda: self._volumes.prove(found.path))
             if len(self._proofs) >= _PROOFS_KEPT:
@@ -81,7 +81,7 @@ class LocalReader:
             self._proofs[key] = proof
         return proof
 
-    async def chunks(self, found: Found, wanted: Wanted) -> None:
+    async def chunks(self, found: LocalShard, wanted: Wanted) -> None:
         proof = await self.proof(found)
 
         def read(index: int, into: memoryview) -> None:
@@ -104,7 +104,7 @@ async def _on(executor: Executor, work: Callable[[], T]) -> T:
 class LocalOrigin:
     """On a volume of this machine."""
 
-    found: Found
+    found: LocalShard
     reader: LocalReader
     tier: Tier = Tier.LOCAL
 
@@ -114,7 +114,7 @@ class LocalOrigin:
 
     @property
     def id(self) -> StepId:
-        return self.found.id
+        return self.found.step_id
 
     @property
     def rank(self) -> int:
@@ -126,11 +126,11 @@ class LocalOrigin:
 
     @property
     def bytes(self) -> int:
-        return self.found.bytes
+        return self.found.size_bytes
 
     @property
     def twins(self) -> tuple[int, ...]:
-        return self.found.layout.twins
+        return self.found.twins
 
     async def layout(self) -> Layout:
         return self.found.layout
@@ -149,7 +149,7 @@ class LocalOrigin:
 class RemoteOrigin:
     """In a depot."""
 
-    remote: Remote
+    remote: RemoteShard
     depot: Depot
 
     @property
@@ -162,7 +162,7 @@ class RemoteOrigin:
 
     @property
     def id(self) -> StepId:
-        return self.remote.id
+        return self.remote.step_id
 
     @property
     def rank(self) -> int:
@@ -174,7 +174,7 @@ class RemoteOrigin:
 
     @property
     def bytes(self) -> int:
-        return self.remote.bytes
+        return self.remote.size_bytes
 
     @property
     def twins(self) -> tuple[int, ...]:

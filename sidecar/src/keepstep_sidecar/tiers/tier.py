@@ -9,34 +9,31 @@ never holds up a write to a local volume, let alone a trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
+from keepstep.core.shard import Shard
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep.wire.status import DepotStatus as DepotStatus
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remote:
-    """A sealed shard that a depot holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteShard(Shard):
+    """A shard that a depot holds. `where`: for people, like `s3://ckpt/gpt` or `node rank 3`.
+    `key`: the depot's own."""
 
-    `where`: for people, like `s3://ckpt/gpt` or `node rank 3`. `twins`: see `Layout.twins`.
-    `key`: the depot's own.
-    """
-
-    id: StepId
-    rank: int
-    world: int
-    bytes: int
     tier: Tier
     where: str
-    root: str | None = None
-    params_digest: str | None = None
-    twins: tuple[int, ...] = ()
     key: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, shard: Shard, *, tier: Tier, where: str, key: Any = None) -> RemoteShard:
+        """The same shard, at that place."""
+        told = {one.name: getattr(shard, one.name) for one in fields(Shard)}
+        return cls(**told, tier=tier, where=where, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class Inventory:
     """
 
     answer: Answer
-    shards: tuple[Remote, ...] = ()
+    shards: tuple[RemoteShard, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     complete: frozenset[StepId] = frozenset()
     reason: str = ""
@@ -66,26 +63,26 @@ class Depot(Protocol):
         """Everything that it holds of this run, now. Never raises: a depot that is away answers
         UNKNOWN, with the reason."""
 
-    async def layout(self, shard: Remote) -> Layout:
+    async def layout(self, shard: RemoteShard) -> Layout:
         """The shard's header. Raises StorageError, ImageError."""
 
-    async def control(self, shard: Remote) -> ControlPage:
+    async def control(self, shard: RemoteShard) -> ControlPage:
         """The shard's control page, its seal checked. Raises StorageError, ImageError."""
 
-    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
         """The whole image into the page-aligned slot `view`, every byte verified, the seal last.
 
         Raises StorageError, ImageError; the slot then holds no seal.
         """
 
-    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
         """(chunk number, buffer of exactly its bytes): fill each, verified against the shard's
         digest table. Raises StorageError, ImageError."""
 
-    def durable(self, found: Found) -> None:
+    def durable(self, found: LocalShard) -> None:
         """A shard of this machine is durable: send it, if that is what this depot does."""
 
-    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         """A step is committed; `shards`: those of this machine. Level-triggered: said again for
         every step that is committed and still here after a restart."""
 
@@ -119,7 +116,7 @@ class Keeper(Protocol):
     commit: Callable[[], StepId | None]
     """The run's newest commit, as far as this machine was told."""
 
-    def kept(self) -> tuple[Remote, ...]:
+    def kept(self) -> tuple[Shard, ...]:
         """The copies that lie here, complete: what a report says in `ReportedRank.peer`."""
 
     async def make_room(self, size_bytes: int) -> bool:

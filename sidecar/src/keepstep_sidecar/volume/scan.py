@@ -11,9 +11,10 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, FormatError, ImageError, TornError
 from keepstep.image import (
     ControlPage,
@@ -24,29 +25,36 @@ from keepstep.image import (
     read_control,
     read_layout,
 )
-from keepstep.steps import StepId
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A sealed shard. `layout` is the parsed header; `root` and `params_digest` are hex.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard(Shard):
+    """A shard on a volume. `published`: the step's directory is visible to readers, because the
+    step was committed."""
 
-    `params_digest` is None when the image has no parameters. `published`: the step's directory is
-    visible to readers, because the step was committed. `written_at`: unix seconds.
-    """
+    path: Path = field(compare=False)
+    layout: Layout = field(compare=False)
+    published: bool = field(default=False, compare=False)
 
-    path: Path
-    id: StepId
-    rank: int
-    world: int
-    run: str
-    bytes: int
-    layout: Layout
-    root: str
-    params_digest: str | None
-    published: bool
-    written_at: float | None
+    @classmethod
+    def of(
+        cls, path: Path, layout: Layout, control: ControlPage, *, published: bool = False
+    ) -> LocalShard:
+        """By its header and its control page, which has digests."""
+        return cls(
+            step_id=control.id,
+            rank=control.rank,
+            world=control.world,
+            size_bytes=layout.size_bytes,
+            root=control.root,
+            params_digest=(control.sections or {}).get(Section.PARAMS.value),
+            twins=layout.twins,
+            written_at=control.written_at,
+            path=path,
+            layout=layout,
+            published=published,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,7 @@ class Refused:
 class Scan:
     """Everything on a volume, in the order of steps and ranks."""
 
-    shards: tuple[Found, ...] = ()
+    shards: tuple[LocalShard, ...] = ()
     problems: tuple[Refused, ...] = ()
 
 
@@ -75,15 +83,15 @@ def survey(root: Path, *, run: str) -> Scan:
     Raises OSError when a file cannot be read: unknown is not the same as absent.
     """
     tree = Tree(root.absolute())
-    shards: list[Found] = []
+    shards: list[LocalShard] = []
     problems: list[Refused] = []
     for path in _files(tree):
         seen = _look(path, run=run, published=tree.is_published(path))
-        if isinstance(seen, Found):
+        if isinstance(seen, LocalShard):
             shards.append(seen)
         elif seen is not None:
             problems.append(seen)
-    shards.sort(key=lambda shard: (shard.id, shard.rank))
+    shards.sort(key=lambda shard: (shard.step_id, shard.rank))
     return Scan(shards=tuple(shards), problems=tuple(problems))
 
 
@@ -118,7 +126,7 @@ def strangers(tree: Tree) -> list[Path]:
     return found
 
 
-def _look(path: Path, *, run: str, published: bool) -> Found | Refused | None:
+def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile.
 
     Whatever a reader trips over, the file does not verify: one bad file never hides the good ones.
@@ -154,23 +162,11 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _found(fd: int, path: Path, *, run: str, published: bool) -> Found:
+def _found(fd: int, path: Path, *, run: str, published: bool) -> LocalShard:
     layout, control = read_sealed(fd, path, run=run)
     table = os.pread(fd, layout.control_begin - layout.digests_begin, layout.digests_begin)
     check_table(control, layout, table, path=path)
-    return Found(
-        path=path,
-        id=control.id,
-        rank=control.rank,
-        world=control.world,
-        run=control.run,
-        bytes=layout.size_bytes,
-        layout=layout,
-        root=control.root or "",
-        params_digest=(control.sections or {}).get(Section.PARAMS.value),
-        published=published,
-        written_at=control.written_at,
-    )
+    return LocalShard.of(path, layout, control, published=published)
 
 
 def read_sealed(fd: int, path: Path, *, run: str) -> tuple[Layout, ControlPage]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,16 +38,6 @@ from keepstep_sidecar.volume.scan import opened, read_sealed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A shard that is on the medium. Digests in hex, CPU seconds of the threads, unix seconds."""
-
-    root: str
-    sections: Mapping[str, str]
-    threads_cpu_s: float
-    written_at: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardFile:
     """An open file of one image; whoever opened `fd` closes it."""
 
@@ -56,8 +46,11 @@ class ShardFile:
     threads: int
     verify: Verify = Verify.FULL
 
-    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Sealed:
-        """Write the image in `view` with its digests, and seal it. Raises OSError."""
+    def write(
+        self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace
+    ) -> tuple[ControlPage, float]:
+        """Write the image in `view` with its digests, and seal it; the page that seals it, and the
+        CPU seconds of the threads. Raises OSError."""
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
         digests, cpu_s = self._write_data(view, layout, pace)
@@ -74,13 +67,7 @@ class ShardFile:
         self._write_pages(seal, layout.control_begin)
         faults.point("write.control-sync")
         self.filesystem.sync_data(self.fd)
-        sealed = ControlPage.from_bytes(seal)
-        return Sealed(
-            root=sealed.root or "",
-            sections=sealed.sections or {},
-            threads_cpu_s=cpu_s,
-            written_at=sealed.written_at,
-        )
+        return ControlPage.from_bytes(seal), cpu_s
 
     def _write_data(
         self, view: memoryview, layout: Layout, pace: Pace

@@ -111,7 +111,7 @@ class VolumeSet:
             scans = [volume.scan() for volume in self.volumes]
         shards = sorted(
             (shard for scan in scans for shard in scan.shards),
-            key=lambda shard: (shard.id, shard.rank),
+            key=lambda shard: (shard.step_id, shard.rank),
         )
         return Scan(shards=tuple(shards), problems=problems)
 

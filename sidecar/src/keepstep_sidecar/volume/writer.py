@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,14 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, check_control
-from keepstep.steps import StepId, shard_name
+from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, Pace
 from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
-from keepstep_sidecar.volume.scan import opened, read_sealed
-from keepstep_sidecar.volume.shard_file import Sealed, open_shard
+from keepstep_sidecar.volume.scan import LocalShard, opened, read_sealed
+from keepstep_sidecar.volume.shard_file import open_shard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
@@ -42,21 +42,12 @@ CUT_OFF = "the slot was truncated; whoever may write to shared memory has done i
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds` of wall clock, `cpu_s` of all threads; digests in hex;
-    `written_at` in unix seconds.
+    """A durable shard. `seconds` of wall clock, 0 when it was durable already; `cpu_s` of all
+    threads."""
 
-    `seconds` is 0 when the shard was durable already.
-    """
-
-    path: Path
-    id: StepId
-    rank: int
-    bytes: int
-    seconds: float
-    cpu_s: float
-    root: str
-    sections: Mapping[str, str]
-    written_at: float | None
+    shard: LocalShard
+    seconds: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -98,21 +89,15 @@ class Writer:
         started, cpu_started = time.perf_counter(), time.thread_time()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                sealed = self._write_file(temporary, view, layout, control, pace)
+                sealed, threads_cpu_s = self._write_file(temporary, view, layout, control, pace)
                 path = self._give_name(temporary, control)
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
         faults.point("write.done")
         return Written(
-            path=path,
-            id=control.id,
-            rank=control.rank,
-            bytes=layout.size_bytes,
+            shard=LocalShard.of(path, layout, sealed),
             seconds=time.perf_counter() - started,
-            cpu_s=sealed.threads_cpu_s + time.thread_time() - cpu_started,
-            root=sealed.root,
-            sections=sealed.sections,
-            written_at=sealed.written_at,
+            cpu_s=threads_cpu_s + time.thread_time() - cpu_started,
         )
 
     def _durable(self, control: ControlPage) -> Written | None:
@@ -132,17 +117,7 @@ class Writer:
             with self.lock:
                 self.shelves.quarantine(path, "rewritten")
             return None
-        return Written(
-            path=path,
-            id=sealed.id,
-            rank=sealed.rank,
-            bytes=layout.size_bytes,
-            seconds=0.0,
-            cpu_s=0.0,
-            root=sealed.root or "",
-            sections=sealed.sections or {},
-            written_at=sealed.written_at,
-        )
+        return Written(shard=LocalShard.of(path, layout, sealed))
 
     @contextlib.contextmanager
     def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
@@ -170,7 +145,7 @@ class Writer:
         layout: Layout,
         control: ControlPage,
         pace: Pace,
-    ) -> Sealed:
+    ) -> tuple[ControlPage, float]:
         with self.lock:
             self.shelves.make_pending(control.id)
         faults.point("write.create")

@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from keepstep.core.ledger.events import NEAREST_FIRST, Held, RankReport, at_least
+from keepstep.core.ledger.events import NEAREST_FIRST, RankReport, at_least
 from keepstep.core.ledger.lineage import Lineage
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, EpochId, StepId, Tier
 
 _NO_NODE = -1
@@ -27,7 +28,7 @@ class Copies:
     still hold some of its shards; questions are answered over all of them."""
 
     def __init__(self) -> None:
-        self._held: dict[Place, frozenset[Held]] = {}
+        self._held: dict[Place, frozenset[Shard]] = {}
         self._answers: dict[tuple[int, Tier], dict[int, Answer]] = {}
         self._gone: dict[tuple[int, Tier], set[int]] = {}
         self._archive_answer: Answer | None = None
@@ -64,16 +65,14 @@ class Copies:
             if rank in (None, key[0]) and said.pop(node_rank, None) is not None:
                 self._gone.setdefault(key, set()).add(node_rank)
 
-    def _put(self, place: Place, held: frozenset[Held]) -> None:
+    def _put(self, place: Place, held: frozenset[Shard]) -> None:
         before = self._held.get(place, frozenset())
         self._held[place] = held
-        for one in before - held:
-            self._of_step[one.id].remove(place, one)
-        for one in held - before:
-            if one.id not in self._of_step:
-                self._of_step[one.id] = Tally()
-            self._of_step[one.id].add(place, one)
-        for id in {one.id for one in before ^ held}:
+        for shard in before - held:
+            self._of_step[shard.step_id].remove(place, shard)
+        for shard in held - before:
+            self._of_step.setdefault(shard.step_id, Tally()).add(place, shard)
+        for id in {shard.step_id for shard in before ^ held}:
             self._forget_answers(id)
         if place[2] is Tier.MEMORY:
             self._note_memory(place[0], place[1], there=bool(held))
@@ -103,7 +102,7 @@ class Copies:
         """The epochs of all these steps."""
         return {id.epoch for id in self._of_step}
 
-    def of(self, id: StepId) -> Iterator[tuple[int, Tier, Held]]:
+    def of(self, id: StepId) -> Iterator[tuple[int, Tier, Shard]]:
         """(rank, tier, image) of every copy of this step."""
         for (_, rank, tier), held in self._tally(id).copies:
             yield rank, tier, held
@@ -195,7 +194,7 @@ def _merged(said: Iterable[Answer]) -> Answer:
     return Answer.STEPS if Answer.STEPS in each else Answer.NONE
 
 
-def _answer(held: frozenset[Held], said: Answer | None) -> Answer:
+def _answer(held: frozenset[Shard], said: Answer | None) -> Answer:
     """A report that lists steps cannot mean NONE; one that lists none must say so itself."""
     if said is Answer.UNKNOWN or (said is None and not held):
         return Answer.UNKNOWN
@@ -220,18 +219,18 @@ class Tally:
     """Of one step. `contested`: ranks of which two different images exist."""
 
     def __init__(self) -> None:
-        self.copies: set[tuple[Place, Held]] = set()
+        self.copies: set[tuple[Place, Shard]] = set()
         self.worlds: Counter[int] = Counter()
         self.contested: set[int] = set()
         self._ranks: dict[Tier, Counter[int]] = {tier: Counter() for tier in NEAREST_FIRST}
         self._roots: dict[int, Counter[str]] = {}
 
-    def add(self, place: Place, held: Held) -> None:
+    def add(self, place: Place, held: Shard) -> None:
         """A copy that is not counted yet."""
         self.copies.add((place, held))
         self._count(place, held, +1)
 
-    def remove(self, place: Place, held: Held) -> None:
+    def remove(self, place: Place, held: Shard) -> None:
         """A copy that is counted."""
         self.copies.remove((place, held))
         self._count(place, held, -1)
@@ -244,7 +243,7 @@ class Tally:
         ranks = self._ranks[tier]
         return len(ranks) >= world and ranks.keys() >= set(range(world))
 
-    def _count(self, place: Place, held: Held, by: int) -> None:
+    def _count(self, place: Place, held: Shard, by: int) -> None:
         _, rank, tier = place
         _bump(self.worlds, held.world, by)
         for weaker in NEAREST_FIRST[: NEAREST_FIRST.index(tier) + 1]:

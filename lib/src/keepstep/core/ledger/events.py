@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 NEAREST_FIRST: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL, Tier.PEER, Tier.ARCHIVE)
@@ -41,28 +42,10 @@ class LedgerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """One sealed image of a rank. `root`: digest over its digests, None in memory.
-
-    `params_digest`: of its section `params`. `written_at`: unix seconds, by its own control page.
-    `twins`: ranks whose images hold the very same boxes; one of them is enough to restore them all.
-    `bytes`: of the whole image, 0 where nobody said; it makes no other image.
-    """
-
-    id: StepId
-    world: int
-    root: str | None = None
-    params_digest: str | None = None
-    written_at: float | None = None
-    twins: tuple[int, ...] = ()
-    bytes: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What one node has of one rank. A tier named in either mapping is replaced as a whole."""
 
-    sealed: Mapping[Tier, tuple[Held, ...]] = field(default_factory=dict)
+    sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
 
 

@@ -126,7 +126,7 @@ class Ledger:
         """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
         largest: dict[int, int] = {}
         for rank, _, held in self._copies.of(id):
-            largest[rank] = max(held.bytes, largest.get(rank, 0))
+            largest[rank] = max(held.size_bytes, largest.get(rank, 0))
         world = max(self._copies.worlds(id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0

@@ -13,8 +13,8 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from keepstep.core.ledger import Held
 from keepstep.steps import StepId
+from keepstep.wire.reports import ReportedShard
 from keepstep_operator.api.model import VolumeKind
 
 
@@ -66,7 +66,7 @@ class Lying:
 
     node: str
     rank: int
-    held: Held
+    held: ReportedShard
 
 
 def sole_nodes(copies: Iterable[Lying], *, world: int) -> frozenset[str] | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
-    Held,
     Ledger,
     LedgerConfig,
     NodeGone,
@@ -26,7 +25,7 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.reconcile.state.durability import Lying, by_step, refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import Place, Sender, kept, overtaken, renewed
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
@@ -360,7 +359,7 @@ class Archived:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Held, ...]] = {}
+        self._known: dict[int, tuple[ReportedShard, ...]] = {}
 
     def believed(self, report: Report, *, heard: Collection[int]) -> Report:
         """The report as the ledger should hear it. `heard`: ranks whose own pods are there and have
@@ -377,7 +376,7 @@ class Archived:
         self._known[one.rank] = one.archive
         return one
 
-    def _older(self, one: ReportedRank) -> tuple[Held, ...]:
+    def _older(self, one: ReportedRank) -> tuple[ReportedShard, ...]:
         """Known, and too old to be named by a pod that names the newest."""
         if not one.archive:
             return ()

@@ -19,7 +19,7 @@ from keepstep_sidecar.cli.run_dir import Places, find_service
 
 if TYPE_CHECKING:
     from keepstep_sidecar.cli.inventory import Step
-    from keepstep_sidecar.volume.scan import Found, Refused
+    from keepstep_sidecar.volume.scan import LocalShard, Refused
 
 
 @click.command()
@@ -50,8 +50,8 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
             raise
         output.print_json({"verified": False, **_bad(error)})
         raise SystemExit(1) from None
-    seconds, total = time.monotonic() - began, sum(shard.bytes for shard in shards)
-    steps = sorted({shard.id for shard in shards})
+    seconds, total = time.monotonic() - began, sum(shard.size_bytes for shard in shards)
+    steps = sorted({shard.step_id for shard in shards})
     if as_json:
         output.print_json({"verified": True, "steps": steps, "bytes": total, "seconds": seconds})
         return
@@ -73,7 +73,7 @@ def _bad(error: ImageError) -> dict[str, object]:
     }
 
 
-def _selected(places: Places, word: str | None) -> tuple[list[Found], list[Refused]]:
+def _selected(places: Places, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
     """Shards to verify, and files among them that are none already by their seals.
 
     Raises UsageError when there is nothing to verify.
@@ -89,7 +89,7 @@ def _selected(places: Places, word: str | None) -> tuple[list[Found], list[Refus
     names = {str(step.id) for step in wanted} | ({word} if word else set())
     if word is not None:
         refused = [one for one in refused if one.path.parent.name in names]
-    return [shard for shard in shards if str(shard.id) in names], refused
+    return [shard for shard in shards if str(shard.step_id) in names], refused
 
 
 def _wanted(
@@ -104,7 +104,7 @@ def _wanted(
     return inventory.chosen(steps, (word,))
 
 
-def _verify_all(shards: Sequence[Found], *, quiet: bool) -> None:
+def _verify_all(shards: Sequence[LocalShard], *, quiet: bool) -> None:
     """Raises ImageError, naming file, chunk and tensors."""
     from rich.progress import (
         BarColumn,
@@ -128,14 +128,14 @@ def _verify_all(shards: Sequence[Found], *, quiet: bool) -> None:
     )
     shown = console.is_terminal and not quiet
     with Progress(*columns, console=console, disable=not shown, transient=True) as progress:
-        task = progress.add_task("verify", total=sum(shard.bytes for shard in shards))
+        task = progress.add_task("verify", total=sum(shard.size_bytes for shard in shards))
         for shard in shards:
-            name = f"step {shard.id.step} rank {shard.rank}"
+            name = f"step {shard.step_id.step} rank {shard.rank}"
             progress.update(task, description=name)
             verify_shard(shard, lambda _: progress.advance(task, CHUNK_BYTES))
 
 
-def verify_shard(shard: Found, on_chunk: Callable[[int], None]) -> None:
+def verify_shard(shard: LocalShard, on_chunk: Callable[[int], None]) -> None:
     """Check one file against its digests. Raises ImageError.
 
     A file that the sidecar published or retired meanwhile is found by its new name, or let go.
@@ -154,8 +154,7 @@ def verify_shard(shard: Found, on_chunk: Callable[[int], None]) -> None:
             shard.layout,
             path=shard.path,
             on_chunk=on_chunk,
-            run=shard.run,
-            id=shard.id,
+            id=shard.step_id,
         )
     finally:
         # gigabytes that nobody reads again would push the training's data out of memory
@@ -163,8 +162,8 @@ def verify_shard(shard: Found, on_chunk: Callable[[int], None]) -> None:
         os.close(fd)
 
 
-def _open(shard: Found) -> int | None:
-    published = shard.path.parents[2] / str(shard.id) / shard.path.name
+def _open(shard: LocalShard) -> int | None:
+    published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
     for path in (shard.path, published):
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

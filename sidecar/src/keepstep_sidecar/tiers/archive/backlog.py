@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.steps import StepId
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
 _COARSEST = 20
 
@@ -25,11 +25,11 @@ class Backlog:
     base: int
     doublings: int = 0
     wanted: set[StepId] = field(default_factory=set)
-    _held: dict[StepId, Mapping[int, Found]] = field(default_factory=dict)
+    _held: dict[StepId, Mapping[int, LocalShard]] = field(default_factory=dict)
     _since: dict[StepId, float] = field(default_factory=dict)
     _done: set[StepId] = field(default_factory=set)
 
-    def committed(self, id: StepId, shards: Mapping[int, Found], *, now: float) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard], *, now: float) -> None:
         """A committed step and its shards that are here. Idempotent."""
         self._held[id] = shards
         self._since.setdefault(id, now)
@@ -59,7 +59,7 @@ class Backlog:
         """The first of them."""
         return min(filter(self._waits, self._held), default=None)
 
-    def shards(self, id: StepId) -> tuple[Found, ...]:
+    def shards(self, id: StepId) -> tuple[LocalShard, ...]:
         """What is here of a step, in the order of ranks."""
         held = self._held.get(id, {})
         return tuple(held[rank] for rank in sorted(held))

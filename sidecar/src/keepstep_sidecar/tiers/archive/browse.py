@@ -17,7 +17,7 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes
 from keepstep_sidecar.tiers.archive.read import Reader, in_parallel
 from keepstep_sidecar.tiers.archive.store import Store, open_store
-from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.filesystem import Filesystem
 
 _THREADS = 3
@@ -35,7 +35,7 @@ class Holding:
         """Raises StorageError."""
         return await Surveyor(self.store, self.run).survey()
 
-    def shards(self, step: ArchivedStep) -> tuple[Remote, ...]:
+    def shards(self, step: ArchivedStep) -> tuple[RemoteShard, ...]:
         """Of a complete step."""
         return remotes(step, run=self.run, where=self.store.where)
 
@@ -64,7 +64,7 @@ class Holding:
         results = [await self._fault(shard, on_chunk) for shard in self.shards(step)]
         return [fault for fault in results if fault]
 
-    async def _fault(self, shard: Remote, on_chunk: Callable[[int], None]) -> str:
+    async def _fault(self, shard: RemoteShard, on_chunk: Callable[[int], None]) -> str:
         try:
             await self.reader.verify(shard, on_chunk=on_chunk)
         except ImageError as error:
@@ -130,7 +130,7 @@ async def pull_step(
 
 
 async def _pull(
-    holding: Holding, shard: Remote, directory: Path, on_chunk: Callable[[int], None]
+    holding: Holding, shard: RemoteShard, directory: Path, on_chunk: Callable[[int], None]
 ) -> None:
     path = directory / shard.key.rpartition("/")[2]
     layout, control, table = await holding.reader.described(shard)

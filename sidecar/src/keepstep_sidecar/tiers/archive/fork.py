@@ -20,8 +20,8 @@ from keepstep_sidecar.config.fork import Fork
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes
 from keepstep_sidecar.tiers.archive.read import Reader
 from keepstep_sidecar.tiers.archive.store import Store
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, Remote
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.volume.scan import LocalShard
 
 _THREADS = 3
 _STEPS_NAMED = 5
@@ -112,13 +112,13 @@ class AncestorDepot:
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def layout(self, shard: Remote) -> Layout:
+    async def layout(self, shard: RemoteShard) -> Layout:
         return await self._reader.layout(shard)
 
-    async def control(self, shard: Remote) -> ControlPage:
+    async def control(self, shard: RemoteShard) -> ControlPage:
         return self._adopted(await self._reader.control(shard))
 
-    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
         """See `Depot.load`. In memory the image is this run's: a sidecar that is started again
         would erase another one's."""
         control = self._adopted(await self._reader.load(shard, view))
@@ -128,15 +128,15 @@ class AncestorDepot:
     def _adopted(self, control: ControlPage) -> ControlPage:
         return replace(control, run=self._own)
 
-    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
         await self._reader.chunks(shard, wanted)
 
     # --- what happens here is not the other run's business -----------------------------------
 
-    def durable(self, found: Found) -> None:
+    def durable(self, found: LocalShard) -> None:
         """Nothing is sent there."""
 
-    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         """Nothing is sent there."""
 
     def forget(self, ids: Collection[StepId]) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.read import in_parallel
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.paths import is_shard, is_step
 
 
@@ -79,20 +79,13 @@ def step_prefix(run: str, id: StepId) -> str:
     return f"{run}/{id}"
 
 
-def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[Remote, ...]:
+def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, ...]:
     """The shards of a complete step."""
     assert step.record is not None
+    prefix = step_prefix(run, step.id)
     return tuple(
-        Remote(
-            id=step.id,
-            rank=one.rank,
-            world=step.record.world,
-            bytes=one.bytes,
-            tier=Tier.ARCHIVE,
-            where=where,
-            root=one.root,
-            params_digest=one.params_digest,
-            key=f"{step_prefix(run, step.id)}/{one.name}",
+        RemoteShard.of(
+            one, tier=Tier.ARCHIVE, where=where, key=f"{prefix}/{shard_name(one.rank, one.world)}"
         )
         for one in step.record.shards
     )
@@ -143,12 +136,12 @@ class Surveyor:
         place = f"{self.store.where}/{step_prefix(self.run, id)}"
         if (record.run, record.id) != (self.run, id):
             return f"{place}/{records.NAME} is of run {record.run!r}, step {record.id}"
-        for shard in record.shards:
-            if (stored := files.get(shard.name)) is None:
-                return f"{place}/{shard.name} is missing"
-            if stored.bytes != shard.bytes:
-                return f"{place}/{shard.name} has {stored.bytes} bytes, not {shard.bytes}"
-        listed = {shard.name for shard in record.shards}
+        listed = {shard_name(one.rank, one.world): one.size_bytes for one in record.shards}
+        for name, size_bytes in listed.items():
+            if (stored := files.get(name)) is None:
+                return f"{place}/{name} is missing"
+            if stored.bytes != size_bytes:
+                return f"{place}/{name} has {stored.bytes} bytes, not {size_bytes}"
         foreign = [name for name in files if name.endswith(".safetensors") and name not in listed]
         if foreign:
             return f"{place}/{foreign[0]} does not belong to the step; move it away"

@@ -22,7 +22,7 @@ from keepstep.image import (
 from keepstep.image.headers import read_length
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Store
-from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.tiers.tier import RemoteShard
 
 T = TypeVar("T")
 
@@ -41,66 +41,70 @@ class Reader:
     run: str
     executor: Executor
 
-    def address(self, shard: Remote) -> str:
+    def address(self, shard: RemoteShard) -> str:
         """Where the shard is, for people."""
         return f"{self.store.where}/{shard.key}"
 
-    async def layout(self, shard: Remote) -> Layout:
+    async def layout(self, shard: RemoteShard) -> Layout:
         """Raises StorageError, ImageError."""
         try:
-            first = await self._bytes(shard, 0, min(shard.bytes, _FIRST_READ_BYTES))
+            first = await self._bytes(shard, 0, min(shard.size_bytes, _FIRST_READ_BYTES))
             length = read_length(first)
-            if length > shard.bytes:
-                raise FormatError(f"{shard.bytes} bytes of a header of {length}")
+            if length > shard.size_bytes:
+                raise FormatError(f"{shard.size_bytes} bytes of a header of {length}")
             header = first[:length]
             if length > len(first):
                 header += await self._bytes(shard, len(first), length - len(first))
-            return Layout.parse(header, size_bytes=shard.bytes)
+            return Layout.parse(header, size_bytes=shard.size_bytes)
         except ImageError as error:
             raise type(error)(error.reason, path=self.address(shard)) from None
 
-    async def control(self, shard: Remote) -> ControlPage:
+    async def control(self, shard: RemoteShard) -> ControlPage:
         """Raises StorageError, ImageError: also when it is not what `shard` says."""
         try:
-            begin = max(0, shard.bytes - PAGE_BYTES)
+            begin = max(0, shard.size_bytes - PAGE_BYTES)
             control = ControlPage.from_bytes(await self._bytes(shard, begin, PAGE_BYTES))
             self._check(shard, control)
         except ImageError as error:
             raise type(error)(error.reason, path=self.address(shard)) from None
         return control
 
-    def _check(self, shard: Remote, control: ControlPage) -> None:
+    def _check(self, shard: RemoteShard, control: ControlPage) -> None:
         found = (control.run, control.id, control.rank, control.world)
-        if found != (self.run, shard.id, shard.rank, shard.world):
+        if found != (self.run, shard.step_id, shard.rank, shard.world):
             raise ForeignError(
                 f"step {control.id}, rank {control.rank} of {control.world} of run {control.run!r},"
-                f" not step {shard.id}, rank {shard.rank} of {shard.world} of run {self.run!r}"
+                f" not step {shard.step_id}, rank {shard.rank} of {shard.world} of run {self.run!r}"
             )
         if control.root is None:
             raise DigestError("sealed in memory only: it has no digests")
         if shard.root is not None and control.root != shard.root:
             raise DigestError("not the shard that was archived: its digests differ")
 
-    async def _bytes(self, shard: Remote, begin: int, size: int) -> bytes:
+    async def _bytes(self, shard: RemoteShard, begin: int, size: int) -> bytes:
         buffer = bytearray(size)
         await self.store.read(shard.key, begin, memoryview(buffer))
         return bytes(buffer)
 
-    async def table(self, shard: Remote, layout: Layout, control: ControlPage) -> bytes:
+    async def table(self, shard: RemoteShard, layout: Layout, control: ControlPage) -> bytes:
         """The digest table, checked. Raises StorageError, ImageError."""
         size = layout.control_begin - layout.digests_begin
         table = await self._bytes(shard, layout.digests_begin, size)
         check_table(control, layout, table, path=self.address(shard))
         return table
 
-    async def described(self, shard: Remote) -> tuple[Layout, ControlPage, bytes]:
+    async def described(self, shard: RemoteShard) -> tuple[Layout, ControlPage, bytes]:
         """Header, control page and table, checked against each other."""
         layout, control = await asyncio.gather(self.layout(shard), self.control(shard))
         check_control(control, layout, path=self.address(shard))
         return layout, control, await self.table(shard, layout, control)
 
     async def load(
-        self, shard: Remote, view: memoryview, *, on_chunk: Callable[[int], None] = lambda _: None
+        self,
+        shard: RemoteShard,
+        view: memoryview,
+        *,
+        on_chunk: Callable[[int], None] = lambda _: None,
     ) -> ControlPage:
         """See `Depot.load`. `on_chunk(bytes)` after each verified chunk."""
         view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
@@ -120,7 +124,7 @@ class Reader:
         view[layout.control_begin :] = control.to_bytes()
         return control
 
-    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
         """See `Depot.chunks`."""
         layout, _, table = await self.described(shard)
 
@@ -129,7 +133,7 @@ class Reader:
 
         await in_parallel(fetch, wanted)
 
-    async def verify(self, shard: Remote, *, on_chunk: Callable[[int], None]) -> None:
+    async def verify(self, shard: RemoteShard, *, on_chunk: Callable[[int], None]) -> None:
         """Read and check every byte, with memory for a few chunks. Raises as `load`."""
         layout, _, table = await self.described(shard)
 
@@ -142,7 +146,7 @@ class Reader:
         await in_parallel(fetch, range(layout.chunk_count))
 
     async def fetch(
-        self, shard: Remote, layout: Layout, table: bytes, chunk: int, view: memoryview
+        self, shard: RemoteShard, layout: Layout, table: bytes, chunk: int, view: memoryview
     ) -> None:
         """One chunk, verified against a table that was. Raises StorageError, DigestError."""
         begin, end = chunk_bounds(layout, chunk)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import fields, strictjson
 from keepstep.image.xxh3 import xxh3_128
@@ -27,19 +28,9 @@ _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "writ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One file of the step. Digests in hex; `params_digest` None without parameters."""
-
-    rank: int
-    name: str
-    bytes: int
-    root: str
-    params_digest: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """`shards` in the order of ranks, one for each rank of `world`. `written_at`: unix seconds."""
+    """`shards` in the order of ranks, one for each rank of `world`, with root and `params_digest`.
+    `written_at`: unix seconds."""
 
     run: str
     id: StepId
@@ -77,8 +68,8 @@ class StepRecord:
             "shards": [
                 {
                     "rank": one.rank,
-                    "name": one.name,
-                    "bytes": one.bytes,
+                    "name": shard_name(one.rank, one.world),
+                    "bytes": one.size_bytes,
                     "root": one.root,
                     "params": one.params_digest,
                 }
@@ -127,22 +118,24 @@ def _read(reader: strictjson.Reader) -> StepRecord:
         if key == "epochs":
             told[key] = tuple([read_epoch(reader.value()) for _ in reader.items()])
         elif key == "shards":
-            told[key] = tuple([_shard(reader.value()) for _ in reader.items()])
+            told[key] = [_row(reader.value()) for _ in reader.items()]
         elif key in _SINGLE:
             told[key] = reader.value()
         else:
             reader.value()
     if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
-    shards = told["shards"]
-    world = fields.integer(told["world"], "world", 1, _MAX_WORLD)
-    if len(shards) != world or any(
-        (one.rank, one.name) != (rank, shard_name(rank, world)) for rank, one in enumerate(shards)
-    ):
+    id, world = read_step(told["step"]), fields.integer(told["world"], "world", 1, _MAX_WORLD)
+    names = [(rank, shard_name(rank, world)) for rank in range(len(told["shards"]))]
+    if len(names) != world or [row[:2] for row in told["shards"]] != names:
         raise FormatError(f"its shards are not those of {world} ranks")
+    shards = tuple(
+        Shard(step_id=id, rank=rank, world=world, size_bytes=size, root=root, params_digest=params)
+        for rank, _, size, root, params in told["shards"]
+    )
     return StepRecord(
         run=fields.text(told["run"], "run"),
-        id=read_step(told["step"]),
+        id=id,
         world=world,
         epochs=told["epochs"],
         shards=shards,
@@ -151,15 +144,16 @@ def _read(reader: strictjson.Reader) -> StepRecord:
     )
 
 
-def _shard(value: object) -> Shard:
+def _row(value: object) -> tuple[int, str, int, str, str | None]:
+    """Rank, name, bytes, root and the parameters' digest."""
     shard = fields.mapping(value, "shard")
     params = shard.get("params")
-    return Shard(
-        rank=fields.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
-        name=fields.text(shard.get("name"), "name"),
-        bytes=fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
-        root=fields.text(shard.get("root"), "root"),
-        params_digest=None if params is None else fields.text(params, "params"),
+    return (
+        fields.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
+        fields.text(shard.get("name"), "name"),
+        fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
+        fields.text(shard.get("root"), "root"),
+        None if params is None else fields.text(params, "params"),
     )
 
 

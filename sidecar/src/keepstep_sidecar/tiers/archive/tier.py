@@ -27,8 +27,8 @@ from keepstep_sidecar.tiers.archive.read import Reader
 from keepstep_sidecar.tiers.archive.retention import expired, names_of
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, Remote
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.volume.scan import LocalShard
 
 _THREADS = 3
 _SOONEST_S, _LATEST_S = 1.0, 60.0
@@ -126,19 +126,19 @@ class ArchiveDepot:
         self._complete = frozenset(one.id for one in survey.complete)
         return survey
 
-    async def layout(self, shard: Remote) -> Layout:
+    async def layout(self, shard: RemoteShard) -> Layout:
         return await self._reader.layout(shard)
 
-    async def control(self, shard: Remote) -> ControlPage:
+    async def control(self, shard: RemoteShard) -> ControlPage:
         return await self._reader.control(shard)
 
-    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
         began = time.monotonic()
         control = await self._reader.load(shard, view)
-        self._received(shard.bytes, began)
+        self._received(shard.size_bytes, began)
         return control
 
-    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
         began = time.monotonic()
         await self._reader.chunks(shard, wanted)
         self._received(sum(len(view) for _, view in wanted), began)
@@ -149,10 +149,10 @@ class ArchiveDepot:
 
     # --- what happens here -------------------------------------------------------------------
 
-    def durable(self, found: Found) -> None:
+    def durable(self, found: LocalShard) -> None:
         """Only committed steps are archived."""
 
-    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         self._first_rank = self._first_rank or 0 in shards
         self._backlog.committed(id, shards, now=time.monotonic())
         if id in self._backlog.waiting():
@@ -243,7 +243,7 @@ class ArchiveDepot:
         self._polls = 0
         self._progress.set()
 
-    async def _send_shard(self, found: Found) -> None:
+    async def _send_shard(self, found: LocalShard) -> None:
         began = time.monotonic()
         sent_bytes = await self._sender.send(found)
         if sent_bytes:

@@ -15,9 +15,10 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import (
     PAGE_BYTES,
@@ -34,12 +35,12 @@ from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import step_prefix
 from keepstep_sidecar.tiers.archive.read import Reader, in_parallel
-from keepstep_sidecar.tiers.archive.step_record import Shard, StepRecord
+from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.tier import Remote
+from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import Found, read_sealed
+from keepstep_sidecar.volume.scan import LocalShard, read_sealed
 
 PARTS = 4
 """In flight at once, 8 MiB each."""
@@ -53,15 +54,15 @@ class Sender:
     run: str
     executor: Executor
 
-    async def send(self, found: Found) -> int:
+    async def send(self, found: LocalShard) -> int:
         """Bring a shard there and see that it has arrived. Returns the bytes that were sent: 0
         when it was there.
 
         Raises Gone when it is not here any more, DigestError when it is damaged here, ForeignError
         when another image has its place, StorageError.
         """
-        name = f"{step_prefix(self.run, found.id)}/{shard_name(found.rank, found.world)}"
-        with opened(found) as shard:
+        name = f"{step_prefix(self.run, found.step_id)}/{shard_name(found.rank, found.world)}"
+        with opened(found, run=self.run) as shard:
             if await self._there(name, shard):
                 return 0
             given = pieces(shard, parts=PARTS, executor=self.executor)
@@ -72,7 +73,7 @@ class Sender:
             await self._check(name, shard)
             return shard.layout.size_bytes
 
-    async def _there(self, name: str, shard: LocalShard) -> bool:
+    async def _there(self, name: str, shard: OpenShard) -> bool:
         """The very same shard is in the archive. A damaged one of ours may be replaced."""
         stored = await self.store.find(name)
         if stored is None or stored.bytes < PAGE_BYTES:
@@ -93,7 +94,7 @@ class Sender:
             )
         return stored.bytes == shard.layout.size_bytes
 
-    async def _check(self, name: str, shard: LocalShard) -> None:
+    async def _check(self, name: str, shard: OpenShard) -> None:
         """As long as it should be, and with our digests at its end."""
         stored = await self.store.find(name)
         size = shard.layout.size_bytes
@@ -153,23 +154,13 @@ class Sender:
 
         async def describe(one: tuple[int, Stored]) -> None:
             rank, stored = one
-            remote = Remote(
-                id=id,
-                rank=rank,
-                world=world,
-                bytes=stored.bytes,
-                tier=Tier.ARCHIVE,
-                where=self.store.where,
-                key=stored.name,
+            shard = Shard(step_id=id, rank=rank, world=world, size_bytes=stored.bytes)
+            remote = RemoteShard.of(
+                shard, tier=Tier.ARCHIVE, where=self.store.where, key=stored.name
             )
             control = await reader.control(remote)
-            shard = Shard(
-                rank=rank,
-                name=shard_name(rank, world),
-                bytes=stored.bytes,
-                root=control.root or "",
-                params_digest=(control.sections or {}).get(Section.PARAMS.value),
-            )
+            params = (control.sections or {}).get(Section.PARAMS.value)
+            shard = replace(shard, root=control.root, params_digest=params)
             found[rank] = (shard, control.epoch)
 
         await in_parallel(describe, enumerate(files), limit=16)
@@ -177,7 +168,7 @@ class Sender:
 
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
-        sizes = {one.name: one.bytes for one in record.shards}
+        sizes = {shard_name(one.rank, one.world): one.size_bytes for one in record.shards}
         wrong = [name for name, size in sizes.items() if _size(files.get(name)) != size]
         if wrong:
             raise ForeignError(
@@ -227,7 +218,7 @@ class Gone(StorageError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalShard:
+class OpenShard:
     """An open, sealed shard; `tail`: its digest table and control page, checked."""
 
     fd: int
@@ -261,28 +252,28 @@ class LocalShard:
 
 
 @contextlib.contextmanager
-def opened(found: Found) -> Iterator[LocalShard]:
+def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
     """Open a shard wherever it is by now. Raises Gone, ImageError, StorageError."""
     path = _path(found)
     try:
         with path.open("rb") as file:
-            layout, control = read_sealed(file.fileno(), path, run=found.run)
+            layout, control = read_sealed(file.fileno(), path, run=run)
             size = layout.size_bytes - layout.digests_begin
             tail = os.pread(file.fileno(), size, layout.digests_begin)
         fd = _open_direct(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
     try:
-        shard = LocalShard(fd=fd, path=path, layout=layout, control=control, tail=tail)
+        shard = OpenShard(fd=fd, path=path, layout=layout, control=control, tail=tail)
         check_table(control, layout, shard.table, path=path)
         yield shard
     finally:
         os.close(fd)
 
 
-def _path(found: Found) -> Path:
+def _path(found: LocalShard) -> Path:
     """A step that was published since has moved out of `pending/`."""
-    published = found.path.parents[2] / str(found.id) / found.path.name
+    published = found.path.parents[2] / str(found.step_id) / found.path.name
     for path in (found.path, published):
         if path.exists():
             return path
@@ -328,7 +319,7 @@ class Buffers:
 
 
 async def pieces(
-    shard: LocalShard, *, parts: int, executor: Executor
+    shard: OpenShard, *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
     """The whole file in order; `parts`: how many parts the receiver keeps in flight.
 

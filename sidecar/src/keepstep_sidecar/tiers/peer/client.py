@@ -16,18 +16,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
-from keepstep.steps import StepId, shard_name
+from keepstep.steps import shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.peers import split
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
-from keepstep_sidecar.tiers.tier import Remote
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES
 
 T = TypeVar("T")
@@ -37,17 +37,6 @@ QUIET_S = 30.0
 """A peer that sends nothing for so long is away."""
 _SLOWEST_BYTES_PER_S = 100 << 20
 """Of a receiver that reads what its predecessor left."""
-
-
-class Named(Protocol):
-    """Whatever names a shard: a `Found`, a `Remote`."""
-
-    @property
-    def id(self) -> StepId: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
 
 
 class Refused(StorageError):
@@ -90,17 +79,17 @@ class Link:
         """All that it holds."""
         return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
 
-    def begin(self, shard: Named, manifest: bytes, *, size: int) -> protocol.Begun:
+    def begin(self, shard: Shard, manifest: bytes, *, size: int) -> protocol.Begun:
         """Begin a copy of `size` bytes, or go on with one."""
         path = _path(protocol.COPIES, shard)
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, manifest, kind=protocol.Begun, quiet_s=quiet_s)
 
-    def put(self, shard: Named, chunk: int, data: memoryview) -> None:
+    def put(self, shard: Shard, chunk: int, data: memoryview) -> None:
         """One chunk of a copy."""
         self._ask("PUT", f"{_path(protocol.COPIES, shard)}/{chunk}", data, kind=None)
 
-    def seal(self, shard: Named, *, size: int) -> protocol.SealedCopy:
+    def seal(self, shard: Shard, *, size: int) -> protocol.SealedCopy:
         """All chunks are there: make it durable."""
         path = f"{_path(protocol.COPIES, shard)}/seal"
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
@@ -111,7 +100,7 @@ class Link:
         self._ask("PUT", protocol.WANTED, msgspec.json.encode(wanted), kind=None)
 
     @contextlib.contextmanager
-    def range(self, shard: Named, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+    def range(self, shard: Shard, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
         """Bytes `[begin, end)` of a shard: call what this gives with buffers that make up exactly
         that, in order, and each is filled."""
         path = _path(protocol.SHARDS, shard)
@@ -261,8 +250,8 @@ class Link:
             raise
 
 
-def _path(what: str, shard: Named) -> str:
-    return f"{what}/{shard.id}/{shard_name(shard.rank, shard.world)}"
+def _path(what: str, shard: Shard) -> str:
+    return f"{what}/{shard.step_id}/{shard_name(shard.rank, shard.world)}"
 
 
 def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
@@ -382,7 +371,7 @@ class PeerHolder:
         return self._link.name
 
     def range(
-        self, remote: Remote, begin: int, end: int
+        self, remote: Shard, begin: int, end: int
     ) -> AbstractContextManager[Callable[[memoryview], None]]:
         return self._link.range(remote, begin, end)
 
@@ -399,9 +388,9 @@ class LocalHolder:
         self._shards = shards
 
     @contextmanager
-    def range(self, remote: Remote, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+    def range(self, remote: Shard, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
         try:
-            with self._shards.open(remote.id, remote.rank, remote.world) as reading:
+            with self._shards.open(remote.step_id, remote.rank, remote.world) as reading:
                 at = begin
 
                 def fill(into: memoryview) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.errors import (
     FormatError,
     ImageError,
@@ -23,12 +24,11 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import Section
-from keepstep.steps import StepId, Tier
+from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
 from keepstep_sidecar.tiers.peer.receive import Manifest, Part, is_part
-from keepstep_sidecar.tiers.tier import Remote
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_sealed
@@ -40,13 +40,12 @@ _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
 """Of copies that are on their way in; one that is let go of is begun again where it was."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """A sealed copy and where it lies."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptShard(Shard):
+    """A copy and where it lies."""
 
     path: Path
     volume: Volume
-    remote: Remote
 
 
 class Copies:
@@ -66,7 +65,7 @@ class Copies:
         self._run = run
         self._filesystem = filesystem or Filesystem()
         self._lock = threading.RLock()
-        self._held: dict[tuple[StepId, int], Copy] = {}
+        self._held: dict[tuple[StepId, int], KeptShard] = {}
         self._parts: dict[Path, Part] = {}
         self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
@@ -78,7 +77,7 @@ class Copies:
     def scan(self) -> None:
         """Find the copies of an earlier life; what is broken goes into quarantine."""
         before, self.unreadable = dict(self._held), ""
-        found: dict[tuple[StepId, int], Copy] = {}
+        found: dict[tuple[StepId, int], KeptShard] = {}
         for volume in self._volumes:
             found.update(self._scan(volume))
         with self._lock:
@@ -87,15 +86,15 @@ class Copies:
             gone = before.keys() - self._held.keys()
             self._held = {key: one for key, one in found.items() if key not in gone} | newer
 
-    def _scan(self, volume: Volume) -> dict[tuple[StepId, int], Copy]:
+    def _scan(self, volume: Volume) -> dict[tuple[StepId, int], KeptShard]:
         try:
             read = [self._read(volume, path) for path in _files(volume.root / DIRECTORY)]
         except OSError as error:
             self._doubt(volume, error)
             return {}
-        return {(one.remote.id, one.remote.rank): one for one in read if one is not None}
+        return {(one.step_id, one.rank): one for one in read if one is not None}
 
-    def _read(self, volume: Volume, path: Path) -> Copy | None:
+    def _read(self, volume: Volume, path: Path) -> KeptShard | None:
         try:
             return _copy(path, volume, run=self._run)
         except VersionError as error:
@@ -117,12 +116,12 @@ class Copies:
             warn("copies not read", path=str(volume.root), reason=str(error))
         self._said = self.unreadable
 
-    def all(self) -> tuple[Remote, ...]:
+    def all(self) -> tuple[KeptShard, ...]:
         """Every sealed copy. Waits for no lock: the event loop asks."""
         held = dict(self._held)
-        return tuple(held[key].remote for key in sorted(held))
+        return tuple(held[key] for key in sorted(held))
 
-    def find(self, id: StepId, rank: int) -> Copy | None:
+    def find(self, id: StepId, rank: int) -> KeptShard | None:
         """The sealed copy of this rank's shard. Waits for no lock."""
         return self._held.get((id, rank))
 
@@ -137,7 +136,7 @@ class Copies:
         manifest = Manifest.parse(data, run=self._run, name=name, path=Path(whose) / where)
         with self._lock:
             if (copy := self._held.get((name.id, name.rank))) is not None:
-                if copy.remote.root == manifest.control.root:
+                if copy.root == manifest.control.root:
                     return None
                 raise StorageError(
                     f"step {name.id}, rank {name.rank}: {whose} sends another image than the one"
@@ -221,7 +220,7 @@ class Copies:
         copy = _copy(part.path, volume, run=self._run)
         with self._lock:
             self._parts.pop(part.path, None)
-            self._held[copy.remote.id, copy.remote.rank] = copy
+            self._held[copy.step_id, copy.rank] = copy
         return root
 
     @contextlib.contextmanager
@@ -320,22 +319,22 @@ def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
         warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
 
 
-def _copy(path: Path, volume: Volume, *, run: str) -> Copy:
+def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
     """A sealed copy by its header and control page. Raises ImageError, OSError."""
     with opened(path) as fd:
         layout, control = read_sealed(fd, path, run=run)
-    remote = Remote(
-        id=control.id,
+    return KeptShard(
+        step_id=control.id,
         rank=control.rank,
         world=control.world,
-        bytes=layout.size_bytes,
-        tier=Tier.PEER,
-        where="kept here",
+        size_bytes=layout.size_bytes,
         root=control.root,
         params_digest=(control.sections or {}).get(Section.PARAMS.value),
         twins=layout.twins,
+        written_at=control.written_at,
+        path=path,
+        volume=volume,
     )
-    return Copy(path=path, volume=volume, remote=remote)
 
 
 def _files(directory: Path) -> list[Path]:

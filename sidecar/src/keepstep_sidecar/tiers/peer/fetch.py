@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from keepstep.core.shard import Shard
 from keepstep.errors import (
     DigestError,
     ForeignError,
@@ -31,7 +32,6 @@ from keepstep.image import (
     chunk_bounds,
 )
 from keepstep.image.headers import read_length
-from keepstep_sidecar.tiers.tier import Remote
 from keepstep_sidecar.volume.direct_io import for_each_chunk
 
 Wanted = Sequence[tuple[int, memoryview]]
@@ -51,7 +51,7 @@ class Holder(Protocol):
         """For people."""
 
     def range(
-        self, remote: Remote, begin: int, end: int
+        self, remote: Shard, begin: int, end: int
     ) -> AbstractContextManager[Callable[[memoryview], None]]:
         """See `Link.range`."""
 
@@ -77,16 +77,16 @@ class Streams:
     count: int
 
 
-def know(holder: Holder, remote: Remote, *, run: str) -> Known:
+def know(holder: Holder, remote: Shard, *, run: str) -> Known:
     """Header, table and control page, all checked. Raises StorageError, ImageError."""
-    path = f"step {remote.id}, rank {remote.rank} from {holder.name}"
+    path = f"step {remote.step_id}, rank {remote.rank} from {holder.name}"
     layout = header(holder, remote)
     begin = layout.digests_begin
     data = _read(holder, remote, begin, layout.size_bytes)
     table, page = data[:-PAGE_BYTES], data[-PAGE_BYTES:]
     try:
         control = ControlPage.from_bytes(page)
-        check_control(control, layout, run=run, id=remote.id)
+        check_control(control, layout, run=run, id=remote.step_id)
         if (control.rank, control.world) != (remote.rank, remote.world):
             raise ForeignError(f"is rank {control.rank} of {control.world}")
         if remote.root is not None and control.root != remote.root:
@@ -97,21 +97,21 @@ def know(holder: Holder, remote: Remote, *, run: str) -> Known:
     return Known(layout=layout, control=control, page=page, table=table)
 
 
-def header(holder: Holder, remote: Remote) -> Layout:
+def header(holder: Holder, remote: Shard) -> Layout:
     """The shard's header alone. Raises StorageError, ImageError."""
-    first = _read(holder, remote, 0, min(_FIRST_BYTES, remote.bytes))
+    first = _read(holder, remote, 0, min(_FIRST_BYTES, remote.size_bytes))
     try:
         length = read_length(first)
-        if length > remote.bytes:
-            raise TornError(f"a header of {length} bytes in {remote.bytes}")
+        if length > remote.size_bytes:
+            raise TornError(f"a header of {length} bytes in {remote.size_bytes}")
         if length > len(first):
             first += _read(holder, remote, len(first), length)
-        return Layout.parse(first[:length], size_bytes=remote.bytes)
+        return Layout.parse(first[:length], size_bytes=remote.size_bytes)
     except ImageError as error:
-        raise type(error)(error.reason, path=f"{remote.id} from {holder.name}") from None
+        raise type(error)(error.reason, path=f"{remote.step_id} from {holder.name}") from None
 
 
-def fetch(known: Known, remote: Remote, wanted: Wanted, streams: Streams) -> None:
+def fetch(known: Known, remote: Shard, wanted: Wanted, streams: Streams) -> None:
     """Fill every buffer, verified, over several connections. Raises StorageError, DigestError.
 
     When this returns or raises, nobody touches the buffers any more.
@@ -130,21 +130,23 @@ def fetch(known: Known, remote: Remote, wanted: Wanted, streams: Streams) -> Non
         pool.close()
 
 
-def _fetch_run(holder: Holder, known: Known, remote: Remote, run: Wanted) -> None:
+def _fetch_run(holder: Holder, known: Known, remote: Shard, run: Wanted) -> None:
     layout = known.layout
     begin, end = chunk_bounds(layout, run[0][0])[0], chunk_bounds(layout, run[-1][0])[1]
-    path = f"step {remote.id}, rank {remote.rank} from {holder.name}"
+    path = f"step {remote.step_id}, rank {remote.rank} from {holder.name}"
     with holder.range(remote, begin, end) as fill:
         for chunk, into in run:
             fill(into)
             check_chunk(layout, chunk, into, known.table, path=path)
 
 
-def load(known: Known, remote: Remote, view: memoryview, streams: Streams) -> None:
+def load(known: Known, remote: Shard, view: memoryview, streams: Streams) -> None:
     """The whole image into `view`; the seal comes last. Raises what `fetch` does."""
     layout = known.layout
     if len(view) != layout.size_bytes:
-        raise UsageError(f"step {remote.id}: a slot of {len(view)} bytes, not {layout.size_bytes}")
+        raise UsageError(
+            f"step {remote.step_id}: a slot of {len(view)} bytes, not {layout.size_bytes}"
+        )
     view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
     places = [chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count)]
     pieces = [view[begin:end] for begin, end in places]
@@ -154,7 +156,9 @@ def load(known: Known, remote: Remote, view: memoryview, streams: Streams) -> No
         for piece in pieces:
             piece.release()
     if view[: len(layout.header)] != layout.header:
-        raise DigestError(f"step {remote.id}, rank {remote.rank}: another header came than before")
+        raise DigestError(
+            f"step {remote.step_id}, rank {remote.rank}: another header came than before"
+        )
     view[layout.digests_begin : layout.control_begin] = known.table
     view[layout.control_begin :] = known.page
 
@@ -180,7 +184,7 @@ def _runs(wanted: Wanted) -> Iterator[Wanted]:
         yield run
 
 
-def _read(holder: Holder, remote: Remote, begin: int, end: int) -> bytes:
+def _read(holder: Holder, remote: Shard, begin: int, end: int) -> bytes:
     """Memory is taken as bytes arrive, not as they are announced."""
     data = bytearray()
     with holder.range(remote, begin, end) as fill:

@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         copy = self.desk.copies.find(name.id, name.rank)
         if copy is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
-        self._say(protocol.SealedCopy(root=copy.remote.root or ""))
+        self._say(protocol.SealedCopy(root=copy.root or ""))
 
     def _chunk(self, match: re.Match[str]) -> None:
         name, copies = _name(match), self.desk.copies

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
-from keepstep_sidecar.tiers.tier import Inventory, Remote
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 
 OWN = ""
 """The address of this pod itself: its copies for others."""
@@ -77,13 +78,13 @@ class Directory:
         if (one := self.known.get(address)) is not None:
             one.listing, one.reason = listing, reason
 
-    def inventory(self, kept: Iterable[Remote]) -> Inventory:
+    def inventory(self, kept: Iterable[Shard]) -> Inventory:
         """Of all that answered, and of what is kept here. See docs/peers.md for the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
         for name, address, one in self._listed():
             if (address, one.id, one.rank) not in self.liars:
                 held.setdefault((one.id, one.rank), []).append((name, address, one))
-        own = {(one.id, one.rank): one for one in kept}
+        own = {(one.step_id, one.rank): one for one in kept}
         shards = [_remote(key, held.get(key, []), own.get(key)) for key in sorted({*held, *own})]
         away = self.away()
         answer = Answer.STEPS if shards else Answer.UNKNOWN if away else Answer.NONE
@@ -117,10 +118,10 @@ def _silent(one: Known) -> bool:
 
 
 def _remote(
-    key: tuple[StepId, int], held: list[tuple[str, str, Listed]], own: Remote | None
-) -> Remote:
+    key: tuple[StepId, int], held: list[tuple[str, str, Listed]], own: Shard | None
+) -> RemoteShard:
     """One shard and all who hold it: of two different ones, that of the most, then an original."""
-    roots = [one.root for _, _, one in held] + ([own.root or ""] if own is not None else [])
+    roots = [one.root or "" for _, _, one in held] + ([own.root or ""] if own is not None else [])
     originals = {one.root for _, _, one in held if not one.copy}
     root = max(roots, key=lambda one: (roots.count(one), one in originals))
     if len(set(roots)) > 1:
@@ -129,31 +130,13 @@ def _remote(
     holders = [(name, address) for name, address, one in held if one.root == root]
     if own is not None and own.root == root:
         holders.insert(0, ("this pod", OWN))
-    like = own if own is not None and own.root == root else None
-    like = like or _as_remote(next(one for _, _, one in held if one.root == root))
-    return Remote(
-        id=like.id,
-        rank=like.rank,
-        world=like.world,
-        bytes=like.bytes,
+    if own is not None and own.root == root:
+        shard = own
+    else:
+        shard = next(one.shard(one.rank) for _, _, one in held if one.root == root)
+    return RemoteShard.of(
+        shard,
         tier=Tier.PEER,
         where=", ".join(name for name, _ in holders),
-        root=root,
-        params_digest=like.params_digest,
-        twins=like.twins,
         key=tuple(address for _, address in holders),
-    )
-
-
-def _as_remote(one: Listed) -> Remote:
-    return Remote(
-        id=one.id,
-        rank=one.rank,
-        world=one.world,
-        bytes=one.bytes,
-        tier=Tier.PEER,
-        where="",
-        root=one.root,
-        params_digest=one.params_digest,
-        twins=one.twins,
     )

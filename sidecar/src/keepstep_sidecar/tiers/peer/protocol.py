@@ -16,8 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from keepstep.core.shard import Shard
 from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.steps import Epoch, StepId
+from keepstep.wire.reports import ReportedShard
 
 SHARDS: Final = "/v1/shards"
 COPIES: Final = "/v1/copies"
@@ -29,21 +31,21 @@ _LARGEST_WORLD: Final = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
-    """A sealed shard. `copy`: kept for another pod. See `Held` and `Remote` for the rest."""
+class Listed(ReportedShard):
+    """A shard, as it is reported to the operator, too. `copy`: kept for another pod."""
 
-    id: StepId
     rank: int
-    world: int
-    bytes: int
-    root: str
-    params_digest: str | None = None
-    twins: tuple[int, ...] = ()
     copy: bool = False
+
+    @classmethod
+    def listed(cls, shard: Shard, *, copy: bool) -> Listed:
+        return cls(**vars(ReportedShard.of(shard)), rank=shard.rank, copy=copy)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world <= _LARGEST_WORLD:
             raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
+        if self.root is None:
+            raise ValueError("a sealed shard without a root")
         if not 0 < self.bytes <= MAX_BYTES:
             raise ValueError(f"a shard of {quoted(self.bytes)} bytes")
 

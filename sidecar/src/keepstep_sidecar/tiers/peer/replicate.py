@@ -18,7 +18,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.send import Lied, Route, send
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.volume.direct_io import Pace
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Feeder:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def backlog(self) -> list[Found]:
+    def backlog(self) -> list[LocalShard]:
         """What the buddy should hold, and does not."""
         return self._tools.outbox.due(self._there)
 
@@ -149,7 +149,7 @@ class Feeder:
             await self._call(tell)
         self._said = wanted
 
-    def _choose(self) -> Found | None:
+    def _choose(self) -> LocalShard | None:
         """A step that was begun is finished first, so that it is whole there one day."""
         outbox, there = self._tools.outbox, self._there | self._refused
         for id in (self._sending, outbox.best(self._newest)):
@@ -157,10 +157,10 @@ class Feeder:
                 return left[0]
         return next(iter(outbox.due(there)), None)
 
-    async def _send(self, found: Found) -> None:
-        tools, key = self._tools, (found.id, found.rank)
-        self._sending = found.id
-        self._newest = found.id if self._newest is None else max(self._newest, found.id)
+    async def _send(self, found: LocalShard) -> None:
+        tools, key = self._tools, (found.step_id, found.rank)
+        self._sending = found.step_id
+        self._newest = found.step_id if self._newest is None else max(self._newest, found.step_id)
         began = time.monotonic()
 
         def work(connect: Connect) -> int:
@@ -181,14 +181,14 @@ class Feeder:
         self._there.add(key)
         self._count(found, sent, time.monotonic() - began)
 
-    def _count(self, found: Found, sent: int, seconds: float) -> None:
+    def _count(self, found: LocalShard, sent: int, seconds: float) -> None:
         counts = self._tools.counts
         counts.sent += 1
         counts.sent_bytes += sent
         counts.sent_seconds += seconds
         say(
             "copy sent",
-            step=str(found.id),
+            step=str(found.step_id),
             rank=found.rank,
             to=self.address,
             bytes=sent,
@@ -213,15 +213,15 @@ class Outbox:
     """Durable shards of this machine. `committed`: the newest commit that it knows of."""
 
     clock: Callable[[], float] = time.monotonic
-    found: dict[Key, Found] = field(default_factory=dict)
+    found: dict[Key, LocalShard] = field(default_factory=dict)
     committed: StepId | None = None
     _since: dict[Key, float] = field(default_factory=dict)
 
-    def add(self, shards: Iterable[Found]) -> None:
+    def add(self, shards: Iterable[LocalShard]) -> None:
         """They are durable here."""
         for one in shards:
-            self.found[one.id, one.rank] = one
-            self._since.setdefault((one.id, one.rank), self.clock())
+            self.found[one.step_id, one.rank] = one
+            self._since.setdefault((one.step_id, one.rank), self.clock())
 
     def commit(self, id: StepId) -> None:
         """This step is committed."""
@@ -242,13 +242,13 @@ class Outbox:
                 ranks[rank] = (*ranks.get(rank, ()), id)
         return Wanted(committed=self.committed, ranks=ranks)
 
-    def due(self, there: Collection[Key]) -> list[Found]:
+    def due(self, there: Collection[Key]) -> list[LocalShard]:
         """What a buddy lacks, most urgent first: the newest commit, then later steps, oldest
         first."""
         keys = sorted(key for key in self.found if key not in there)
         return [self.found[k] for k in keys if self.committed is None or k[0] >= self.committed]
 
-    def of(self, id: StepId, there: Collection[Key]) -> list[Found]:
+    def of(self, id: StepId, there: Collection[Key]) -> list[LocalShard]:
         """This step's shards that a buddy lacks."""
         return [self.found[key] for key in sorted(self.found) if key[0] == id and key not in there]
 
@@ -264,5 +264,5 @@ class Outbox:
 
     def waiting_s(self, there: Collection[Key]) -> float:
         """For how long the oldest shard that is due waits."""
-        since = (self._since[one.id, one.rank] for one in self.due(there))
+        since = (self._since[one.step_id, one.rank] for one in self.due(there))
         return self.clock() - min(since, default=self.clock())

@@ -13,7 +13,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace, aligned_buffer, for_each_chunk
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 
 
 class Lied(DigestError):
@@ -29,12 +29,12 @@ class Route:
     pace: Pace
 
 
-def send(found: Found, shards: Shards, route: Route) -> int:
+def send(found: LocalShard, shards: Shards, route: Route) -> int:
     """Make `found` durable at the buddy; the bytes that were sent, 0 when it was there already.
 
     Raises StorageError, DigestError when the shard here is damaged, Lied.
     """
-    with shards.open(found.id, found.rank, found.world) as reading, route.connect() as link:
+    with shards.open(found.step_id, found.rank, found.world) as reading, route.connect() as link:
         layout = found.layout
         closing = reading.small(layout.digests_begin, layout.size_bytes)
         table = _checked(found, closing, reading)
@@ -42,29 +42,29 @@ def send(found: Found, shards: Shards, route: Route) -> int:
         if begun.sealed:
             return 0
         if not set(begun.missing) <= set(range(layout.chunk_count)):
-            raise StorageError(f"{link.name} misses chunks that step {found.id} does not have")
+            raise StorageError(f"{link.name} misses chunks that step {found.step_id} does not have")
         sent = _send_chunks(found, table, begun.missing, reading, route)
         sealed = link.seal(found, size=layout.size_bytes)
         if sealed.root != found.root:
             raise Lied(
-                f"step {found.id}, rank {found.rank}: {link.name} says that its copy has the root"
-                f" {sealed.root}, not {found.root}; it gets no copy of this shard again"
+                f"step {found.step_id}, rank {found.rank}: {link.name} says that its copy has the"
+                f" root {sealed.root}, not {found.root}; it gets no copy of this shard again"
             )
         return sent
 
 
-def _checked(found: Found, closing: bytes, reading: Reading) -> bytes:
+def _checked(found: LocalShard, closing: bytes, reading: Reading) -> bytes:
     """The digest table, when table and control page are what the scan saw."""
     layout = found.layout
     table = closing[: layout.control_begin - layout.digests_begin]
     control = ControlPage.from_bytes(closing[len(table) :])
-    check_control(control, layout, id=found.id, path=reading.path)
+    check_control(control, layout, id=found.step_id, path=reading.path)
     check_table(control, layout, table, path=reading.path)
     return table
 
 
 def _send_chunks(
-    found: Found, table: bytes, missing: tuple[int, ...], reading: Reading, route: Route
+    found: LocalShard, table: bytes, missing: tuple[int, ...], reading: Reading, route: Route
 ) -> int:
     layout, crew = found.layout, _Crew(route)
     sizes = [0] * len(missing)

@@ -19,7 +19,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 from keepstep_sidecar.volume.paths import Tree
-from keepstep_sidecar.volume.scan import Found, survey
+from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -62,19 +62,7 @@ class Shards:
         """All that is sealed here; `reason` says what could not be read."""
         own, reason = self._own()
         reason = reason or self._copies.unreadable
-        copies = [
-            Listed(
-                id=one.id,
-                rank=one.rank,
-                world=one.world,
-                bytes=one.bytes,
-                root=one.root or "",
-                params_digest=one.params_digest,
-                twins=one.twins,
-                copy=True,
-            )
-            for one in self._copies.all()
-        ]
+        copies = [Listed.listed(one, copy=True) for one in self._copies.all()]
         return Listing(
             run=self._run,
             epochs=self._volumes.epochs(),
@@ -89,7 +77,7 @@ class Shards:
             found = [one for root in volumes for one in survey(root.root, run=self._run).shards]
         except OSError as error:
             return [], str(error)
-        return list(map(_listed, found)), ""
+        return [Listed.listed(one, copy=False) for one in found], ""
 
     @contextmanager
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
@@ -116,18 +104,6 @@ class Shards:
                 if path.is_file() and not path.is_symlink():
                     return path, volume.engine
         copy = self._copies.find(id, rank)
-        if copy is None or copy.remote.world != world:
+        if copy is None or copy.world != world:
             raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
         return copy.path, copy.volume.engine
-
-
-def _listed(found: Found) -> Listed:
-    return Listed(
-        id=found.id,
-        rank=found.rank,
-        world=found.world,
-        bytes=found.bytes,
-        root=found.root,
-        params_digest=found.params_digest,
-        twins=found.layout.twins,
-    )

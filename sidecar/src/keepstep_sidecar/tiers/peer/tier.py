@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId, Tier
@@ -27,9 +28,9 @@ from keepstep_sidecar.tiers.peer.replicate import Counts, Feeder, Outbox, Tools
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, Remote
+from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
 from keepstep_sidecar.volume.direct_io import Pace
-from keepstep_sidecar.volume.scan import Found
+from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 T = TypeVar("T")
@@ -157,20 +158,20 @@ class PeerDepot:
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def layout(self, shard: Remote) -> Layout:
+    async def layout(self, shard: RemoteShard) -> Layout:
         return (await self._first(shard, lambda known, streams: known)).layout
 
-    async def control(self, shard: Remote) -> ControlPage:
+    async def control(self, shard: RemoteShard) -> ControlPage:
         return (await self._first(shard, lambda known, streams: known)).control
 
-    async def load(self, shard: Remote, view: memoryview) -> ControlPage:
+    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
         def work(known: fetch.Known, streams: fetch.Streams) -> ControlPage:
             fetch.load(known, shard, view, streams)
             return known.control
 
         return await self._timed(len(view), self._first(shard, work))
 
-    async def chunks(self, shard: Remote, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
         def work(known: fetch.Known, streams: fetch.Streams) -> None:
             fetch.fetch(known, shard, wanted, streams)
 
@@ -183,11 +184,13 @@ class PeerDepot:
         self._received_seconds += time.monotonic() - began
         return result
 
-    async def _first(self, shard: Remote, work: Callable[[fetch.Known, fetch.Streams], T]) -> T:
+    async def _first(
+        self, shard: RemoteShard, work: Callable[[fetch.Known, fetch.Streams], T]
+    ) -> T:
         """Ask one holder after the other. Raises what the last one gave, naming all."""
         errors: list[KeepstepError] = []
         for address in shard.key or ():
-            key = (address, shard.id, shard.rank)
+            key = (address, shard.step_id, shard.rank)
             if key in self._directory.liars:
                 continue
             try:
@@ -197,16 +200,16 @@ class PeerDepot:
                 self._known.pop(key, None)
                 if isinstance(error, ImageError):
                     self._directory.liars.add(key)
-                warn("not fetched", step=str(shard.id), rank=shard.rank, reason=str(error))
+                warn("not fetched", step=str(shard.step_id), rank=shard.rank, reason=str(error))
         if len(errors) == 1:
             raise errors[0]
         why = "; ".join(map(str, errors)) or "nobody is left who could be asked"
-        raise StorageError(f"step {shard.id}, rank {shard.rank} from the peers: {why}")
+        raise StorageError(f"step {shard.step_id}, rank {shard.rank} from the peers: {why}")
 
     async def _of(
         self,
         address: str,
-        shard: Remote,
+        shard: RemoteShard,
         work: Callable[[fetch.Known, fetch.Streams], T],
     ) -> T:
         one = self._directory.known.get(address)
@@ -223,9 +226,9 @@ class PeerDepot:
         return await self._calls.run(talk, address, expected=expected)
 
     def _know(
-        self, address: str, shard: Remote, connect: Callable[[], fetch.Holder]
+        self, address: str, shard: RemoteShard, connect: Callable[[], fetch.Holder]
     ) -> fetch.Known:
-        key = (address, shard.id, shard.rank)
+        key = (address, shard.step_id, shard.rank)
         if (known := self._known.get(key)) is None:
             holder = connect()
             try:
@@ -239,11 +242,11 @@ class PeerDepot:
 
     # --- what happens here -------------------------------------------------------------------
 
-    def durable(self, found: Found) -> None:
+    def durable(self, found: LocalShard) -> None:
         self._outbox.add([found])
         self._changes.ring()
 
-    def committed(self, id: StepId, shards: Mapping[int, Found]) -> None:
+    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         self._outbox.add(shards.values())
         self._outbox.commit(id)
         self._changes.ring()
@@ -255,7 +258,7 @@ class PeerDepot:
     def in_use(self, id: StepId) -> bool:
         return any(feeder.needs(id) for feeder, _ in self._feeders.values())
 
-    def kept(self) -> tuple[Remote, ...]:
+    def kept(self) -> tuple[Shard, ...]:
         """The copies that lie here."""
         return self._copies.all()
 

@@ -1,0 +1,27 @@
+"""The value that ledger, inventory, listings and records all speak of: a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.steps import StepId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One sealed image of one rank, wherever it lies.
+
+    `root`: digest over its digests, None in memory; `params_digest`: of its section `params`; both
+    hex. `written_at`: unix seconds, by its own control page. `twins`: ranks whose images hold the
+    very same boxes; one of them is enough to restore them all. `size_bytes`: of the whole image, 0
+    where nobody said; it makes no other image.
+    """
+
+    step_id: StepId
+    rank: int
+    world: int
+    size_bytes: int = field(default=0, compare=False)
+    root: str | None = None
+    params_digest: str | None = None
+    twins: tuple[int, ...] = ()
+    written_at: float | None = None
