@@ -363,7 +363,7 @@ class Node:
         if isinstance(event, Listed):
             for rank, report in event.ranks.items():
                 if (held := report.sealed.get(Tier.LOCAL)) is not None:
-                    self._durable[rank] = {one.id for one in held}
+                    self._durable[rank] = {one.step_id for one in held}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
             event = Reported(ranks=event.ranks)
         actions = self.ledger.apply(event)
