@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 KILLS ?= 500
 MINUTES ?= 60
-# workers for tests, 0 for none: JOBS=2 halves the time, but some tests of pace want a quiet machine
-JOBS ?= 0
+# workers for tests, 0 for none: two a core, as tests wait for half of their time
+JOBS ?= $(shell echo $$((2 * $$(nproc))))
 
 .PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks fuzz clean help
 
@@ -27,7 +27,8 @@ demo: $(READY) ## train a small GPT, kill it three times, compare the loss curve
 	$(BIN)/python examples/demo.py
 
 test: check ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest tests -n $(JOBS) -m "not e2e and not soak" --junitxml build/junit-test.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+		--junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import warm
 from tests.harness import SidecarProcess
+
+warm.begin()  # before xdist starts its workers
 
 # a busy machine is no failure: what a step of a test may take is not what it tests
 settings.register_profile("keepstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 
 from keepstep.steps import StepId
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = (sys.executable, "-m", "keepstep_sidecar")
 
 
 def eventually(
@@ -49,13 +53,25 @@ async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: s
         await asyncio.sleep(0.01)
 
 
+def torchrun(
+    world: int, script: Path, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `world` ranks of a script to their end, by torchrun as users do."""
+    program = warm.python()
+    command = [program, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), str(script), *map(str, arguments)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables |= {"PYTHON_EXEC": program, **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+
+
 class SidecarProcess:
     """`python -m keepstep_sidecar` on directories of its own; survives its own SIGKILL."""
 
     def __init__(self, run: str, memory: Path, volume: Path, log: Path) -> None:
         self.run, self.memory, self.volume, self.log = run, memory, volume, log
-        self.program: tuple[str, ...] = (sys.executable, "-m", "keepstep_sidecar")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.program: tuple[str, ...] = PROGRAM
+        self.process: subprocess.Popen[bytes] | warm.Process | None = None
 
     @property
     def socket(self) -> Path:
@@ -79,9 +95,13 @@ class SidecarProcess:
         command = [*self.program, "--run", self.run]
         command += ["--memory-dir", str(self.memory), "--volume", str(self.volume), *options]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **environment}
-            )
+            variables = {**os.environ, **environment}
+            if self.program[0] == sys.executable:
+                self.process = warm.Process(
+                    command[1:], modules=warm.SIDECAR, stdout=log, env=variables
+                )
+            else:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
         eventually(self._answers, what=f"the sidecar's socket; its log is {self.log}")
         return self
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
+from tests import warm
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.test_directory import flip
 from tests.cli.conftest import TRAIN, Keepstep
@@ -119,7 +119,7 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
 ) -> None:
     """And stock readers read what it left there, without us."""
     script = keepstep.script("train.py", TRAIN)
-    run = ("run", "--archive", str(archive_dir), "--archive-every", "2", "--", sys.executable)
+    run = ("run", "--archive", str(archive_dir), "--archive-every", "2", "--", warm.python())
     assert "from None" in keepstep(*run, script, "7", "-1").stdout
     steps = keepstep.json("archive", "ls")["steps"]
     assert [one["step"] for one in steps if one["complete"]][-1] == 6
@@ -140,7 +140,7 @@ def test_a_relative_archive_is_the_same_for_the_sidecar(
 ) -> None:
     (keepstep.home / "shared").mkdir()
     script = keepstep.script("train.py", TRAIN)
-    run = ("run", "--archive", "shared", "--archive-every", "1", "--", sys.executable)
+    run = ("run", "--archive", "shared", "--archive-every", "1", "--", warm.python())
     keepstep(*run, script, "3", "-1")
     assert list((keepstep.home / "shared" / "train").glob("*/step.json"))
 
@@ -149,7 +149,7 @@ def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
     keepstep: Keepstep, archive_dir: Path
 ) -> None:
     script = keepstep.script("train.py", TRAIN.replace(".close()", f".wait(2, 'archived'){CLOSE}"))
-    run = ("run", "--archive", str(archive_dir), "--archive-every", "500", "--", sys.executable)
+    run = ("run", "--archive", str(archive_dir), "--archive-every", "500", "--", warm.python())
     keepstep(*run, script, "3", "-1")
     steps = keepstep.json("archive", "ls")["steps"]
     assert [one["step"] for one in steps if one["complete"]] == [0, 2]

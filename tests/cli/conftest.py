@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from keepstep_sidecar.cli.run_dir import places_of
+from tests import warm
 
 MARK = "KEEPSTEP_TEST_CLI"
 
@@ -133,7 +134,7 @@ checkpointer.close()
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keepstep]:
     """A run `train` that has ended well with steps 4 and 5 committed. Not to be changed."""
     made = Keepstep(tmp_path_factory.mktemp("trained"))
-    made("run", "--", sys.executable, made.script("train.py", TRAIN), "6", "-1")
+    made("run", "--", warm.python(), made.script("train.py", TRAIN), "6", "-1")
     yield made
     made.end()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.cli.test_rollback import TRAIN
 
@@ -28,7 +29,7 @@ def train(  # type: ignore[no-untyped-def]
     keepstep: Keepstep, archive: Path, run: str, *more: str, last: int, fail: int = -1, **how
 ):
     where = ("--archive", str(archive), "--archive-every", "1", "--run", run)
-    words = ("--", sys.executable, "train.py", str(last), str(fail))
+    words = ("--", warm.python(), "train.py", str(last), str(fail))
     return keepstep("run", *where, *more, *words, **how)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from keepstep.image import read_control, read_layout
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
+from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
 
@@ -68,7 +68,7 @@ def test_status_without_a_sidecar_says_so(trained: Keepstep) -> None:
 
 def test_status_and_steps_of_a_live_sidecar_have_what_is_in_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     document = keepstep.json("status")
     assert document["running"] is True
     assert document["newest"]["tiers"] == ["memory", "local"], "a failure flushes the newest two"
@@ -93,7 +93,7 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
     archive = keepstep.home / "shared"
     archive.mkdir()
     keepstep.script("train.py", TRAIN)
-    run = ("run", "--archive", str(archive), "--archive-every", "2", "--", sys.executable)
+    run = ("run", "--archive", str(archive), "--archive-every", "2", "--", warm.python())
     keepstep(*run, "train.py", "6", "3", code=137)
 
     def archived() -> list[Any]:
@@ -240,7 +240,7 @@ def test_rm_of_all_committed_steps_at_once_is_refused(copied: Keepstep) -> None:
 
 def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     assert "keepstep stop" in keepstep("rm", "--yes", "2", code=2).stderr
     document = keepstep.json("stop")
     assert document["stopped"] is True
@@ -252,7 +252,7 @@ def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Kee
 
 def test_stop_saves_what_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    command = ("--", sys.executable, "train.py", "6", "3")
+    command = ("--", warm.python(), "train.py", "6", "3")
     keepstep("run", "--persist-every", "1000", *command, code=137)
     keepstep.sidecar().kill()
     assert list(keepstep.memory("train").glob("rank-*"))
@@ -285,7 +285,7 @@ def test_rm_shows_the_whole_path_before_it_asks(backup: Keepstep) -> None:
 
 def test_no_command_over_a_copy_reaches_the_originals_sidecar(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", sys.executable, "train.py", "6", "3", code=137)
+    keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     sidecar = keepstep.sidecar().pid
     there = keepstep.home / "there"
     shutil.copytree(keepstep.directory, there, symlinks=True)
@@ -310,7 +310,7 @@ def test_a_moved_directory_shows_and_verifies_its_steps_and_goes_on(
     assert str(moved.directory) in moved("steps").stdout
     assert len(moved.json("verify")["steps"]) == 2
     assert moved.json("status")["committed"]["id"].endswith("-000000005")
-    shown = moved("run", "--", sys.executable, "train.py", "7", "-1").stdout
+    shown = moved("run", "--", warm.python(), "train.py", "7", "-1").stdout
     assert "from 5" in shown
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import eventually
 from tests.peer.authority import Authority
@@ -80,7 +81,7 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
         started = []
         for rank, one in enumerate(machines):
             monkeypatch.setenv("RANK", str(rank))
-            words = ("run", *told[rank], "--", sys.executable, "train.py", str(last))
+            words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
             started.append(one.start(*words))
         ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
         assert [code for _, _, code in ended] == [3, 3], ended

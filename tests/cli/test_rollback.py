@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from tests import warm
 from tests.cli.conftest import TRAIN as PLAIN
 from tests.cli.conftest import Keepstep
 
@@ -20,7 +21,7 @@ PATIENT = TRAIN.replace("save(step)\n", "save(step)\n    checkpointer.wait(step)
 
 def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Keepstep) -> None:
     keepstep.script("train.py", PATIENT)
-    train = ("--", sys.executable, "train.py")
+    train = ("--", warm.python(), "train.py")
     keepstep("run", "--keep", "9", *train, "6", "-1")
     first = {one["step"]: one["id"] for one in keepstep.json("steps")["steps"]}
     assert set(first) == {0, 1, 2, 3, 4, 5}
@@ -43,7 +44,7 @@ def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", TRAIN)
-    train = ("--", sys.executable, "train.py")
+    train = ("--", warm.python(), "train.py")
     keepstep("run", "--persist-every", "1000", *train, "9", "5", code=137)
     steps = keepstep.json("steps")["steps"]
     wanted = next(one for one in steps if one["step"] == 3)
@@ -57,10 +58,10 @@ def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
 
 def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> None:
     keepstep.script("train.py", PATIENT)
-    train = ("--", sys.executable, "train.py")
+    train = ("--", warm.python(), "train.py")
     keepstep("run", "--keep", "3", *train, "6", "-1")
     keepstep.script("broken.py", "raise SystemExit(3)")
-    broken = ("--run", "train", "--", sys.executable, "broken.py")
+    broken = ("--run", "train", "--", warm.python(), "broken.py")
     keepstep("run", "--keep", "1", "--restore-from", "3", *broken, code=3)
     assert [one["step"] for one in keepstep.json("steps")["steps"]] == [3, 5]
     keepstep("stop")
@@ -70,7 +71,7 @@ def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> No
 
 def test_a_step_that_is_not_there_is_no_reason_to_take_another(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    train = ("--", sys.executable, "train.py")
+    train = ("--", warm.python(), "train.py")
     keepstep("run", *train, "3", "-1")
     shown = keepstep("run", "--restore-from", "77", *train, "4", "-1", code=1)
     assert "going back to step 77 was asked for" in shown.stderr

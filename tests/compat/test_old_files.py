@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.cli.test_peers import free_port, options
 from tests.harness import SidecarProcess
@@ -43,35 +43,45 @@ def machine(tmp_path: Path) -> Iterator[Callable[[str], Keepstep]]:
         one.end()
 
 
-SCRIPT = [sys.executable, str(HERE / "training.py"), "5", "durable"]
-"""Checks what it restores, value by value, and makes one more step."""
+@pytest.fixture(scope="session")
+def script() -> list[str]:
+    """Checks what it restores, value by value, and makes one more step."""
+    return [warm.python(), str(HERE / "training.py"), "5", "durable"]
 
 
-def test_a_volume_is_restored_and_gone_on_from(left: Path, machine: Callable[..., Keepstep]):
+def test_a_volume_is_restored_and_gone_on_from(
+    left: Path, machine: Callable[..., Keepstep], script: list[str]
+):
     one = machine("one")
     shutil.copytree(left / "alone/keepstep", one.directory)
-    assert one("run", "--", *SCRIPT, code=3).stdout == "from 3 local\n"
-    assert one("run", "--", *SCRIPT[:-2], "6", "durable", code=3).stdout == "from 4 memory\n"
+    assert one("run", "--", *script, code=3).stdout == "from 3 local\n"
+    assert one("run", "--", *script[:-2], "6", "durable", code=3).stdout == "from 4 memory\n"
     one("verify")
 
 
-def test_a_memory_is_adopted(left: Path, sidecars: Callable[..., SidecarProcess], memory_dir: Path):
+def test_a_memory_is_adopted(
+    left: Path, sidecars: Callable[..., SidecarProcess], memory_dir: Path, script: list[str]
+):
     shutil.copytree(left / "alone/memory", memory_dir, dirs_exist_ok=True)
     sidecar = sidecars(RUN).start()
     environment = {**os.environ, "KEEPSTEP_SOCKET": str(sidecar.socket)}
-    ended = subprocess.run(SCRIPT, env=environment, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=90)
     assert ended.stdout == "from 3 memory\n", ended.stderr
 
 
-def test_an_archive_is_restored(left: Path, machine: Callable[..., Keepstep]):
+def test_an_archive_is_restored(left: Path, machine: Callable[..., Keepstep], script: list[str]):
     archive = ("--archive", str(left / "alone/archive"))
-    ended = machine("one")("run", "--run", RUN, *archive, "--", *SCRIPT, code=3)
+    ended = machine("one")("run", "--run", RUN, *archive, "--", *script, code=3)
     assert ended.stdout == "from 2 archive\n"
 
 
 @pytest.mark.timeout(300)
 def test_copies_at_a_peer_are_restored(
-    left: Path, machine: Callable[..., Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left: Path,
+    machine: Callable[..., Keepstep],
+    script: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     machines = [machine("a"), machine("b")]
     shutil.copytree(left / "pair/a", machines[0].directory)
@@ -84,7 +94,7 @@ def test_copies_at_a_peer_are_restored(
     for rank, one in enumerate(machines):
         monkeypatch.setenv("RANK", str(rank))
         peers = options(authority, rank, ports, run=RUN)
-        started.append(one.start("run", "--run", RUN, *peers, "--", *SCRIPT))
+        started.append(one.start("run", "--run", RUN, *peers, "--", *script))
     ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
     assert [code for _, _, code in ended] == [3, 3], ended
     assert [out for out, _, _ in ended] == ["from 3 local\n", "from 3 peer\n"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = Path(__file__).parents[2]
@@ -41,14 +41,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
             if sockets:
                 variables["KEEPSTEP_SOCKET"] = str(sockets[rank])
             with log.open("w") as out:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(WORKER), *words],
-                        env=variables,
-                        stdout=out,
-                        stderr=out,
-                    )
-                )
+                processes.append(warm.Process([str(WORKER), *words], env=variables, stdout=out))
         codes = _wait(processes)
         said = [log.read_text() for log in logs]
         text = "\n".join(one[-3000:] for one in said)
@@ -61,7 +54,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
     return run
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(processes: list[warm.Process]) -> list[int]:
     """Exit codes; what still runs 5 s after one failed is killed."""
     deadline = time.monotonic() + 100
     while any(one.poll() is None for one in processes) and time.monotonic() < deadline:

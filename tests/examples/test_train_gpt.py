@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "8")
@@ -37,8 +39,9 @@ def train_gpt() -> ModuleType:
 
 def train(log_file: Path, *options: str, launcher: tuple[str, ...] = ()) -> dict[int, str]:
     """Run the example to its end; the bits of the loss of every step."""
-    command = [sys.executable, *launcher, str(SCRIPT), *TINY, "--log-file", str(log_file), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    python = warm.python()
+    command = [python, *launcher, str(SCRIPT), *TINY, "--log-file", str(log_file), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return losses(log_file)
@@ -90,7 +93,7 @@ def test_a_killed_trainer_goes_on_and_its_losses_are_the_same_bits(tmp_path: Pat
     expected = train(tmp_path / "reference", "--no-keepstep", *steps)
     log_file = tmp_path / "log"
     kept = ("-m", "keepstep_sidecar.cli", "run", "--dir", str(tmp_path / "steps"))
-    launcher = (*kept, "--restarts", "1", "--", sys.executable)
+    launcher = (*kept, "--restarts", "1", "--", warm.python())
     killer = threading.Thread(target=kill_trainer_after, args=(log_file, 20))
     killer.start()
     losses_of_run = train(log_file, *steps, launcher=launcher)

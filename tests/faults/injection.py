@@ -9,7 +9,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -162,61 +162,3 @@ class AgentFault:
         """From now on nothing fails."""
         while self._undo:
             self._undo.pop()()
-
-
-# --- at an await, in the sidecar -------------------------------------------------------------
-
-
-class _Interrupted:
-    """A coroutine that meets an error where it waits, if it is the one that is counted down to."""
-
-    left = 0
-
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._work = work
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        resume: Callable[[], Any] = lambda: self._work.send(None)  # noqa: E731
-        while True:
-            try:
-                waits_for = resume()
-            except StopIteration as ended:
-                return ended.value
-            _Interrupted.left -= 1
-            if _Interrupted.left == 0:
-                if hasattr(waits_for, "_asyncio_future_blocking"):
-                    waits_for._asyncio_future_blocking = False  # nobody waits for it any more
-                resume = lambda: self._work.throw(Injected("at an await"))  # noqa: E731
-                continue
-            try:
-                yield waits_for
-            except BaseException as error:
-                thrown = error
-                resume = lambda: self._work.throw(thrown)  # noqa: B023, E731
-            else:
-                resume = lambda: self._work.send(None)  # noqa: E731
-
-
-def interrupt_sidecar(count: int) -> None:
-    """In a sidecar's process, before it serves: the `count`-th time that a request or a background
-    task waits, it meets an error there."""
-    from aiohttp import web
-
-    from keepstep_sidecar import concurrency
-    from keepstep_sidecar.api import server
-
-    _Interrupted.left = count
-    guarded, problems = concurrency._guarded, server._problems
-
-    async def interrupted(work: Coroutine[Any, Any, None]) -> None:
-        await _Interrupted(work)
-
-    @web.middleware
-    async def strike(request: web.Request, handler: Any) -> web.StreamResponse:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await _Interrupted(handler(request))  # type: ignore[no-any-return]
-
-        return await problems(request, handle)
-
-    concurrency._guarded = lambda work, name: guarded(interrupted(work), name)
-    server._problems = strike

@@ -10,6 +10,7 @@ with 1; what is left to look at stays in its directory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import random
@@ -23,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults.processes import WORLD, ForkedSidecar, Life
+from tests.faults.processes import WORLD, Life
 from tests.faults.soak import Soak
+from tests.harness import SidecarProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "soak.json"
@@ -65,15 +67,17 @@ def _terminate(soak: Soak, life: Life) -> None:
     """SIGTERM: the trainers' handler raises wherever they are, and they close."""
     life.terminate()
     for process in life.processes:
-        process.join(20)
-        assert process.exitcode is not None, f"SIGTERM did not end it\n{life.dump()}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        assert process.poll() is not None, f"SIGTERM did not end it\n{life.dump()}"
 
 
 def _let_end(soak: Soak, life: Life) -> None:
     """They make the steps that they were told to, and close."""
     for rank, process in enumerate(life.processes):
-        process.join(60)
-        assert process.exitcode == 0, f"rank {rank}: {process.exitcode}\n{life.dump()}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{life.dump()}"
         said = life.events(rank)[-1]
         assert said["event"] == "closed", f"rank {rank} made its last step: {said}"
 
@@ -209,7 +213,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir=options.dir))
     memory = Path(tempfile.mkdtemp(prefix="keepstep-soak-", dir="/dev/shm"))
     print(f"seed {seed}, in {directory}", flush=True)
-    sidecar = ForkedSidecar("soak", memory, directory / "volume", directory / "sidecar.log")
+    sidecar = SidecarProcess("soak", memory, directory / "volume", directory / "sidecar.log")
     soak = Soak(sidecar, directory, random.Random(seed))
     began, commit, struck = time.monotonic(), _commit(), Counter[str]()
     broken: list[str] = []

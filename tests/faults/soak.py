@@ -25,7 +25,8 @@ from typing import Any
 from keepstep.errors import ImageError
 from keepstep.image import local_name, read_control, read_layout, verify_image
 from keepstep.steps import StepId
-from tests.faults.processes import COMPARED, WORLD, Life, Order, digest
+from tests.faults.processes import WORLD, Life, Order
+from tests.faults.trainer import COMPARED, digest
 from tests.harness import SidecarProcess, eventually
 
 _PATIENCE_S = 240.0
@@ -78,8 +79,8 @@ class Soak:
 
         def ready() -> bool:
             for rank, process in enumerate(life.processes):
-                assert process.is_alive() or process.exitcode == 0, (
-                    f"rank {rank} ended with {process.exitcode}\n{life.dump()}"
+                assert process.poll() in (None, 0), (
+                    f"rank {rank} ended with {process.poll()}\n{life.dump()}"
                 )
             return all(len(life.steps(rank)) >= count for rank in range(WORLD))
 

@@ -16,16 +16,15 @@ from pathlib import Path
 import pytest
 
 from tests.faults import kills
-from tests.faults.processes import ForkedSidecar
 from tests.faults.soak import Soak
-from tests.harness import eventually
+from tests.harness import SidecarProcess, eventually
 
 
 @pytest.fixture
 def soak(memory_dir: Path, tmp_path: Path) -> Iterator[Soak]:
     seed = int(os.environ.get("KEEPSTEP_SEED", random.randrange(1 << 30)))
     print(f"KEEPSTEP_SEED={seed}")
-    sidecar = ForkedSidecar("soak", memory_dir, tmp_path / "volume", tmp_path / "log")
+    sidecar = SidecarProcess("soak", memory_dir, tmp_path / "volume", tmp_path / "log")
     sidecar.start()
     yield Soak(sidecar, tmp_path, random.Random(seed))
     sidecar.end()
@@ -48,7 +47,7 @@ def test_training_goes_on_and_steps_are_committed_again_after(soak: Soak, what: 
         soak.until_steps(life, 3)
         for _ in range(2):
             kills.WHILE_TRAINING[what](soak, life)
-        assert all(process.is_alive() for process in life.processes)
+        assert all(process.poll() is None for process in life.processes)
         newest = eventually(
             lambda: soak.sidecar.get("/v1/status")["watermarks"].get("local"), within_s=20
         )

@@ -26,8 +26,8 @@ from keepstep.errors import NotDurableError, UsageError
 from keepstep.image import read_layout, verify_image
 from keepstep.steps import StepId
 from tests.faults import injection
-from tests.faults.processes import ForkedSidecar, digest
-from tests.harness import eventually
+from tests.faults.trainer import digest
+from tests.harness import SidecarProcess, eventually
 
 EXAMPLES = int(os.environ.get("KEEPSTEP_EXAMPLES", "0"))
 _WITHIN_S = 40.0
@@ -36,7 +36,7 @@ _WITHIN_S = 40.0
 class Trained:
     """A trainer beside a sidecar: what it saved, what it was told, and whether that was true."""
 
-    def __init__(self, sidecar: ForkedSidecar, *, lazy: bool = True) -> None:
+    def __init__(self, sidecar: SidecarProcess, *, lazy: bool = True) -> None:
         self.sidecar, self.lazy = sidecar, lazy
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -185,9 +185,11 @@ class Faults:
 
     def interrupt_sidecar(self, number: int) -> None:
         self.kill_sidecar(0)
-        self.sidecar.interrupted_at = 1 + number % 60
+        usual = self.sidecar.program
+        self.sidecar.program = (*usual[:2], "tests.faults.interrupt", str(1 + number % 60))
         with contextlib.suppress(BaseException):  # it may end before it listens
             self.sidecar.start()
+        self.sidecar.program = usual
 
     def empty_memory(self, _: int) -> None:
         self.sidecar.lose_memory()
@@ -245,7 +247,7 @@ def running(**options: Any):
     memory = Path(tempfile.mkdtemp(prefix="keepstep-test-", dir="/dev/shm"))
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        sidecar = ForkedSidecar("run", memory, place / "volume", place / "log")
+        sidecar = SidecarProcess("run", memory, place / "volume", place / "log")
         before = os.environ.get("KEEPSTEP_SOCKET")
         os.environ["KEEPSTEP_SOCKET"] = str(sidecar.socket)
         try:

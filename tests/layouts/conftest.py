@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.harness import SidecarProcess
 from tests.layouts.matrix import WORLDS
 
@@ -33,9 +32,9 @@ def _live(directory: Path, world: int, life: int) -> None:
     for rank, log in enumerate(logs):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
         environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world)}
-        command = [sys.executable, str(SCRIPT), str(directory), str(life)]
         with log.open("wb") as out:
-            ranks.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+            words = [str(SCRIPT), str(directory), str(life)]
+            ranks.append(warm.Process(words, stdout=out, env=environment))
     try:
         for one in ranks:
             one.wait(150)

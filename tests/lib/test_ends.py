@@ -166,6 +166,14 @@ def test_a_second_checkpointer_after_an_error_goes_on(sidecar):
     assert time.monotonic() - started < 15.0
 
 
+def test_after_close_the_next_checkpointer_need_not_wait_whether_this_one_still_writes(sidecar):
+    model = nn.Linear(2, 2)
+    for step in range(3):
+        with begun({"model": model}) as checkpointer:
+            checkpointer.save(step)
+    assert sidecar.text().count('"slot made"') == 4, "the slots of one life, used by all"
+
+
 def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):
     first = begun({"model": nn.Linear(2, 2)})
     started = time.monotonic()

@@ -7,10 +7,7 @@ import dataclasses
 import datetime
 import enum
 import logging
-import os
 import re
-import subprocess
-import sys
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from decimal import Decimal
@@ -28,8 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import keepstep
 from keepstep.client import copying
 from keepstep.image import read_control, read_layout
-
-ROOT = Path(__file__).parents[2]
+from tests.harness import torchrun
 
 
 def two():
@@ -170,11 +166,9 @@ os._exit(0)
 
 
 def two_ranks(folder, text):
-    (folder / "script.py").write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(folder / "script.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    script = folder / "script.py"
+    script.write_text(text)
+    return torchrun(2, script)
 
 
 def test_every_rank_is_told_of_what_one_of_them_cannot_keep(sidecar, tmp_path):

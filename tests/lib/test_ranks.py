@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,9 @@ import torch
 from torch import nn
 
 import keepstep
+from tests.harness import torchrun
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
-
-
-def torchrun(world, *arguments, script=SCRIPT, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), str(script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
 def losses(log, rank):
@@ -31,10 +22,10 @@ def losses(log, rank):
 
 def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
     reference, log = tmp_path / "reference", tmp_path / "log"
-    done = torchrun(2, 8, -1, reference, KEEPSTEP_SOCKET="")
+    done = torchrun(2, SCRIPT, 8, -1, reference, KEEPSTEP_SOCKET="")
     assert done.returncode == 0, done.stderr
-    assert torchrun(2, 8, 4, log).returncode != 0
-    done = torchrun(2, 8, -1, log)
+    assert torchrun(2, SCRIPT, 8, 4, log).returncode != 0
+    done = torchrun(2, SCRIPT, 8, -1, log)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert losses(log, rank) == losses(reference, rank)
@@ -46,7 +37,7 @@ def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
 
 
 def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
-    done = torchrun(2, 3, -1, tmp_path / "log")
+    done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -59,9 +50,9 @@ def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
 
 
 def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
-    done = torchrun(2, 3, -1, tmp_path / "log")
+    done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert "random generators" not in done.stderr
-    done = torchrun(3, 5, -1, tmp_path / "log")
+    done = torchrun(3, SCRIPT, 5, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "random generators" in line]
     assert len(said) == 1
@@ -72,7 +63,7 @@ def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
     from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp
 
-    done = torchrun(2, 3, -1, tmp_path / "log")
+    done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     [directory] = sidecar.root.glob("0*-000000002")
     files = [load_file(one) for one in sorted(directory.glob("*.safetensors"))]
@@ -93,7 +84,7 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch):
 
 def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
     """Nobody may train on alone, and nobody may wait forever for a rank that failed."""
-    assert torchrun(2, 3, -1, tmp_path / "log").returncode == 0
+    assert torchrun(2, SCRIPT, 3, -1, tmp_path / "log").returncode == 0
     script = tmp_path / "misfit.py"
     script.write_text(
         "import os, torch, keepstep\n"
@@ -110,6 +101,6 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
         "torch.distributed.barrier()\n"
         "os._exit(0)\n"
     )
-    done = torchrun(2, script=script)
+    done = torchrun(2, script)
     assert "refused 0 RestoreError" in done.stdout, done.stderr
     assert "refused 1 MismatchError" in done.stdout

@@ -1,62 +1,23 @@
-"""Lives of ranks, forked from one process that has imported torch."""
+"""Lives of ranks: see rank.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import signal
 from pathlib import Path
 
 import pytest
 
-ZYGOTE = Path(__file__).parent / "zygote.py"
+from tests import warm
 
-
-class Zygote:
-    """See `zygote.py`."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment.pop("KEEPSTEP_SOCKET", None)
-        self.process = subprocess.Popen(
-            [sys.executable, str(ZYGOTE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def live(self, order: dict) -> list:
-        """One life of all ranks; what each of them says."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(20)
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    one = Zygote()
-    yield one
-    one.close()
+RANK = Path(__file__).parent / "rank.py"
 
 
 class Run:
     """One run: lives of changing worlds and layouts on one sidecar."""
 
-    def __init__(self, zygote: Zygote, sidecar, directory: Path, *, seed: int, uniform: bool):
-        self._zygote, self._sidecar, self._directory = zygote, sidecar, directory
+    def __init__(self, sidecar, directory: Path, *, seed: int, uniform: bool):
+        self._sidecar, self._directory = sidecar, directory
         self._common = {"seed": seed, "uniform": uniform}
         self._lives = 0
 
@@ -64,12 +25,19 @@ class Run:
         self._lives += 1
         store = str(self._directory / f"store-{self._lives}")
         order = {"action": action, "layout": layout, "world": world, "store": store, **more}
-        answers = self._zygote.live({**self._common, **order, "socket": str(self._sidecar.socket)})
+        order |= {**self._common, "socket": str(self._sidecar.socket)}
+        log, words = Path(f"{store}.log"), [str(RANK), json.dumps(order)]
+        with log.open("ab") as out:
+            ranks = [warm.Process([*words, str(rank)], stdout=out) for rank in range(world)]
+        codes = [one.wait(100) for one in ranks]
         if "die" in more:
-            assert "without an answer" in answers.pop(more["die"])["crash"]
-        crashes = [one["crash"] for one in answers if isinstance(one, dict) and "crash" in one]
-        assert not crashes, "\n".join(crashes) + self._sidecar.text()[-3000:]
-        return answers
+            assert codes[more["die"]] == -signal.SIGKILL
+        answers = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
+        said = [one.read_text() if one.exists() else "crash" for one in answers]
+        assert not any("crash" in one for one in said), (
+            "\n".join(said) + log.read_text() + self._sidecar.text()[-3000:]
+        )
+        return [json.loads(one) for one in said]
 
     def save(self, layout: str, world: int, **more) -> int:
         """The step that is kept: 7, or what `step` says, or a later one."""
@@ -88,11 +56,11 @@ class Run:
 
 
 @pytest.fixture
-def run_of(zygote, sidecar, tmp_path):
+def run_of(sidecar, tmp_path):
     """Makes the run of a test, with its seed."""
 
     def make(seed: int = 1, *, uniform: bool = True) -> Run:
         print(f"seed {seed}")
-        return Run(zygote, sidecar, tmp_path, seed=seed, uniform=uniform)
+        return Run(sidecar, tmp_path, seed=seed, uniform=uniform)
 
     return make

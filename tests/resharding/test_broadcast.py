@@ -14,7 +14,7 @@ import pytest
 from keepstep.image.xxh3 import CHUNK_BYTES
 
 BIG = 999
-"""See `zygote`: 124 MB of state."""
+"""See `rank.py`: 124 MB of state."""
 
 LIMIT = ("--memory-limit", "100Mi")
 """Two windows of 48 MiB."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class Link:
         self._attempt = os.urandom(8).hex()
         self._changed = changed
         self._lease: Lease | None = None
+        self._ending = threading.RLock()
 
     @property
     def lease(self) -> str:
@@ -135,18 +137,19 @@ class Link:
 
     def close(self, *, goodbye: bool, timeout_s: float = 2.0) -> None:
         """Give the rank back. `goodbye`: this process writes into no slot any more."""
-        if goodbye and self.connected:
-            with contextlib.suppress(SidecarError):
-                request = ReleaseRequest(lease=self.lease)
-                self.call("/v1/release", request, dict, timeout_s=timeout_s)
-        lease = self._lease
-        if lease is not None:
-            lease.close()
-            lease.lost.wait(1.0)
+        with self._ending:  # of two threads at once the second must not cut the goodbye off
+            if goodbye and self.connected:
+                with contextlib.suppress(SidecarError):
+                    request = ReleaseRequest(lease=self.lease)
+                    self.call("/v1/release", request, dict, timeout_s=timeout_s)
+            lease = self._lease
+            if lease is not None:
+                lease.close()
+                lease.lost.wait(1.0)
 
     def forget(self) -> None:
         """In a forked child: the lease is the parent's."""
-        self._lease = None
+        self._lease, self._ending = None, threading.RLock()
 
 
 def _ancestors() -> tuple[int, ...]:

@@ -345,7 +345,7 @@ class Agent:
             except BaseException as error:  # whatever it is: without this thread nothing is kept
                 self._stumbled(task, error)
         if self._closing:
-            self.link.close(goodbye=False)
+            self.link.close(goodbye=True)  # nothing is on its way, see above
             self._client.close()
 
     def _is_due(self) -> bool:

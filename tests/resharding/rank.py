@@ -1,8 +1,8 @@
-"""Imports torch once, then forks the ranks of one life after the other: run by `lives.py`.
+"""One rank of one life: `rank.py ORDER RANK`, both in JSON. What it says is `STORE.RANK`.
 
-A line of JSON in: what to do. A line of JSON out: what each rank says. A life is `save`: fill a
-model of some layout with known values and keep one step; or `restore`: fill it with rubbish, bring
-the step back, and compare every tensor, gathered by torch's `full_tensor`, with what it must be.
+A life is `save`: fill a model of some layout with known values and keep one step; or `restore`:
+fill it with rubbish, bring the step back, and compare every tensor, gathered by torch's
+`full_tensor`, with what it must be.
 """
 
 import itertools
@@ -223,7 +223,8 @@ def check(wrong, name, tensor, wanted):
         wrong.append(name)
 
 
-def rank_main(order, rank, world):
+def rank_main(order, rank):
+    world = order["world"]
     torch.set_num_threads(1)
     os.environ["KEEPSTEP_SOCKET"] = order["socket"]
     store = dist.FileStore(order["store"], world)
@@ -241,34 +242,5 @@ def rank_main(order, rank, world):
         dist.destroy_process_group()
 
 
-def life(order):
-    world, children = order["world"], []
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                rank_main(order, rank, world)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    return [answer_of(f"{order['store']}.{rank}") for rank in range(world)]
-
-
-def answer_of(path):
-    if not os.path.exists(path):
-        return {"crash": "ended without an answer"}
-    with open(path) as file:
-        return json.load(file)
-
-
 if __name__ == "__main__":
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(life(json.loads(line))), flush=True)
+    rank_main(json.loads(sys.argv[1]), int(sys.argv[2]))
