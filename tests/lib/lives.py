@@ -67,3 +67,4 @@ def bring_back(
         )
         for stage in restoring.stages:
             stage([])
+        restoring.release()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter, deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import keepstep
 from keepstep.image import Layout
 from keepstep.restore.restore import Torn
+from tests.harness import eventually
 from tests.lib.lives import bring_back, keep
 
 
@@ -36,6 +39,16 @@ def assert_same(one, other):
     """Bit-equal tensors, in the same places in memory."""
     assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
     assert torch.equal(bits(one), bits(other))
+
+
+def test_the_image_is_unmapped_once_it_is_restored(again, tmp_path):
+    gc.disable()  # it is let go of, and not found later
+    try:
+        again({"p": {"t": torch.ones(2)}}, {"p": {"t": torch.zeros(2)}})
+        slot = str(tmp_path / "slot")
+        eventually(lambda: slot not in Path("/proc/self/maps").read_text())
+    finally:
+        gc.enable()
 
 
 # --- dicts ---------------------------------------------------------------------------------------

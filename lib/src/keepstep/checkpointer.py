@@ -159,6 +159,7 @@ class Checkpointer:
                 seconds=time.perf_counter() - started,
                 bytes=decision.restoring.bytes,
             )
+            decision.restoring.release()
         collective.announce(decision, seconds=time.perf_counter() - started)
         self._epoch = decision.epoch
         self._last_step = restored.step if restored else -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -80,18 +81,22 @@ class Collective:
         """Agree with all ranks on a step, and bring it back; None if no rank has a sidecar.
 
         A step that some rank cannot bring is left out, and all vote again. `meet` is called first,
-        where all ranks gather. Raises RestoreError and kin, on all ranks if on any, so that none
-        trains on alone.
+        where all ranks gather; it says what this rank has. Raises RestoreError and kin, on all
+        ranks if on any, so that none trains on alone.
         """
-        arrival = self._arrive(timeout_s)
-        # whoever is asked what there is has then been joined by all: a sidecar that waits for its
-        # neighbours need not guess how long their trainers take to begin
-        everyone = not any(self._gather(arrival.error))
-        ballots = self._gather(self._asked(arrival) if everyone else arrival)
+        if self._world == 1 and self._agent is not None:
+            # nobody to gather: what is here is laid out while the sidecar looks for what there is
+            with ThreadPoolExecutor(1, "keepstep-vote") as beside:
+                ballot = beside.submit(self._ballot, timeout_s)
+                meet(self._gather)
+            ballots = [ballot.result()]
+        else:
+            ballots = self._gather(self._ballot(timeout_s))
         if all(ballot.inactive for ballot in ballots):
             return None
         self._raise_errors(ballots)
-        meet(self._gather)
+        if self._world > 1:
+            meet(self._gather)
         votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
         excluded: set[StepId] = set()
         failures: list[str] = []
@@ -171,6 +176,13 @@ class Collective:
         if self._agent is None:
             raise KeepstepError("no sidecar")
         return self._agent
+
+    def _ballot(self, timeout_s: float) -> _Ballot:
+        arrival = self._arrive(timeout_s)
+        # whoever is asked what there is has then been joined by all: a sidecar that waits for its
+        # neighbours need not guess how long their trainers take to begin
+        everyone = not any(self._gather(arrival.error))
+        return self._asked(arrival) if everyone else arrival
 
     def _arrive(self, timeout_s: float) -> _Ballot:
         """Take this rank's lease."""
