@@ -48,8 +48,9 @@ class Keepstep:
             "env": {**os.environ, MARK: str(self.home)},
             "text": True,
         }
-        command = [sys.executable, *via, *words]
-        return subprocess.Popen(command, **{**settings, **options})
+        # a run is found by its process, and ended by signals; whatever else is asked starts quickly
+        python = sys.executable if words[0] == "run" else warm.python(warm.SIDECAR)
+        return subprocess.Popen([python, *via, *words], **{**settings, **options})
 
     def __call__(
         self, *words: str, code: int | None = 0, input: str | None = None
