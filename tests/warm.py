@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
-SIDECAR = ("keepstep_sidecar.app", "keepstep_sidecar.cli.peer_options")
+SIDECAR = ("keepstep_sidecar.__main__", "keepstep_sidecar.app")
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than many a test
 TRAINER = (
     "torch._dynamo",
@@ -310,6 +310,8 @@ def _main() -> list[str]:
     owner, path, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+        if module.endswith(".__main__"):
+            del sys.modules[module]  # it is run anew; what it has imported stays
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -48,8 +48,15 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
 
 
 @pytest.fixture
-def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
-    return operators().start()
+def operator(
+    operators: Callable[..., OperatorHost], request: pytest.FixtureRequest
+) -> OperatorHost:
+    """One with the options that a test names by `operator_with`."""
+    return operators(**getattr(request, "param", {})).start()
+
+
+def operator_with(**options: float) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("operator", [options], indirect=True, ids=[""])
 
 
 @pytest.fixture
@@ -70,35 +77,55 @@ def pods(tmp_path: Path, identity: Identity) -> Iterator[Callable[[str], list[Po
     shutil.rmtree(memory, ignore_errors=True)
 
 
-def begin(pods: list[Pod], trainers: Trainers) -> list[FakeTrainer]:
-    """A rank on each pod, in its first epoch."""
-    return [trainers(pod.socket, rank, 2).begin_run(local_world=1) for rank, pod in enumerate(pods)]
+class Team:
+    """The two pods of a run, and a rank on each."""
 
+    def __init__(self, pods: list[Pod], trainers: Trainers) -> None:
+        self.pods, self._trainers = pods, trainers
+        self.ranks: list[FakeTrainer] = []
 
-def come_back(pods: list[Pod], trainers: Trainers) -> list[FakeTrainer]:
-    """A rank on each pod that has not restored yet."""
-    ranks = [trainers(pod.socket, rank, 2) for rank, pod in enumerate(pods)]
-    for one in ranks:
-        one.connect(local_world=1)
-    return ranks
+    def start(self, *options: str, size: int = 64 << 10) -> tuple[list[Pod], list[FakeTrainer]]:
+        """Both sidecars, and the ranks in their first epoch."""
+        for pod in self.pods:
+            pod.start(*options)
+        for rank, pod in enumerate(self.pods):
+            trainer = self._trainers(pod.socket, rank, 2, size=size)
+            self.ranks.append(trainer.begin_run(local_world=1))
+        return self.pods, self.ranks
 
+    def come_back(self, *, local_world: int = 1) -> list[FakeTrainer]:
+        """Ranks that have not restored yet."""
+        self.ranks = [self._trainers(pod.socket, rank, 2) for rank, pod in enumerate(self.pods)]
+        for one in self.ranks:
+            one.connect(local_world=local_world)
+        return self.ranks
 
-def restore(ranks: list[FakeTrainer]) -> StepId:
-    """As the library does: vote, open, verify, begin the next epoch."""
-    decision = choose([one.candidates() for one in ranks])
-    assert decision.id is not None
-    for one in ranks:
-        opened = one.open(decision.id)
-        assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
-    for one in ranks:
-        one.restored(decision.epoch("00000002"))
-        one.register()
-    return decision.id
+    def restore(self) -> StepId:
+        """As the library does: vote, open, verify, begin the next epoch."""
+        decision = choose([one.candidates() for one in self.ranks])
+        assert decision.id is not None
+        for one in self.ranks:
+            opened = one.open(decision.id)
+            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
+        for one in self.ranks:
+            one.restored(decision.epoch("00000002"))
+            one.register()
+        return decision.id
 
+    def stage(self, step: int) -> StepId:
+        (id,) = {one.stage(step) for one in self.ranks}
+        return id
 
-def stage(ranks: list[FakeTrainer], step: int) -> StepId:
-    (id,) = {one.stage(step) for one in ranks}
-    return id
+    def reach(self, step: int, state: str = "committed") -> StepId:
+        """Stage a step on both, and wait until both see it in this state."""
+        id = self.stage(step)
+        for one in self.ranks:
+            assert one.wait(id, state, flush=True).reached
+        return id
+
+    def disconnect(self) -> None:
+        for one in self.ranks:
+            one.disconnect()
 
 
 def nobody() -> str:
@@ -106,6 +133,17 @@ def nobody() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"https://localhost:{probe.getsockname()[1]}/v1/reports"
+
+
+@pytest.fixture
+def team(pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers) -> Team:
+    return Team(pods(operator.url), trainers)
+
+
+@pytest.fixture
+def lone_team(pods: Callable[[str], list[Pod]], trainers: Trainers) -> Team:
+    """Its operator is away."""
+    return Team(pods(nobody()), trainers)
 
 
 def events(pod: Pod, event: str) -> list[dict[str, object]]:
@@ -116,11 +154,8 @@ def events(pod: Pod, event: str) -> list[dict[str, object]]:
 # --- commits, retirement -------------------------------------------------------------------------
 
 
-def test_what_both_pods_made_durable_is_committed_and_published_on_both(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
-) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
+def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Team) -> None:
+    both, ranks = team.start()
     first = ranks[0].stage(1)
     assert ranks[0].wait(first, "durable", flush=True).reached
     assert not ranks[0].wait(first, "committed", timeout_s=0.5).reached
@@ -138,33 +173,24 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(
         assert status["reported_at"] is not None
 
 
-def test_what_the_operator_retires_is_deleted_on_both_pods(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
-) -> None:
-    both = [pod.start("--keep", "1") for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
+def test_what_the_operator_retires_is_deleted_on_both_pods(team: Team) -> None:
+    both, _ = team.start("--keep", "1")
     for step in range(6):
-        id = stage(ranks, step)
-        for one in ranks:
-            assert one.wait(id, "committed", flush=True).reached
+        team.reach(step)
     for pod in both:
         eventually(lambda pod=pod: pod.steps() == {4, 5}, what=f"two steps, not {pod.steps()}")
 
 
+@operator_with(keep=3, least_gap_s=2.0)
 def test_commits_that_are_heard_of_together_are_all_published_and_archived_where_due(
-    pods: Callable[[str], list[Pod]],
-    operators: Callable[..., OperatorHost],
-    trainers: Trainers,
-    tmp_path: Path,
+    team: Team, tmp_path: Path
 ) -> None:
     """Steps follow each other faster than reports do, and the same answer that tells of a commit
     may retire it: both pods archive it nonetheless."""
-    operator = operators(keep=3, least_gap_s=2.0).start()
     archive = tmp_path / "archive"
     archive.mkdir()
     options = ("--keep", "3", "--archive", str(archive), "--archive-every", "4")
-    both = [pod.start(*options) for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
+    both, ranks = team.start(*options)
     for step in range(1, 9):
         for one in ranks:
             assert one.wait(one.stage(step), "durable", flush=True).reached
@@ -177,12 +203,9 @@ def test_commits_that_are_heard_of_together_are_all_published_and_archived_where
     eventually(lambda: archived() == [4, 8], what=f"not {archived()}")
 
 
-def test_a_report_says_what_the_pod_holds(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
-) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 3)
+def test_a_report_says_what_the_pod_holds(team: Team, operator: OperatorHost) -> None:
+    _, ranks = team.start()
+    id = team.stage(3)
     assert ranks[1].wait(id, "durable", flush=True).reached
     ranks[1].skip(4, "no slot is free yet")
     report = eventually(
@@ -205,13 +228,10 @@ def test_a_report_says_what_the_pod_holds(
 
 
 def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team,
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 7)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
+    both, ranks = team.start()
+    id = team.reach(7)
     only_here = ranks[0].stage(8)
     assert ranks[0].wait(only_here, "durable", flush=True).reached
     for pod in both:
@@ -221,23 +241,22 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     for pod in both:
         (loaded,) = eventually(lambda pod=pod: events(pod, "loaded"), what="the shard ahead")
         assert loaded["step"] == str(id)
-    ranks = come_back(both, trainers)
+    ranks = team.come_back()
     found = ranks[0].candidates()
     assert [one.id.step for one in found.candidates] == [7, 8]
     assert found.plan == id
-    assert restore(ranks) == id
+    assert team.restore() == id
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 7)
+    _, ranks = team.start()
+    id = team.stage(7)
     ranks[0].stage(8)
-    for one in ranks:
-        one.disconnect()
-    assert restore(come_back(both, trainers)) == id
+    team.disconnect()
+    team.come_back()
+    assert team.restore() == id
     report = eventually(
         lambda: (found := operator.newest(0)) and found.restores[1:] and found,
         what="a report of the restore",
@@ -245,15 +264,10 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
     assert (report.restores[-1].epoch.parent, report.restores[-1].lost_steps) == (id, 1)
 
 
-def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(
-    pods: Callable[[str], list[Pod]], trainers: Trainers
-) -> None:
-    both = [pod.start() for pod in pods(nobody())]
-    ranks = begin(both, trainers)
+def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:
+    both, ranks = lone_team.start()
     for step in (4, 5):
-        id = stage(ranks, step)
-        for one in ranks:
-            assert one.wait(id, "durable", flush=True).reached
+        id = lone_team.reach(step, "durable")
     later = ranks[1].stage(6)
     both[0].kill()
     both[0].lose_memory()
@@ -261,51 +275,40 @@ def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(
     ranks[0].disconnect()
     ranks[1].disconnect()
     assert later.step == 6
-    assert restore(come_back(both, trainers)) == id
+    lone_team.come_back()
+    assert lone_team.restore() == id
 
 
 def test_an_image_in_memory_that_the_other_pod_lacks_makes_room_for_the_agreed_step(
-    pods: Callable[[str], list[Pod]], trainers: Trainers
+    lone_team: Team,
 ) -> None:
     """All slots of one pod hold newer steps; there is no memory for a fifth."""
-    both = [
-        pod.start("--memory-limit", str(4 * make_layout().size_bytes)) for pod in pods(nobody())
-    ]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 1)
-    for one in ranks:
-        assert one.wait(id, "durable", flush=True).reached
+    _, ranks = lone_team.start("--memory-limit", str(4 * make_layout().size_bytes))
+    id = lone_team.reach(1, "durable")
     for step in range(2, 8):
         ranks[0].stage(step)
-    for one in ranks:
-        one.disconnect()
-    assert restore(come_back(both, trainers)) == id
+    lone_team.disconnect()
+    lone_team.come_back()
+    assert lone_team.restore() == id
 
 
 def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
-    pods: Callable[[str], list[Pod]], trainers: Trainers
+    lone_team: Team, trainers: Trainers
 ) -> None:
     """Without LOCAL_WORLD_SIZE a sidecar of many does not take its ranks for all there are."""
-    both = [pod.start() for pod in pods(nobody())]
-    for rank, pod in enumerate(both):
-        one = trainers(pod.socket, rank, 2)
-        one.connect()
-        one.restored(one.epoch)
-        one.register()
+    for rank, pod in enumerate(lone_team.pods):
+        one = trainers(pod.start().socket, rank, 2).begin_run()
         one.stage(5)
         one.disconnect()
-    again = [trainers(pod.socket, rank, 2) for rank, pod in enumerate(both)]
-    for one in again:
-        one.connect()
-    assert restore(again).step == 5
+    lone_team.come_back(local_world=0)
+    assert lone_team.restore().step == 5
 
 
 def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 2)
+    both, ranks = team.start()
+    id = team.stage(2)
     for one in ranks:
         assert one.wait(id, "committed", flush=True).reached
         one.disconnect()
@@ -320,13 +323,10 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
     assert loaded["step"] == str(id)
 
 
-def test_sigterm_sends_a_last_report_after_the_flush(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
-) -> None:
-    both = [pod.start("--persist-every", "1000000") for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
+def test_sigterm_sends_a_last_report_after_the_flush(team: Team, operator: OperatorHost) -> None:
+    both, _ = team.start("--persist-every", "1000000")
     for step in range(1, 5):
-        stage(ranks, step)
+        team.stage(step)
     for pod in both:
         assert pod.terminate() == 0
     for node in range(2):
@@ -339,21 +339,19 @@ def test_sigterm_sends_a_last_report_after_the_flush(
 
 
 def test_an_absent_operator_is_logged_once_and_costs_nothing(
-    pods: Callable[[str], list[Pod]], trainers: Trainers, operators: Callable[..., OperatorHost]
+    lone_team: Team, operators: Callable[..., OperatorHost]
 ) -> None:
-    url = nobody()
-    both = [pod.start() for pod in pods(url)]
-    ranks = begin(both, trainers)
+    both, ranks = lone_team.start()
     for step in range(20):
-        stage(ranks, step)
+        lone_team.stage(step)
     eventually(lambda: events(both[0], "report failed"))
+    url = both[0].report["KEEPSTEP_REPORT_URL"]
     back = operators(port=int(url.split(":")[2].split("/")[0])).start()
     eventually(lambda: back.newest(0) and back.newest(1), within_s=40, what="reports catch up")
     assert len(events(both[0], "report failed")) == 1
-    id = stage(ranks, 20)
-    for state in ("durable", "committed"):
-        for one in ranks:
-            assert one.wait(id, state, flush=True).reached
+    id = lone_team.reach(20, "durable")
+    for one in ranks:
+        assert one.wait(id, "committed", flush=True).reached
 
 
 def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
@@ -415,13 +413,10 @@ main()
 
 
 def test_with_nobody_to_tell_what_lies_between_the_last_commit_and_the_newest_two_goes(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 1)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
+    both, ranks = team.start()
+    team.reach(1)
     operator.stop()
     pod, trainer = both[0], ranks[0]
     pod.terminate()
@@ -437,57 +432,41 @@ def test_with_nobody_to_tell_what_lies_between_the_last_commit_and_the_newest_tw
 
 
 def test_a_full_volume_of_one_of_many_pods_keeps_the_last_commit_and_goes_on(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
     size = 1 << 20
-    both = [pod.start("--capacity", str(6 * size)) for pod in pods(operator.url)]
-    ranks = [
-        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
-        for rank, pod in enumerate(both)
-    ]
-    id = stage(ranks, 1)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
+    both, ranks = team.start("--capacity", str(6 * size), size=size)
+    team.reach(1)
     operator.stop()
     for step in range(2, 12):
         assert ranks[0].wait(ranks[0].stage(step), "durable", flush=True).reached
     assert {1, 11} <= both[0].steps()
 
 
+@operator_with(keep=10)
 def test_pods_whose_volumes_are_full_let_the_same_steps_go(
-    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
     """Each sees its own part only, and still the steps that stay are whole."""
     size = 1 << 20
-    operator = operators(keep=10).start()
     limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
-    both = [pod.start(*limits) for pod in pods(operator.url)]
-    ranks = [
-        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
-        for rank, pod in enumerate(both)
-    ]
+    both, _ = team.start(*limits, size=size)
     for step in range(1, 10):
-        id = stage(ranks, step)
-        for one in ranks:
-            assert one.wait(id, "committed", flush=True).reached
+        team.reach(step)
     assert [pod.published() for pod in both] == [[5, 6, 7, 8, 9]] * 2
     eventually(lambda: any("volumes are full" in one for one in operator.newest(0).warnings))  # type: ignore[union-attr]
 
 
+@operator_with(keep=10)
 def test_a_pin_outlives_a_full_volume_also_where_nobody_can_repeat_it(
-    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
     """The operator is away, and the sidecar that heard of the pin is dead."""
     size = 1 << 20
-    operator = operators(keep=10).start()
     limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
-    both = [pod.start(*limits) for pod in pods(operator.url)]
-    ranks = [
-        trainers(pod.socket, rank, 2, size=size).begin_run(local_world=1)
-        for rank, pod in enumerate(both)
-    ]
+    both, ranks = team.start(*limits, size=size)
     for step in range(1, 4):
-        id = stage(ranks, step)
+        id = team.stage(step)
         operator.pinned = (StepId(id.epoch, 1),)
         for one in ranks:
             assert one.wait(id, "committed", flush=True).reached
@@ -506,31 +485,24 @@ def test_a_pin_outlives_a_full_volume_also_where_nobody_can_repeat_it(
     assert 2 not in both[0].steps()
 
 
-def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(
-    pods: Callable[[str], list[Pod]], trainers: Trainers
-) -> None:
-    both = [pod.start("--persist-every", "1000000") for pod in pods(nobody())]
-    ranks = begin(both, trainers)
+def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(lone_team: Team) -> None:
+    _, ranks = lone_team.start("--persist-every", "1000000")
     for step in range(1, 5):
-        stage(ranks, step)
+        lone_team.stage(step)
     flushed = ranks[1].call("/v1/flush", FlushRequest(timeout_s=10.0), Flushed)
     assert [id.step for id in flushed.steps] == [3, 4]
 
 
 def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    id = stage(ranks, 3)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
+    both, ranks = team.start()
+    id = team.reach(3)
     ranks[0].stage(4)
-    for one in ranks:
-        one.disconnect()
-    ranks = come_back(both, trainers)
-    assert restore(ranks) == id
-    again = stage(ranks, 4)
+    team.disconnect()
+    ranks = team.come_back()
+    assert team.restore() == id
+    again = team.stage(4)
     assert again.epoch == EpochId(2, "00000002")
     for one in ranks:
         assert one.wait(again, "committed", flush=True).reached
@@ -539,12 +511,11 @@ def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
 
 
 def test_a_killed_sidecar_goes_on_reporting_what_it_finds_in_memory(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
+    both, _ = team.start()
     for step in range(5):
-        stage(ranks, step)
+        team.stage(step)
     both[1].kill()
     taken = len(operator.seen.reports)
     both[1].start()
@@ -638,14 +609,13 @@ def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
     assert events(pod, "no reports")
 
 
+@operator_with(keep=3)
 def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_from_it(
-    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
+    team: Team, operator: OperatorHost
 ) -> None:
-    operator = operators(keep=3).start()
-    both = [pod.start() for pod in pods(operator.url)]
-    ranks = begin(both, trainers)
-    wanted = stage(ranks, 4)
-    for id in (wanted, stage(ranks, 5)):
+    both, ranks = team.start()
+    wanted = team.stage(4)
+    for id in (wanted, team.stage(5)):
         for one in ranks:
             assert one.wait(id, "committed", flush=True).reached
     operator.restore_from = wanted
@@ -655,7 +625,7 @@ def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_f
         pod.lose_memory()
         pod.start()
     # the very first votes: new pods hear of it before they vote
-    ranks = come_back(both, trainers)
+    ranks = team.come_back()
     votes = [one.candidates() for one in ranks]
     assert [limit_of([vote]) for vote in votes] == [(wanted, True)] * 2
     assert all(len(vote.candidates) == 2 for vote in votes), "all is listed nonetheless"
@@ -666,7 +636,7 @@ def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_f
         one.restored(decision.epoch("00000002"))
         one.disconnect()
     # the operator may not have heard yet, but this is done with
-    assert [one.candidates().limit for one in come_back(both, trainers)] == [None, None]
+    assert [one.candidates().limit for one in team.come_back()] == [None, None]
 
 
 def test_a_vote_waits_for_shards_that_the_operator_makes_reachable_and_never_denies_them(
