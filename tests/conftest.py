@@ -15,6 +15,13 @@ from tests.harness import SidecarProcess
 
 warm.begin()  # before xdist starts its workers
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of xdist are forked, too: each would import torch for as long as tests take."""
+    if not hasattr(config, "workerinput") and "popen" in (config.getoption("tx", None) or ()):
+        config.option.tx = [f"popen//python={warm.python()}" for _ in config.option.tx]
+
+
 # a busy machine is no failure: what a step of a test may take is not what it tests
 settings.register_profile("keepstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("keepstep")
