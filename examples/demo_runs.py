@@ -7,7 +7,6 @@ from the demo can be found and ended, so that nothing is left behind whatever ha
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomllib
 from demo_report import Journal
 from rich.progress import Progress
 
@@ -124,8 +124,10 @@ class Run:
     @property
     def memory(self) -> Path | None:
         """The run's shared memory, None before keepstep has recorded where it is."""
-        record = self.home / "service.json"
-        return Path(json.loads(record.read_text())["memory"]) if record.exists() else None
+        record = self.home / "sidecar.toml"
+        if not record.exists():
+            return None
+        return Path(tomllib.loads(record.read_text())["memory_dir"])
 
     def launch(self) -> None:
         self.setting.progress.start_task(self._task)

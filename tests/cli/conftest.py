@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep_sidecar.cli.run_dir import places_of
+from keepstep_sidecar.cli.run_dir import memory_of
 from tests import warm
 
 MARK = "KEEPSTEP_TEST_CLI"
@@ -31,7 +31,7 @@ class Keepstep:
         return self.home / ".keepstep"
 
     def memory(self, run: str) -> Path:
-        return places_of(self.directory, run).memory
+        return memory_of(self.directory, run)
 
     def script(self, name: str, text: str) -> str:
         (self.home / name).write_text(text)
@@ -145,6 +145,6 @@ def copied(trained: Keepstep, tmp_path: Path) -> Keepstep:
     """A copy of `trained` to damage: volumes are plain directories that can be moved."""
     home = tmp_path / "copy"
     shutil.copytree(trained.home, home, symlinks=True)
-    record = home / ".keepstep" / "train" / "service.json"
+    record = home / ".keepstep" / "train" / "sidecar.toml"
     record.write_text(record.read_text().replace(str(trained.home), str(home)))
     return Keepstep(home)

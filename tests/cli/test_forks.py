@@ -62,17 +62,7 @@ def test_what_cannot_be_begun_from_is_named_and_nothing_begins_anew(
     assert sorted(path.name for path in archive.iterdir()) == ["first"]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("first/2", "give --archive"),
-        ("team/first/2", "another namespace"),
-        ("first/newest", "give RUN/STEP"),
-    ],
-)
-def test_a_fork_that_cannot_be_is_refused_before_anything_starts(
-    keepstep: Keepstep, text: str, said: str
-) -> None:
-    shown = keepstep("run", "--restore-from", text, "--", sys.executable, "-V", code=2)
-    assert said in " ".join(shown.stderr.split())
+def test_a_fork_that_cannot_be_is_refused_before_anything_starts(keepstep: Keepstep) -> None:
+    shown = keepstep("run", "--restore-from", "first/2", "--", sys.executable, "-V", code=2)
+    assert "give --archive" in " ".join(shown.stderr.split())
     assert keepstep.sidecars() == []

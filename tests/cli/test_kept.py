@@ -326,8 +326,10 @@ def _hostile_name(shard: Path) -> None:
 
 
 def _hostile_record(shard: Path) -> None:
-    record = shard.parents[1] / "service.json"
-    record.write_text('{"run": "\\u001b[31m", "volumes": ["/\\u001b[1m"], "memory": "\x1b[3m"')
+    record = shard.parents[1] / "sidecar.toml"
+    record.write_text(
+        'run = "\\u001b[31m"\nvolumes = ["/\\u001b[1m"]\nmemory_dir = "/\\u001b[3m"\n'
+    )
 
 
 def _hostile_directory(shard: Path) -> None:

@@ -5,31 +5,45 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from keepstep.core.retention import Retention
 from keepstep.errors import UsageError
 from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.cli.run_dir import (
-    Options,
-    Service,
-    find_service,
-    make_memory,
-    places_of,
-    run_name,
-    save_service,
-)
+from keepstep_sidecar.cli.run_dir import RunDir, find, make_memory, memory_of, run_name, save
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.keys import toml_value
+from keepstep_sidecar.config.peers import Files, PeerSettings
+from keepstep_sidecar.config.restore_from import Wish
+from keepstep_sidecar.config.sidecar import KEYS
 
 
-def _keep(directory: Path, run: str, *volumes: Path) -> Service:
-    service = Service(
-        places=places_of(directory, run, volumes), options=Options(slots=3, linger_s=90.0)
-    )
-    service.places.home.mkdir(parents=True)
-    save_service(service)
-    return service
+def _keep(directory: Path, run: str, *volumes: Path) -> RunDir:
+    chosen = {"volumes": volumes} if volumes else {}
+    kept = RunDir.of(directory, run, slots=3, linger_s=90.0, **chosen)
+    kept.home.mkdir(parents=True)
+    save(kept)
+    return kept
+
+
+def _older(kept: RunDir, *, home: bool = True, **options: Any) -> RunDir:
+    """The same run, with the record that a keepstep of e774dd7 wrote."""
+    found = kept.home.stat()
+    body = {
+        "run": kept.run,
+        "volumes": [str(volume) for volume in kept.config.volumes],
+        "memory": str(kept.memory),
+        "options": {"slots": 3, "linger_s": 90.0, "from_the_future": 1, **options},
+    }
+    if home:
+        body["home"] = {"path": str(kept.home), "device": found.st_dev, "inode": found.st_ino}
+    (kept.home / "service.json").write_text(json.dumps(body))
+    kept.record.unlink()
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -57,56 +71,94 @@ def test_memory_depends_on_directory_and_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    relative = places_of(Path("kept"), "a", [tmp_path / "v"])
-    assert relative.memory == places_of(tmp_path / "kept", "a").memory
-    assert relative.memory != places_of(tmp_path / "kept", "b").memory
-    assert relative.memory != places_of(tmp_path / "other", "a").memory
-    assert len(str(relative.socket)) < 100  # sun_path
+    memory = memory_of(Path("kept"), "a")
+    assert memory == memory_of(tmp_path / "kept", "a")
+    assert memory not in (memory_of(tmp_path / "kept", "b"), memory_of(tmp_path / "other", "a"))
+    assert len(str(memory / "sidecar.sock")) < 100  # sun_path
 
 
 def test_a_run_is_found_again_as_it_was_recorded(tmp_path: Path) -> None:
-    service = _keep(tmp_path, "a", tmp_path / "v0", tmp_path / "v1")
-    assert find_service(tmp_path, None) == service
-    assert service.places.roots == (tmp_path / "v0" / "a", tmp_path / "v1" / "a")
+    kept = _keep(tmp_path, "a", tmp_path / "v0", tmp_path / "v1")
+    assert find(tmp_path, None) == kept
+    assert kept.roots == (tmp_path / "v0" / "a", tmp_path / "v1" / "a")
 
 
 def test_options_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
-    service = _keep(tmp_path, "a")
-    body = json.loads(service.places.record.read_text())
-    body["options"]["from_the_future"] = 1
-    service.places.record.write_text(json.dumps(body))
-    assert find_service(tmp_path, "a") == service
+    kept = _keep(tmp_path, "a")
+    kept.record.write_text("from_the_future = 1\n" + kept.record.read_text())
+    assert find(tmp_path, "a") == kept
+
+
+def test_a_record_of_an_older_keepstep_says_the_same(tmp_path: Path) -> None:
+    kept = _older(_keep(tmp_path, "a", tmp_path / "v"))
+    assert find(tmp_path, None) == kept
+    everything = {
+        "memory_limit_bytes": 1 << 30, "capacity_bytes": 2 << 30, "stage_every": 2, "keep": 9,
+        "persist_every": 4, "keep_every": "60.0s", "restore_from": "7", "restore_since": 2,
+        "archive": {
+            "url": "s3://b/x", "every": 10, "endpoint": "https://e", "region": "r",
+            "retention": {"last": 5, "every_steps": 100, "every_s": None, "pinned": []},
+        },
+        "peers": {
+            "listen": "h:1", "advertise": "i:2", "peers": ["j:3"], "replicas": 2,
+            "files": {"certificate": "/c", "key": "/k", "authorities": "/a"},
+            "bytes_per_second": 5,
+        },
+    }  # fmt: skip
+    config = find(tmp_path, _older(_keep(tmp_path, "b"), **everything).run).config
+    assert (config.memory_limit_bytes, config.capacity_bytes) == (1 << 30, 2 << 30)
+    assert (config.stage_every, config.persist_every, config.linger_s) == (2, 4, 90.0)
+    assert config.keep == Retention(last=9, every_s=60.0)
+    assert config.wish == Wish(number=7, since=2)
+    assert config.archive == ArchiveConfig(
+        url="s3://b/x",
+        every=10,
+        endpoint="https://e",
+        region="r",
+        retention=Retention(last=5, every_steps=100),
+    )
+    assert config.peers == PeerSettings(
+        listen="h:1",
+        advertise="i:2",
+        peers=("j:3",),
+        replicas=2,
+        files=Files(certificate=Path("/c"), key=Path("/k"), authorities=Path("/a")),
+        bytes_per_second=5,
+    )
+    save(kept)
+    assert find(tmp_path, "a") == kept
+    assert not (kept.home / "service.json").exists()
 
 
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     _keep(tmp_path, "b")
     with pytest.raises(UsageError, match="choose one with --run: a, b"):
-        find_service(tmp_path, None)
+        find(tmp_path, None)
     with pytest.raises(UsageError, match=r"no run 'c' in .*; it keeps: a, b"):
-        find_service(tmp_path, "c")
+        find(tmp_path, "c")
 
 
 def test_an_empty_directory_says_how_to_name_another(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--dir DIR"):
-        find_service(tmp_path, None)
+        find(tmp_path, None)
 
 
 def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path) -> None:
-    original = _keep(tmp_path / "kept", "a").places
+    original = _keep(tmp_path / "kept", "a")
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
-    found = find_service(tmp_path / "copy", None).places
-    assert found == places_of(tmp_path / "copy", "a")
+    found = find(tmp_path / "copy", None)
+    assert found == RunDir.of(tmp_path / "copy", "a", slots=3, linger_s=90.0)
     assert found.memory != original.memory
-    assert find_service(tmp_path / "kept", None).places == original
+    assert find(tmp_path / "kept", None) == original
 
 
 def test_a_moved_directory_takes_its_volumes_along(tmp_path: Path) -> None:
     _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside", tmp_path / "nvme")
     (tmp_path / "kept").rename(tmp_path / "moved")
-    found = find_service(tmp_path / "moved", None).places
-    assert found.volumes == (tmp_path / "moved" / "inside", tmp_path / "nvme")
-    assert found.memory == places_of(tmp_path / "moved", "a").memory
+    found = find(tmp_path / "moved", None)
+    assert found.config.volumes == (tmp_path / "moved" / "inside", tmp_path / "nvme")
+    assert found.memory == memory_of(tmp_path / "moved", "a")
 
 
 def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> None:
@@ -115,38 +167,35 @@ def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> No
     with pytest.raises(
         UsageError, match=rf"copy of {tmp_path}/kept/a, whose volume {tmp_path}/nvme"
     ):
-        find_service(tmp_path / "copy", None)
+        find(tmp_path / "copy", None)
 
 
 def test_a_link_to_a_directory_is_that_directory(tmp_path: Path) -> None:
-    original = _keep(tmp_path / "kept", "a", tmp_path / "nvme").places
+    original = _keep(tmp_path / "kept", "a", tmp_path / "nvme")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
-    found = find_service(tmp_path / "link", None).places
-    assert (found.memory, found.volumes) == (original.memory, original.volumes)
+    found = find(tmp_path / "link", None)
+    assert found.config == original.config
 
 
 def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match=f"{tmp_path}/b holds run 'a'"):
-        find_service(tmp_path, "b")
+        find(tmp_path, "b")
 
 
 @pytest.mark.parametrize("volume", ["kept", "nvme"])
 def test_a_record_of_an_older_keepstep_is_told_from_a_copy_of_it(
     tmp_path: Path, volume: str
 ) -> None:
-    run_dir = _keep(tmp_path / "kept", "a", tmp_path / volume).places
-    body = json.loads(run_dir.record.read_text())
-    del body["home"]
-    run_dir.record.write_text(json.dumps(body))
-    assert find_service(tmp_path / "kept", None).places == run_dir
+    kept = _older(_keep(tmp_path / "kept", "a", tmp_path / volume), home=False)
+    assert find(tmp_path / "kept", None) == kept
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
     if volume == "kept":
-        assert find_service(tmp_path / "copy", None).places == places_of(tmp_path / "copy", "a")
+        assert find(tmp_path / "copy", None).roots == (tmp_path / "copy" / "a",)
     else:
         with pytest.raises(UsageError, match="is a copy"):
-            find_service(tmp_path / "copy", None)
+            find(tmp_path / "copy", None)
 
 
 _json = st.recursive(
@@ -154,57 +203,59 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-_WORDS = ("run", "volumes", "memory", "options", "home", "slots", "archive", "peers", "retention")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(
-    data=st.binary()
-    | _json.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(_WORDS), _json)
-)
-@example(data=b"[" * 100_000)
-@example(data=b'{"run": 1e999}')
-@example(data=b"9" * 5000)
-@example(data=("archive", 5))
-@example(data=("archive", {"url": "s3://b", "retention": {"last": 10**400}}))
-@example(data=("peers", {"files": [], "peers": 5}))
+@given(data=st.binary() | st.tuples(st.sampled_from(["home", *(key.name for key in KEYS)]), _json))
+@example(data=b"a = " + b"[" * 100_000)
+@example(data=b"slots = " + b"9" * 5000)
+@example(data=("linger", float("inf")))
 @example(data=("volumes", ["/a\0b"]))
-@example(data=("volumes", ["relative"]))
-@example(data=("slots", float("inf")))
+@example(data=("home", {"path": "\0", "device": 1, "inode": 1}))
 def test_any_record_is_read_or_refused_by_name(
     tmp_path: Path, data: bytes | tuple[str, object]
 ) -> None:
-    home = tmp_path / "a"
-    shutil.rmtree(home, ignore_errors=True)
-    run_dir = _keep(tmp_path, "a").places
+    shutil.rmtree(tmp_path / "a", ignore_errors=True)
+    kept = _keep(tmp_path, "a")
     if isinstance(data, tuple):
-        body = json.loads(run_dir.record.read_text())
-        (body if data[0] in body else body["options"])[data[0]] = data[1]
-        data = json.dumps(body).encode()
-    run_dir.record.write_bytes(data)
+        name, value = data
+        lines = kept.record.read_text().partition("[home]")[0].splitlines()
+        others = [line for line in lines if not line.startswith(f"{name} = ")]
+        data = "\n".join([*others, f"{name} = {_toml(value)}"]).encode(errors="replace")
+    kept.record.write_bytes(data)
+    _read_or_refused(kept)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_toml(name)} = {_toml(one)}" for name, one in value.items())
+        return f"{{{inner}}}"
+    return toml_value(tuple(value) if isinstance(value, list) else value)
+
+
+def _read_or_refused(kept: RunDir) -> None:
     told = ""
     try:
-        find_service(tmp_path, "a")
+        find(kept.home.parent, "a")
     except UsageError as error:
         told = str(error)
-    assert not told or str(home) in told
+    assert not told or str(kept.home) in told
 
 
 def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot name a run"):
-        find_service(tmp_path, "../other")
+        find(tmp_path, "../other")
 
 
 def test_memory_is_private_and_never_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_dir, "SHARED_MEMORY", tmp_path)
-    mine = places_of(tmp_path / "kept", "a")
+    mine = memory_of(tmp_path / "kept", "a")
     make_memory(mine)
-    assert mine.memory.stat().st_mode & 0o777 == 0o700
-    mine.memory.rmdir()
+    assert mine.stat().st_mode & 0o777 == 0o700
+    mine.rmdir()
     (tmp_path / "elsewhere").mkdir()
-    mine.memory.symlink_to(tmp_path / "elsewhere")
+    mine.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="belongs to somebody else"):
         make_memory(mine)

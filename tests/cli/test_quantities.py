@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_sidecar.cli.quantities import (
+from keepstep_sidecar.config.quantities import (
     format_duration,
     format_size,
     parse_duration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tomllib
 
+from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
 
@@ -29,6 +32,21 @@ def test_the_commands_output_and_exit_code_are_its_own(keepstep: Keepstep) -> No
     assert "the newest 2 committed" in lines[0]
     assert "failed with 7" in lines[1]
     assert "stays for 15m" in lines[1]
+
+
+def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
+    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (keepstep.home / "keepstep.toml").write_text("keep = 5\npersist_every = 7\nslots = 5\n")
+    monkeypatch.setenv("KEEPSTEP_SLOTS", "3")
+    monkeypatch.setenv("KEEPSTEP_KEEP", "4")
+    options = ("--run", "a", "--config", "keepstep.toml", "--keep", "9")
+    said = keepstep("run", *options, "--", "false", code=1).stderr
+    assert "every 7th step is made durable, the newest 9 committed steps are kept" in said
+    written = tomllib.loads((keepstep.directory / "a" / "sidecar.toml").read_text())
+    assert [written[name] for name in ("keep", "persist_every", "slots")] == [9, 7, 3]
+    read = json.loads((keepstep.memory("a") / "sidecar.json").read_text())["config"]
+    assert [read[name] for name in ("keep_last", "persist_every", "slots")] == [9, 7, 3]
 
 
 def test_death_by_signal_is_128_plus_its_number(keepstep: Keepstep) -> None:
@@ -52,7 +70,7 @@ def test_what_the_command_left_running_is_ended(keepstep: Keepstep) -> None:
 
 def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
-    done = keepstep("run", "--restarts", "1", "--", PYTHON, "train.py", "6", "3")
+    done = keepstep("run", "--restarts", "1", "--", warm.python(), "train.py", "6", "3")
     assert done.stdout.splitlines() == ["from None", "from 3"]
     (line,) = [line for line in done.stderr.splitlines() if "restart 1 of 1" in line]
     assert "was killed by SIGKILL (137)" in line
@@ -64,7 +82,7 @@ def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepste
 def test_after_a_failure_memory_lingers_and_a_second_run_goes_on_from_it(
     keepstep: Keepstep,
 ) -> None:
-    command = ("run", "--", PYTHON, keepstep.script("train.py", TRAIN), "6", "3")
+    command = ("run", "--", warm.python(), keepstep.script("train.py", TRAIN), "6", "3")
     failed = keepstep(*command, code=137)
     assert "keepstep stop --dir" in failed.stderr
     lingering = keepstep.sidecar().pid
@@ -79,9 +97,9 @@ def test_other_options_replace_the_lingering_sidecar_and_keep_its_memory(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", PYTHON, "train.py", "6", "3", code=137)
+    keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     before = keepstep.sidecar()
-    again = keepstep("run", "--keep", "1", "--", PYTHON, "train.py", "6", "-1")
+    again = keepstep("run", "--keep", "1", "--", warm.python(), "train.py", "6", "-1")
     assert not before.is_running()
     assert again.stdout.splitlines() == ["from 3"]
     assert len(keepstep.json("steps")["steps"]) == 1
@@ -91,7 +109,9 @@ def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> N
     save = "checkpointer.save(step)"
     each = f"{save}; checkpointer.wait(step, 'committed', timeout=60)"  # no step is left out
     keepstep.script("train.py", TRAIN.replace(save, each))
-    said = keepstep("run", "--keep", "1", "--keep-every", "3", "--", PYTHON, "train.py", "8", "-1")
+    said = keepstep(
+        "run", "--keep", "1", "--keep-every", "3", "--", warm.python(), "train.py", "8", "-1"
+    )
     assert "the newest 1 committed steps and one every 3 steps are kept" in said.stderr
     kept = [one["step"] for one in keepstep.json("steps")["steps"]]
     assert sorted(kept) == [0, 3, 6, 7]
@@ -100,7 +120,7 @@ def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> N
 def test_shared_memory_that_is_removed_costs_no_run_its_steps(keepstep: Keepstep) -> None:
     """As systemd does at the logout of whoever left a run behind, unless it was told not to."""
     keepstep.script("train.py", TRAIN_ON)
-    with keepstep.start("run", "--restarts", "1", "--", PYTHON, "train.py") as running:
+    with keepstep.start("run", "--restarts", "1", "--", warm.python(), "train.py") as running:
         eventually((keepstep.home / "ready").exists)
         shutil.rmtree(keepstep.memory("train"))
         eventually((keepstep.memory("train") / "sidecar.sock").exists)
@@ -298,7 +318,8 @@ def test_two_supervisors_of_one_run_are_refused(keepstep: Keepstep) -> None:
         (["--memory-limit", "lots"], "512Mi, 32Gi or 10G"),
         (["--linger", "soon"], "90s, 15m or 2h"),
         (["--run", "a/b"], "cannot name a run"),
-        (["--slots", "1"], "x>=2"),
+        (["--slots", "1"], "--slots: '1' is not a whole number of at least 2"),
+        (["--config", "absent.toml"], "absent.toml cannot be read (no such file)"),
         (["--dir", "/proc/nowhere"], "choose --dir DIR"),
     ],
 )

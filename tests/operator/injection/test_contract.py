@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from keepstep.core.retention import Retention
 from keepstep_operator.injection import inject
 from keepstep_sidecar.__main__ import main
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import KEYS, Config, values_of
+from keepstep_sidecar.config.verify import Verify
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
 
 
@@ -40,51 +45,41 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("containers")
 def test_the_sidecar_understands_every_setting() -> None:
-    given = main.make_context("keepstep-sidecar", []).params
-    assert given["run"] == "gpt-3f6a1f0e"
-    assert given["memory_dir"] == Path("/run/keepstep")
-    assert given["volumes"] == (
-        Path("/keepstep/volumes/scratch"),
-        Path("/keepstep/volumes/nvme0"),
+    config = Config.of(values_of({}))
+    assert config.run == "gpt-3f6a1f0e"
+    assert config.memory_dir == Path("/run/keepstep")
+    assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
+    assert (config.slots, config.io_threads, config.metrics_port) == (4, 2, 9464)
+    assert (config.verify, config.flush_timeout_s) == (Verify.SEAL, 60.0)
+    assert config.reporting is not None
+    assert config.reporting.url.startswith(DEFAULTS.reports_url)
+    assert config.reporting.ca == DEFAULTS.reports_ca
+    assert (config.stage_every, config.persist_every) == (5, 100)
+    assert config.keep == Retention(last=3, every_s=12 * 3600)
+    assert (config.memory_limit_bytes, config.capacity_bytes) == (2 << 30, 95 << 30)
+    assert config.bytes_per_second == 1 << 30
+    assert config.peers == PeerSettings(
+        listen=":9465", advertise="10.0.0.7:9465", replicas=2, bytes_per_second=500 << 20
     )
-    assert given["slots"] == 4
-    assert given["verify"] == "seal"
-    assert given["report_url"].startswith(DEFAULTS.reports_url)
-    assert given["report_ca"] == DEFAULTS.reports_ca
-    assert given["metrics_port"] == 9464
-    found = {name: given.get(name) for name in ("stage_every", "persist_every", "keep")}
-    assert found == {"stage_every": 5, "persist_every": 100, "keep": 3}
-    assert given["keep_every"] == (None, 12 * 3600)
-    assert given["io_threads"] == 2
-    assert given["peer_listen"] == ":9465"
-    assert given["peer_advertise"] == "10.0.0.7:9465"
-    assert (given["peer_replicas"], given["peer_bytes_per_second"]) == (2, 500 << 20)
-    assert given["archive"] == "s3://ckpt/team-a"
-    found = {name: given[f"archive_{name}"] for name in ("every", "keep", "endpoint", "region")}
-    assert found == {
-        "every": 500,
-        "keep": 5,
-        "endpoint": "http://10.0.0.1:7070",
-        "region": "eu-1",
-    }
-    assert given["archive_keep_every"] == (None, 21600)
-    sizes = {value for value in given.values() if isinstance(value, int)}
-    assert {2 << 30, 95 << 30, 1 << 30} <= sizes, "memory limit, capacity, bytes per second"
-    assert 60 in (given["flush_timeout"], given.get("flush_timeout_s"))
+    assert config.archive == ArchiveConfig(
+        url="s3://ckpt/team-a",
+        every=500,
+        endpoint="http://10.0.0.1:7070",
+        region="eu-1",
+        retention=Retention(last=5, every_s=21600),
+    )
 
 
-@pytest.mark.usefixtures("containers")
 def test_every_variable_is_one_that_the_sidecar_reads(
     containers: dict[str, dict[str, Any]],
 ) -> None:
-    context = main.make_context("keepstep-sidecar", [])
-    read = {one.value_from_envvar(context) is not None and one.name for one in main.params}
-    written = [
+    written = {
         one["name"]
         for one in containers["keepstep-sidecar"]["env"]
         if one["name"].startswith("KEEPSTEP_") and "value" in one
-    ]
-    assert len(read - {False}) == len(written), (read, written)
+    }
+    assert len(written) > 20
+    assert written <= {key.variable for key in KEYS}
 
 
 def test_start_flush_and_prepare_are_actions_of_the_sidecar(
@@ -96,10 +91,16 @@ def test_start_flush_and_prepare_are_actions_of_the_sidecar(
         sidecar["lifecycle"]["preStop"]["exec"]["command"],
         containers["keepstep-volumes"]["command"],
     ]
-    for (program, *arguments), action in zip(
-        commands, ("started", "flush", "prepare"), strict=True
-    ):
+    found = []
+    for program, *arguments in commands:
         assert program == "keepstep-sidecar"
-        given = main.make_context(program, arguments).params
-        assert given[action] is True
-    assert given["directories"] == (Path("/host/nvme0/team-a/gpt-3f6a1f0e/1"),)
+        context = main.make_context(program, arguments)
+        name, command, rest = main.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
+        assert command is not None
+        found.append((name, command.make_context(program, rest).params))
+    (probe, waiting), (flush, _), (prepare, made) = found
+    assert (probe, flush, prepare) == ("probe", "flush", "prepare")
+    assert (waiting["started"], waiting["timeout_s"]) == (True, 120.0)
+    assert made["directories"] == (Path("/host/nvme0/team-a/gpt-3f6a1f0e/1"),)

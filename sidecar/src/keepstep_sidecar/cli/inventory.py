@@ -10,41 +10,66 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.run_dir import Places
+from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.paths import Tree
 
 if TYPE_CHECKING:
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step that is held somewhere. `ranks`: those that a tier holds; `path` None in memory.
+_RANKS: Final = {
+    Tier.MEMORY: "memory_ranks",
+    Tier.LOCAL: "local_ranks",
+    Tier.PEER: "peer_ranks",
+    Tier.ARCHIVE: "archive_ranks",
+}
 
-    `peer_ranks`, `archive_ranks`: of `ranks`, those that lie there; only a sidecar knows.
-    """
 
-    id: StepId
-    world: int
-    ranks: tuple[int, ...]
-    bytes: int
-    tiers: tuple[Tier, ...]
-    committed: bool
-    dead: bool
-    path: Path | None
-    peer_ranks: tuple[int, ...] = ()
-    archive_ranks: tuple[int, ...] = ()
+def tiers_of(step: StepStatus) -> tuple[Tier, ...]:
+    """Where any of its shards are, nearest first."""
+    return tuple(tier for tier, field in _RANKS.items() if getattr(step, field))
 
-    @property
-    def complete(self) -> bool:
-        """Every rank is held on some tier, so the step can be restored."""
-        return self.ranks == tuple(range(self.world))
+
+def ranks_of(step: StepStatus) -> tuple[int, ...]:
+    """Those that a tier holds."""
+    held = (getattr(step, field) for field in _RANKS.values())
+    return tuple(sorted({rank for ranks in held for rank in ranks}))
+
+
+def _complete(step: StepStatus) -> bool:
+    return ranks_of(step) == tuple(range(step.world))
+
+
+def named(step: StepStatus) -> str:
+    """`step 5 of epoch 2 (memory, local)`."""
+    tiers = ", ".join(map(str, tiers_of(step)))
+    return f"step {step.id.step} of epoch {step.id.epoch.number} ({tiers})"
+
+
+def document(step: StepStatus | None) -> dict[str, object] | None:
+    """A step as JSON shows it."""
+    if step is None:
+        return None
+    return {
+        "id": step.id,
+        "epoch": step.id.epoch,
+        "step": step.id.step,
+        "world": step.world,
+        "ranks": ranks_of(step),
+        "bytes": step.bytes,
+        "tiers": tiers_of(step),
+        "peer_ranks": step.peer_ranks,
+        "archive_ranks": step.archive_ranks,
+        "committed": step.committed,
+        "dead": step.dead,
+        "path": step.path or None,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,45 +77,39 @@ class Holdings:
     """`live`: what the sidecar says, None without one. Steps in ascending order."""
 
     live: Status | None
-    steps: tuple[Step, ...]
+    steps: tuple[StepStatus, ...]
     problems: tuple[str, ...] = ()
 
     @property
-    def committed(self) -> Step | None:
+    def committed(self) -> StepStatus | None:
         """The newest committed step that is not dead."""
-        return max(
-            (one for one in self.steps if one.committed and not one.dead),
-            key=lambda one: one.id,
-            default=None,
-        )
+        alive = [step for step in self.steps if step.committed and not step.dead]
+        return max(alive, key=lambda step: step.id, default=None)
 
     @property
-    def newest(self) -> Step | None:
-        """The newest step that every rank could restore."""
-        return max(
-            (one for one in self.steps if one.complete and not one.dead),
-            key=lambda one: one.id,
-            default=None,
-        )
+    def newest(self) -> StepStatus | None:
+        """The newest step that every rank could restore, from whichever tier."""
+        whole = [step for step in self.steps if _complete(step) and not step.dead]
+        return max(whole, key=lambda step: step.id, default=None)
 
 
-def read(places: Places) -> Holdings:
+def read(kept: RunDir) -> Holdings:
     """Ask the sidecar, else look at the volumes. Raises SidecarError, StorageError."""
-    live = calls.status(places.socket)
+    live = calls.status(kept.socket)
     if live is not None:
-        steps = sorted(map(_of_status, live.steps), key=lambda one: one.id)
+        steps = sorted(live.steps, key=lambda step: step.id)
         return Holdings(live=live, steps=tuple(steps), problems=live.warnings)
-    shards, problems = survey(places)
+    shards, problems = survey(kept)
     return Holdings(
         live=None,
-        steps=of_shards(shards, _epochs(places)),
+        steps=of_shards(shards, epochs(kept)),
         problems=tuple(str(one.error) for one in problems),
     )
 
 
-def survey(places: Places) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
+def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
     """Every shard, and every file that is none, on all volumes. Raises StorageError."""
-    scans = [_scan(root, places.run) for root in places.roots]
+    scans = [_scan(root, kept.run) for root in kept.roots]
     shards = tuple(shard for one in scans for shard in one.shards)
     return shards, tuple(problem for one in scans for problem in one.problems)
 
@@ -104,7 +123,7 @@ def _scan(root: Path, run: str) -> Scan:
         raise StorageError(f"cannot read {root}: {error}") from error
 
 
-def of_shards(shards: Iterable[LocalShard], epochs: Sequence[Epoch]) -> tuple[Step, ...]:
+def of_shards(shards: Iterable[LocalShard], epochs: Sequence[Epoch]) -> tuple[StepStatus, ...]:
     """Steps as their shards on the volumes show them, ascending."""
     from keepstep.core.ledger.lineage import Standing, trace
 
@@ -118,67 +137,45 @@ def of_shards(shards: Iterable[LocalShard], epochs: Sequence[Epoch]) -> tuple[St
     )
 
 
-def _of_found(id: StepId, found: Sequence[LocalShard], *, dead: bool) -> Step:
+def _of_found(id: StepId, found: Sequence[LocalShard], *, dead: bool) -> StepStatus:
     worlds = {shard.world for shard in found}
     ranks = tuple(sorted({shard.rank for shard in found}))
     world = max(worlds)
     # the commit rule: sealed shards cover the whole world
     committed = len(worlds) == 1 and ranks == tuple(range(world))
     shown = min(found, key=lambda shard: (not shard.published, shard.rank))
-    return Step(
+    return StepStatus(
         id=id,
         world=world,
-        ranks=ranks,
+        local_ranks=ranks,
         bytes=sum(shard.size_bytes for shard in found),
-        tiers=(Tier.LOCAL,),
         committed=committed,
         dead=dead,
-        path=shown.path.parent,
+        path=str(shown.path.parent),
     )
 
 
-def _of_status(status: StepStatus) -> Step:
-    held = {
-        Tier.MEMORY: status.memory_ranks,
-        Tier.LOCAL: status.local_ranks,
-        Tier.PEER: status.peer_ranks,
-        Tier.ARCHIVE: status.archive_ranks,
-    }
-    return Step(
-        id=status.id,
-        world=status.world,
-        ranks=tuple(sorted({rank for ranks in held.values() for rank in ranks})),
-        bytes=status.bytes,
-        tiers=tuple(tier for tier, ranks in held.items() if ranks),
-        committed=status.committed,
-        dead=status.dead,
-        path=Path(status.path) if status.path else None,
-        peer_ranks=status.peer_ranks,
-        archive_ranks=status.archive_ranks,
-    )
-
-
-def _epochs(places: Places) -> tuple[Epoch, ...]:
+def epochs(kept: RunDir) -> tuple[Epoch, ...]:
     """What the volumes' records know; an unreadable one leaves more steps alive, never fewer."""
     from keepstep_sidecar.volume import run_record
 
-    epochs: dict[object, Epoch] = {}
-    for root in places.roots:
+    found: dict[object, Epoch] = {}
+    for root in kept.roots:
         try:
-            record = run_record.load(Tree(root).record, run=places.run)
+            record = run_record.load(Tree(root).record, run=kept.run)
         except (KeepstepError, OSError):
             continue
-        epochs.update({epoch.id: epoch for epoch in record.epochs})
-    return tuple(epochs.values())
+        found.update({epoch.id: epoch for epoch in record.epochs})
+    return tuple(found.values())
 
 
-def chosen(steps: Sequence[Step], words: Iterable[str]) -> tuple[Step, ...]:
+def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
     """The steps that `words` name: `0003.1f9c2d7a-000001200`, or `1200` where only one epoch has
     it. Raises UsageError naming the choices."""
     return tuple(_choose(steps, word) for word in dict.fromkeys(words))
 
 
-def _choose(steps: Sequence[Step], word: str) -> Step:
+def _choose(steps: Sequence[StepStatus], word: str) -> StepStatus:
     found = [one for one in steps if str(one.id) == word]
     if not found and word.isdecimal():
         found = [one for one in steps if one.id.step == int(word)]

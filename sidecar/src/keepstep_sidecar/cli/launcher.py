@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import time
@@ -14,9 +13,8 @@ from typing import Final
 from keepstep.errors import SidecarError, UsageError
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.processes import Process, spawn_service, wait_gone
-from keepstep_sidecar.cli.run_dir import Options, Places, Service, load_service, make_memory
-from keepstep_sidecar.config.archive import of_plain
-from keepstep_sidecar.config.peers import of_plain as peers_of_plain
+from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
+from keepstep_sidecar.config.sidecar import KEYS
 
 UP_S: Final = 30.0
 """A sidecar that does not answer by then has failed to start."""
@@ -31,11 +29,11 @@ _TAIL_BYTES: Final = 2000
 
 
 @contextlib.contextmanager
-def supervising(places: Places) -> Iterator[None]:
+def supervising(kept: RunDir) -> Iterator[None]:
     """Be the one supervisor of the run. Raises UsageError naming the other one."""
-    fd = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _lock(fd, places)
+        _lock(fd, kept)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -43,130 +41,91 @@ def supervising(places: Places) -> Iterator[None]:
         os.close(fd)
 
 
-def _lock(fd: int, places: Places) -> None:
+def _lock(fd: int, kept: RunDir) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
         raise UsageError(
-            f"run {places.run!r} is active: `keepstep run` with pid {pid} supervises it; end it"
+            f"run {kept.run!r} is active: `keepstep run` with pid {pid} supervises it; end it"
             " first, or give this one another name with --run"
         ) from None
 
 
-def sidecar_arguments(service: Service) -> tuple[str, ...]:
-    """What follows the interpreter on the sidecar's command line."""
-    places, options = service.places, service.options
-    words = ["-m", "keepstep_sidecar", "--run", places.run, "--memory-dir", str(places.memory)]
-    for volume in places.volumes:
-        words += ["--volume", str(volume)]
-    values = {
-        "--slots": options.slots,
-        "--memory-limit": options.memory_limit_bytes,
-        "--stage-every": options.stage_every,
-        "--persist-every": options.persist_every,
-        "--keep": options.keep,
-        "--keep-every": options.keep_every,
-        "--capacity": options.capacity_bytes,
-        "--linger": options.linger_s,
-        "--owner-pid": os.getpid(),
-        "--restore-from": options.restore_from or None,
-        "--restore-since": options.restore_since or None,
-        **_archive_values(options),
-    }
-    for name, value in values.items():
-        if value is not None:
-            words += [name, str(value)]
-    peers = peers_of_plain(options.peers)
-    return (*words, *(peers.arguments() if peers is not None else ()))
-
-
-def _archive_values(options: Options) -> dict[str, object]:
-    if (archive := of_plain(options.archive)) is None:
-        return {}
-    keep = archive.retention
-    return {
-        "--archive": archive.url,
-        "--archive-every": archive.every,
-        "--archive-keep": keep.last,
-        "--archive-keep-every": keep.every,
-        "--archive-endpoint": archive.endpoint,
-        "--archive-region": archive.region,
-    }
-
-
-def launch(service: Service) -> int:
+def launch(kept: RunDir) -> int:
     """Start the sidecar; returns its pid at once. Raises UsageError, OSError."""
-    make_memory(service.places)
-    bound_log(service.places.log)
-    return spawn_service(sidecar_arguments(service), log=service.places.log)
+    make_memory(kept.memory)
+    bound_log(kept.log)
+    save(kept)
+    words = ("-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
+    owner = ("--owner-pid", str(os.getpid()))
+    settings = {key.variable for key in KEYS}  # counted already, and would count before the file
+    environment = {name: one for name, one in os.environ.items() if name not in settings}
+    return spawn_service((*words, *owner), environment, log=kept.log)
 
 
-def wait_up(places: Places, process: Process | None, *, timeout_s: float = UP_S) -> bool:
+def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:
     """Wait until the sidecar answers; False when `process` died first or time ran out."""
     deadline = time.monotonic() + timeout_s
-    while not calls.answers(places.socket):
+    while not calls.answers(kept.socket):
         if time.monotonic() > deadline or (process is not None and not process.alive()):
             return False
         time.sleep(_POLL_S)
     return True
 
 
-def adopt(service: Service) -> Process | None:
+def adopt(kept: RunDir) -> Process | None:
     """A sidecar that lingers from an earlier life of this run; None when there is none.
 
     One that was started with other options is ended first; its memory stays for its successor.
     Raises SidecarError.
     """
-    places = service.places
-    live = calls.status(places.socket)
+    live = calls.status(kept.socket)
     if live is None:
         return None
     process = Process.of(live.pid)
-    if process is not None and _as_recorded(service):
+    if process is not None and _as_recorded(kept):
         with contextlib.suppress(SidecarError):  # an older one counts its linger as it always did
-            calls.own(places.socket, os.getpid())
+            calls.own(kept.socket, os.getpid())
         return process
     # to make newer steps durable could retire the one to go back to
-    drain = not service.options.restore_from
-    calls.stop(places.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
-    _await_gone(process, places)
+    drain = not kept.config.restore_from
+    calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
+    _await_gone(process, kept)
     return None
 
 
-def _as_recorded(service: Service) -> bool:
+def _as_recorded(kept: RunDir) -> bool:
     try:
-        recorded = load_service(service.places.home.parent, service.places.run)
+        return load(kept.home.parent, kept.run) == kept
     except UsageError:
         return False
-    # where things are must match too: the sidecar writes to the volumes that it was started with
-    return dataclasses.asdict(recorded) == dataclasses.asdict(service)
 
 
-def end(places: Places, *, timeout_s: float = DRAIN_S) -> bool:
+def end(kept: RunDir, *, timeout_s: float = DRAIN_S) -> bool:
     """Flush, stop the sidecar and free its memory; False when there is none.
 
     Raises SidecarError when it does not end.
     """
-    live = calls.status(places.socket)
+    live = calls.status(kept.socket)
     process = None if live is None else Process.of(live.pid)
-    if live is None or not calls.stop(places.socket, forget=True, timeout_s=timeout_s):
+    if live is None or not calls.stop(kept.socket, forget=True, timeout_s=timeout_s):
         return False
-    _await_gone(process, places)
+    _await_gone(process, kept)
     return True
 
 
-def _await_gone(process: Process | None, places: Places) -> None:
+def _await_gone(process: Process | None, kept: RunDir) -> None:
     if process is not None and not wait_gone(process, timeout_s=_GONE_S):
         raise SidecarError(
-            f"the sidecar (pid {process.pid}) does not end; see {places.log}, then kill it",
+            f"the sidecar (pid {process.pid}) does not end; see {kept.log}, then kill it",
             code="stopping",
         )
 
 
-def slots_left(places: Places) -> bool:
+def slots_left(kept: RunDir) -> bool:
     """Whether shared memory holds slots of this run, with or without a sidecar."""
-    return any(places.memory.glob("rank-*"))
+    return any(kept.memory.glob("rank-*"))
 
 
 def identity(path: Path) -> tuple[int, int] | None:

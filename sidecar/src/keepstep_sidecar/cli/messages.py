@@ -5,32 +5,36 @@ from __future__ import annotations
 import shlex
 import signal
 
-from keepstep_sidecar.cli.inventory import Holdings, Step
-from keepstep_sidecar.cli.quantities import format_duration, parse_duration
-from keepstep_sidecar.cli.run_dir import Options, Places, Service
+from keepstep.core.retention import Retention
+from keepstep_sidecar.cli.inventory import Holdings, named
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.quantities import format_duration
+from keepstep_sidecar.config.sidecar import Config
 
 
-def started(service: Service, held: Holdings | None, *, adopted: bool) -> str:
+def started(kept: RunDir, held: Holdings | None, *, adopted: bool) -> str:
     """Where things are, what will be kept, and what is there already."""
-    places, options = service.places, service.options
-    volumes = " and ".join(str(root) for root in places.roots)
-    memory = "adopted the sidecar and its memory" if adopted else f"memory in {places.memory}"
+    volumes = " and ".join(str(root) for root in kept.roots)
+    memory = "adopted the sidecar and its memory" if adopted else f"memory in {kept.memory}"
     there = "" if held is None or held.newest is None else f"; {_goes_on(held)}"
-    return f"run {places.run!r}: {_kept(options)} in {volumes}; {memory}; log {places.log}{there}"
+    return f"run {kept.run!r}: {_policy(kept.config)} in {volumes}; {memory}; log {kept.log}{there}"
 
 
-def _kept(options: Options) -> str:
-    staged = _every(options.stage_every, "staged")
-    persisted = _every(options.persist_every, "made durable")
-    return f"{staged}, {persisted}, {_of_volumes(options)} are kept"
+def _policy(config: Config) -> str:
+    staged = _every(config.stage_every, "staged")
+    persisted = _every(config.persist_every, "made durable")
+    return f"{staged}, {persisted}, {_of_volumes(config.keep)} are kept"
 
 
-def _of_volumes(options: Options) -> str:
-    newest, every = f"the newest {options.keep} committed steps", options.keep_every
-    if every is None:
-        return newest
-    span = f"{every} steps" if every.isdecimal() else format_duration(parse_duration(every))
-    return f"{newest} and one every {span}"
+def _of_volumes(keep: Retention) -> str:
+    newest = f"the newest {keep.last} committed steps"
+    if keep.every_steps is not None:
+        return f"{newest} and one every {keep.every_steps} steps"
+    return (
+        newest
+        if keep.every_s is None
+        else f"{newest} and one every {format_duration(keep.every_s)}"
+    )
 
 
 def _every(steps: int, what: str) -> str:
@@ -45,8 +49,7 @@ def _newest(held: Holdings) -> str:
     newest, committed = held.newest, held.committed
     if newest is None:
         return "the beginning: no step is held by all ranks"
-    tiers = " and ".join(map(str, newest.tiers))
-    text = f"step {newest.id.step} of epoch {newest.id.epoch.number} ({tiers})"
+    text = named(newest)
     if committed is None:
         return f"{text}, nothing is committed"
     return text if committed == newest else f"{text}, committed is step {committed.id.step}"
@@ -58,31 +61,31 @@ def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) 
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
 
 
-def sidecar_replaced(places: Places) -> str:
+def sidecar_replaced(kept: RunDir) -> str:
     """The sidecar died and is being started again."""
-    return f"the sidecar ended and is started again; training goes on (why: {places.log})"
+    return f"the sidecar ended and is started again; training goes on (why: {kept.log})"
 
 
-def memory_removed(places: Places) -> str:
+def memory_removed(kept: RunDir) -> str:
     """Somebody removed the run's shared memory while the command runs."""
     return (
-        f"{places.memory} was removed by another program; the sidecar makes it again and the next"
+        f"{kept.memory} was removed by another program; the sidecar makes it again and the next"
         " step is kept. At a logout systemd does that (RemoveIPC=yes): `loginctl enable-linger`"
         " keeps it from it"
     )
 
 
-def ended(service: Service, held: Holdings | None, *, code: int, freed: bool) -> str:
+def ended(kept: RunDir, held: Holdings | None, *, code: int, freed: bool) -> str:
     """How the command ended, the newest committed step, and what is left."""
     parts = [f"the command {ended_how(code)}", _committed(held)]
     if not freed:
-        parts.append(_remains(service, held))
+        parts.append(_remains(kept, held))
     return "; ".join(parts)
 
 
 def _committed(held: Holdings | None) -> str:
-    step: Step | None = None if held is None else held.committed
-    if step is None or step.path is None:
+    step = None if held is None else held.committed
+    if step is None or not step.path:
         return "no step is committed"
     return (
         f"newest committed: step {step.id.step} of epoch {step.id.epoch.number} in {step.path}"
@@ -91,15 +94,14 @@ def _committed(held: Holdings | None) -> str:
     )
 
 
-def _remains(service: Service, held: Holdings | None) -> str:
-    places = service.places
-    stop = shlex.join(["keepstep", "stop", "--dir", str(places.home.parent), "--run", places.run])
+def _remains(kept: RunDir, held: Holdings | None) -> str:
+    stop = shlex.join(["keepstep", "stop", "--dir", str(kept.home.parent), "--run", kept.run])
     if held is None or held.live is None:
-        return f"the sidecar is down, its memory may remain in {places.memory}: {stop}"
+        return f"the sidecar is down, its memory may remain in {kept.memory}: {stop}"
     newest = held.newest
     holds = "" if newest is None else f" with step {newest.id.step}"
     return (
-        f"memory{holds} stays for {format_duration(service.options.linger_s)}:"
+        f"memory{holds} stays for {format_duration(kept.config.linger_s or 0.0)}:"
         f" run it again to go on, or free it: {stop}"
     )
 

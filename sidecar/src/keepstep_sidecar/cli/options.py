@@ -1,31 +1,109 @@
-"""Options that every command shares, and click callbacks for sizes, durations and names."""
+"""Options that commands share, and how errors leave: 2 for a wrong use, 1 for everything else."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import click
 
-from keepstep.core.retention import Retention
-from keepstep.errors import UsageError
-from keepstep_sidecar.cli.quantities import parse_duration, parse_size
+from keepstep.errors import KeepstepError, UsageError
+from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.run_dir import checked_name
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.keys import Key
+from keepstep_sidecar.config.quantities import format_duration, parse_duration
+from keepstep_sidecar.config.sidecar import values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-T = TypeVar("T")
 
 DEFAULT_DIR: Final = Path(".keepstep")
 
 
-def _parsed(
-    parse: Callable[[str], T],
-) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
+class Misuse(click.ClickException):
+    """The user's mistake."""
+
+    exit_code = 2
+
+
+class Group(click.Group):
+    """Commands in the order in which a user meets them; our errors as click's."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeepstepError as error:
+            raise self.ending(error) from error
+
+    def ending(self, error: KeepstepError) -> click.ClickException:
+        """How `error` leaves this process."""
+        kind = Misuse if isinstance(error, UsageError) else click.ClickException
+        return kind(output.printable(str(error)))
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def config_options(
+    keys: Iterable[Key], *, flags: Iterable[Key] | None = None, **defaults: str
+) -> Callable[[Command], Command]:
+    """`--config FILE` and flags for `keys`, or for some of them. The command gets one argument
+    `values`: what flags, environment and file say, by field. `defaults`: what the help says."""
+    keys = tuple(keys)
+    shown = keys if flags is None else tuple(flags)
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_values(*args: Any, config: Path | None, **options: Any) -> Any:
+            given = {key.name: options.pop(key.name) for key in shown}
+            try:
+                values = values_of(given, config, keys)
+            except UsageError as error:
+                raise Misuse(output.printable(str(error))) from error
+            return command(*args, values=values, **options)
+
+        made = [_flag(key, defaults.get(key.name, _default(key))) for key in shown]
+        outer = functools.reduce(lambda inner, one: one(inner), reversed(made), with_values)
+        return cast("Command", _config_option(outer))
+
+    return decorate
+
+
+_config_option: Final = click.option(
+    "--config",
+    envvar="KEEPSTEP_CONFIG",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML with any of these options, like persist_every = 10. Flags and the environment"
+    " (KEEPSTEP_PERSIST_EVERY) count before it.",
+)
+
+
+def _flag(key: Key, default: str) -> Callable[[Any], Any]:
+    return click.option(
+        key.flag,
+        key.name,
+        default=None,
+        multiple=key.several,
+        is_flag=not key.kind.metavar,
+        metavar=key.kind.metavar or None,
+        hidden=key.hidden,
+        help=key.help + (f"  [default: {default}]" if default else ""),
+    )
+
+
+def _default(key: Key) -> str:
+    """What a help says, unless its text does."""
+    if key.required:
+        return ""
+    if key.field.endswith("_s") and key.default is not None:
+        return format_duration(key.default)
+    return "" if key.default in (None, (), False) else str(key.default)
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         try:
             return None if value is None else parse(value)
         except (ValueError, UsageError) as error:
@@ -34,189 +112,9 @@ def _parsed(
     return callback
 
 
-def size_option(*names: str, help: str) -> Callable[[Command], Command]:
-    """An option in bytes, written like `512Mi`, `32Gi`, `10G`; None when not given."""
-    return click.option(*names, metavar="SIZE", callback=_parsed(parse_size), help=help)
-
-
-def duration_option(*names: str, default: str | None, help: str) -> Callable[[Command], Command]:
+def duration_option(*names: str, **options: Any) -> Callable[[Command], Command]:
     """An option in seconds, written like `90s`, `15m`, `2h`."""
-    return click.option(
-        *names,
-        metavar="DURATION",
-        default=default,
-        show_default=True,
-        callback=_parsed(parse_duration),
-        help=help,
-    )
-
-
-def run_option(*, default: str) -> Callable[[Command], Command]:
-    """`--run NAME`; `default` is what the help says about leaving it out."""
-    return click.option(
-        "--run",
-        "run",
-        metavar="NAME",
-        callback=_parsed(checked_name),
-        help=f"Name of the run.  [default: {default}]",
-    )
-
-
-def keeping_options(command: Command) -> Command:
-    """What is kept, and where it must fit: the options of the sidecar that `keepstep run` has.
-    What stays on the volumes comes as one argument `keep`: Retention."""
-
-    @functools.wraps(command)
-    def with_retention(*args: Any, **options: Any) -> Any:
-        options["keep"] = _retention(options["keep"], options.pop("keep_every"))
-        return command(*args, **options)
-
-    outer = functools.reduce(lambda inner, one: one(inner), reversed(_KEEPING), with_retention)
-    return cast("Command", outer)
-
-
-def _retention(last: int, every: tuple[int | None, float | None] | None) -> Retention:
-    steps, seconds = every or (None, None)
-    return Retention(last=last, every_steps=steps, every_s=seconds)
-
-
-def _steps_or_seconds(text: str) -> tuple[int | None, float | None]:
-    steps = int(text) if text.isdecimal() else None
-    seconds = parse_duration(text) if steps is None else None
-    if not (steps or seconds):
-        raise ValueError(f"{text!r} keeps nothing; write a number of steps, or a time like 6h")
-    return steps, seconds
-
-
-_KEEPING: Final[tuple[Callable[[Any], Any], ...]] = (
-    click.option(
-        "--slots",
-        type=click.IntRange(min=2),
-        default=4,
-        show_default=True,
-        help="Images of each rank in memory; with 4 a restart always finds a common step there.",
-    ),
-    size_option(
-        "--memory-limit",
-        help="Memory for all slots, like 32Gi.  [default: what the shared memory has]",
-    ),
-    click.option(
-        "--stage-every",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        metavar="K",
-        help="Stage every Kth step in memory.",
-    ),
-    click.option(
-        "--persist-every",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        metavar="K",
-        help="Make every Kth step durable.",
-    ),
-    click.option(
-        "--keep",
-        type=click.IntRange(min=1),
-        default=2,
-        show_default=True,
-        metavar="N",
-        help="Newest committed steps that stay on the volumes.",
-    ),
-    click.option(
-        "--keep-every",
-        metavar="K|DURATION",
-        callback=_parsed(_steps_or_seconds),
-        help="Keep every Kth step there, too, or the first of every DURATION, like 6h.",
-    ),
-    size_option("--capacity", help="Limit of each volume, like 400Gi.  [default: the drive]"),
-)
-
-
-def archive_options(command: Command) -> Command:
-    """Where the archive is and what goes there, as one argument `archive`: ArchiveConfig | None."""
-
-    @functools.wraps(command)
-    def with_archive(*args: Any, **options: Any) -> Any:
-        told = {name: options.pop(f"archive_{name}") for name in _ARCHIVE_WORDS}
-        try:
-            options["archive"] = _archive(options.pop("archive"), **told)
-        except UsageError as error:
-            raise click.UsageError(str(error)) from error
-        return command(*args, **options)
-
-    outer = functools.reduce(lambda inner, one: one(inner), reversed(_ARCHIVE), with_archive)
-    return cast("Command", outer)
-
-
-_ARCHIVE_WORDS: Final = ("every", "keep", "keep_every", "endpoint", "region")
-
-
-def _archive(
-    url: str | None,
-    *,
-    every: int,
-    keep: int,
-    keep_every: tuple[int | None, float | None] | None,
-    endpoint: str | None,
-    region: str | None,
-) -> ArchiveConfig | None:
-    if not url:
-        return None
-    url = url if "://" in url else os.path.abspath(url)
-    retention = _retention(keep, keep_every)
-    return ArchiveConfig(
-        url=url, every=every, endpoint=endpoint, region=region, retention=retention
-    )
-
-
-_ARCHIVE: Final[tuple[Callable[[Any], Any], ...]] = (
-    click.option(
-        "--archive",
-        envvar="KEEPSTEP_ARCHIVE",
-        metavar="URL",
-        help="Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a"
-        " directory that others see, too. Credentials come from the environment.",
-    ),
-    click.option(
-        "--archive-every",
-        envvar="KEEPSTEP_ARCHIVE_EVERY",
-        type=click.IntRange(min=1),
-        default=1000,
-        show_default=True,
-        metavar="K",
-        help="Archive every Kth step.",
-    ),
-    click.option(
-        "--archive-keep",
-        envvar="KEEPSTEP_ARCHIVE_KEEP",
-        type=click.IntRange(min=1),
-        default=3,
-        show_default=True,
-        metavar="N",
-        help="Newest steps that stay in the archive.",
-    ),
-    click.option(
-        "--archive-keep-every",
-        envvar="KEEPSTEP_ARCHIVE_KEEP_EVERY",
-        metavar="K|DURATION",
-        callback=_parsed(_steps_or_seconds),
-        help="Keep every Kth step, too, or the first of every DURATION, like 6h.",
-    ),
-    click.option(
-        "--archive-endpoint",
-        envvar="KEEPSTEP_ARCHIVE_ENDPOINT",
-        metavar="URL",
-        help="Address of an S3 store that is not Amazon's, like https://s3.example.com.",
-    ),
-    click.option(
-        "--archive-region",
-        envvar="KEEPSTEP_ARCHIVE_REGION",
-        metavar="NAME",
-        help="Region of the S3 store.",
-    ),
-)
+    return click.option(*names, metavar="DURATION", callback=_parsed(parse_duration), **options)
 
 
 directory_option: Final = click.option(
@@ -230,6 +128,17 @@ directory_option: Final = click.option(
 json_option: Final = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
 )
+
+
+def run_option(*, default: str) -> Callable[[Command], Command]:
+    """`--run NAME`; `default` is what the help says about leaving it out."""
+    return click.option(
+        "--run",
+        "run",
+        metavar="NAME",
+        callback=_parsed(checked_name),
+        help=f"Name of the run.  [default: {default}]",
+    )
 
 
 def which_run(command: Command) -> Command:

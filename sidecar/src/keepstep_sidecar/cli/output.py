@@ -10,9 +10,10 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -20,7 +21,6 @@ from keepstep.steps import EpochId, StepId
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 def plain(value: Any) -> Any:
@@ -76,25 +76,71 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table; columns in `right` are aligned to the right."""
+def print_lines(lines: Iterable[str]) -> None:
+    """Plain lines, as long as they are."""
+    shown = console()
+    for line in lines:
+        shown.print(line, soft_wrap=True)
+
+
+def print_facts(facts: Iterable[tuple[str, str]], *, width: int) -> None:
+    """A name and a text a line."""
+    print_lines(f"{name:<{width}}{text}" for name, text in facts)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Iterable[object]],
+    *,
+    right: tuple[str, ...] = (),
+    empty: str = "",
+) -> None:
+    """Columns in `right` are aligned to the right. Without rows: the line `empty`, or nothing."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(
-            column,
-            justify="right" if column in right else "left",
-            overflow="fold",
-            no_wrap=column in right,
-        )
-    return made
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=column in right)
+    for row in rows:
+        made.add_row(*map(str, row))
+    if made.row_count:
+        console().print(made)
+    elif empty:
+        print_lines([empty])
 
 
-def ranks_text(ranks: tuple[int, ...], world: int) -> str:
+@contextmanager
+def progress(total_bytes: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal; called with what is done now, and how many bytes more are."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    shown = console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=shown,
+        disable=quiet or not shown.is_terminal,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda text, done: bar.update(task, description=text, advance=done)
+
+
+def ranks_text(ranks: Sequence[int], world: int) -> str:
     """`all 8`, or which: `0-2,5 of 8`."""
-    if ranks == tuple(range(world)):
+    if tuple(ranks) == tuple(range(world)):
         return f"all {world}"
     spans: list[list[int]] = []
     for rank in ranks:

@@ -46,7 +46,7 @@ def spawn_command(
     return os.posix_spawn(path, command, environment, setsigmask=(), setsigdef=defaults)
 
 
-def spawn_service(arguments: Sequence[str], *, log: Path) -> int:
+def spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: Path) -> int:
     """Start this Python with `arguments`, as a process that outlives us: own session, no stdin,
     output appended to `log`. Returns its pid. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -58,7 +58,7 @@ def spawn_service(arguments: Sequence[str], *, log: Path) -> int:
     return os.posix_spawn(
         sys.executable,
         (sys.executable, *arguments),
-        os.environ,
+        environment,
         file_actions=actions,
         setsid=True,
         setsigmask=(),

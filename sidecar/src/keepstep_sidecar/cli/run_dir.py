@@ -1,13 +1,14 @@
 """Where the parts of a run live, and the record by which other commands find them again.
 
-    DIR/RUN/service.json   this module's record: volumes, memory directory, options of the service
+    DIR/RUN/sidecar.toml   this module's record, and the configuration that the run's sidecar reads
+    DIR/RUN/service.json   the same, of an older keepstep: read, and replaced at the next start
     DIR/RUN/run.lock       held (flock) by the `keepstep run` that supervises the run
     DIR/RUN/sidecar.log    the sidecar's log, bounded
     VOLUME/RUN/            shards: one root per volume; a volume is DIR unless said otherwise
     /dev/shm/keepstep-UID/HASH/    slots and the socket; HASH is of DIR and RUN
 
 The memory directory is derived, not chosen, so that a command that is started again finds the
-slots of its predecessor even when `service.json` is gone.
+slots of its predecessor even when the record is gone.
 
 A directory that was copied or moved is its own: the record says in which directory it was written,
 and what it says of another one's volumes and memory is not followed from here.
@@ -30,49 +31,51 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.config.archive import of_plain as archive_of_plain
-from keepstep_sidecar.config.peers import of_plain as peers_of_plain
+from keepstep_sidecar.config.keys import (
+    LARGEST_FILE_BYTES,
+    gathered,
+    read_file,
+    to_toml,
+    toml_value,
+)
+from keepstep_sidecar.config.sidecar import KEYS, Config
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+_RECORD, _OLDER_RECORD = "sidecar.toml", "service.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_LARGEST_RECORD_BYTES = 1 << 20
 _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the service of a run was asked for. A service with other options is replaced.
+class RunDir:
+    """A run that is kept: `home` is DIR/RUN, `config` what its sidecar is told. Paths are absolute.
 
-    `keep`, `keep_every`: `last` and `every` of a Retention. `archive`, `peers`: as their `to_plain`
-    tells it. `restore_from`: see `config.restore_from.Wish`, like `restore_since`.
+    A sidecar that runs with another `config` is replaced.
     """
 
-    slots: int = 4
-    memory_limit_bytes: int | None = None
-    stage_every: int = 1
-    persist_every: int = 1
-    keep: int = 2
-    keep_every: str | None = None
-    capacity_bytes: int | None = None
-    linger_s: float = 900.0
-    archive: dict[str, Any] | None = None
-    peers: dict[str, Any] | None = None
-    restore_from: str = ""
-    restore_since: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Paths of one run. All absolute."""
-
-    run: str
     home: Path
-    volumes: tuple[Path, ...]
-    memory: Path
+    config: Config
+
+    @classmethod
+    def of(cls, directory: Path, run: str, **values: Any) -> RunDir:
+        """`run` below `directory`, with these `values` of its Config; a volume is the directory
+        itself unless they name others. Raises UsageError."""
+        directory = Path(os.path.abspath(directory))
+        placed = {"run": run, "memory_dir": memory_of(directory, run)}
+        config = Config.of({"volumes": (directory,), **values, **placed})
+        return cls(home=directory / run, config=config)
+
+    @property
+    def run(self) -> str:
+        return self.config.run
+
+    @property
+    def memory(self) -> Path:
+        return self.config.memory_dir
 
     @property
     def socket(self) -> Path:
-        return self.memory / "sidecar.sock"
+        return self.config.socket
 
     @property
     def log(self) -> Path:
@@ -84,20 +87,12 @@ class Places:
 
     @property
     def record(self) -> Path:
-        return self.home / "service.json"
+        return self.home / _RECORD
 
     @property
     def roots(self) -> tuple[Path, ...]:
         """Directories that hold shards: one on each volume."""
-        return tuple(volume / self.run for volume in self.volumes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """What `service.json` says."""
-
-    places: Places
-    options: Options
+        return tuple(volume / self.run for volume in self.config.volumes)
 
 
 def run_name(command: Sequence[str]) -> str:
@@ -122,22 +117,13 @@ def checked_name(name: str) -> str:
     return name
 
 
-def places_of(directory: Path, run: str, volumes: Sequence[Path] = ()) -> Places:
-    """Where `run` lives below `directory`; `volumes` default to the directory itself."""
-    directory = Path(os.path.abspath(directory))
-    return Places(
-        run=run,
-        home=directory / run,
-        volumes=tuple(Path(os.path.abspath(volume)) for volume in volumes) or (directory,),
-        memory=SHARED_MEMORY / f"keepstep-{os.getuid()}" / _memory_name(directory, run),
-    )
+def memory_of(directory: Path, run: str) -> Path:
+    """Where slots and socket of `run` are."""
+    name = hashlib.sha256(f"{os.path.abspath(directory)}/{run}".encode(errors="surrogateescape"))
+    return SHARED_MEMORY / f"keepstep-{os.getuid()}" / name.hexdigest()[:12]
 
 
-def _memory_name(directory: Path, run: str) -> str:
-    return hashlib.sha256(f"{directory}/{run}".encode()).hexdigest()[:12]
-
-
-def make_memory(places: Places) -> None:
+def make_memory(memory: Path) -> None:
     """Make the memory directory, private to this user. Raises UsageError when it is another's.
 
     /dev/shm is writable by everybody: a directory that somebody else made there, or a link, is
@@ -145,12 +131,15 @@ def make_memory(places: Places) -> None:
     """
     if not SHARED_MEMORY.is_dir():
         raise UsageError(f"{SHARED_MEMORY} is missing: keepstep keeps slots in shared memory")
-    for directory in (places.memory.parent, places.memory):
+    for directory in (memory.parent, memory):
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise UsageError(f"{directory} belongs to somebody else; remove it and try again")
         directory.chmod(0o700)
+
+
+# --- the record ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,109 +151,127 @@ class _Home:
     inode: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    """`service.json`. `home`: None in one that an older keepstep wrote."""
-
-    run: str
-    volumes: list[str]
-    memory: str
-    options: dict[str, Any]
-    home: _Home | None = None
-
-
-def save_service(service: Service) -> None:
-    """Write `service.json`, whole or not at all."""
-    places = service.places
-    body = _Record(
-        run=places.run,
-        volumes=[str(volume) for volume in places.volumes],
-        memory=str(places.memory),
-        options=dataclasses.asdict(service.options),
-        home=_home(places.home),
+def save(kept: RunDir) -> None:
+    """Write the record, whole or not at all. Raises OSError, UsageError."""
+    found = kept.home.stat()
+    text = (
+        "# Written by `keepstep run`, for its sidecar and for the other commands.\n"
+        + to_toml(KEYS, kept.config)
+        + f"\n[home]\npath = {toml_value(kept.home)}\n"
+        + f"device = {found.st_dev}\ninode = {found.st_ino}\n"
     )
-    temporary = places.record.with_name(f".{places.record.name}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(dataclasses.asdict(body), indent=2) + "\n")
-    temporary.replace(places.record)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"a path that is not UTF-8 cannot be kept in {kept.record}") from error
+    temporary = kept.record.with_name(f".{_RECORD}.tmp-{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.replace(kept.record)
+    (kept.home / _OLDER_RECORD).unlink(missing_ok=True)
 
 
-def _home(path: Path) -> _Home:
-    found = path.stat()
-    return _Home(path=str(path), device=found.st_dev, inode=found.st_ino)
-
-
-def load_service(directory: Path, run: str) -> Service:
-    """Read what `save_service` wrote; see the module of a directory that was copied or moved.
+def load(directory: Path, run: str) -> RunDir:
+    """Read what `save` wrote; see the module of a directory that was copied or moved.
 
     Raises UsageError when it is missing, not readable, or leads to another directory's volumes.
     """
-    places = places_of(directory, run)
+    home = Path(os.path.abspath(directory)) / run
     try:
-        record = _read(places.record)
-        options = _options(record.options)
+        written, file = _read(home)
+        noted = written.pop("home", None)
+        origin = None if noted is None else msgspec.convert(noted, _Home)
+        values = gathered(KEYS, flags={}, environment={}, written=written, file=file)
+        config = Config.of(values)
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
-    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-            UsageError, ValueError) as error:  # fmt: skip
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, UsageError,
+            ValueError) as error:  # fmt: skip
         raise UsageError(
-            f"{places.record} cannot be read ({error}); start the run again"
+            f"the record in {home} cannot be read ({error}); start the run again"
         ) from error
-    if record.run != run:
+    if config.run != run:
         raise UsageError(
-            f"{places.home} holds run {record.run!r}, whose steps go by that name alone; give the"
+            f"{home} holds run {config.run!r}, whose steps go by that name alone; give the"
             " directory that name again, in another DIR if it is a copy"
         )
-    return Service(places=_settled(places, record), options=options)
+    return RunDir(home=home, config=_settled(home, config, origin))
 
 
-def _read(path: Path) -> _Record:
-    """Raises OSError, ValueError, RecursionError."""
-    if path.exists() and not path.is_file():
+def _read(home: Path) -> tuple[dict[str, Any], Path]:
+    """What the record says, by key, and the file. Raises FileNotFoundError, UsageError, and what
+    nonsense in an older one makes."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_file(home / _RECORD), home / _RECORD
+    file = home / _OLDER_RECORD
+    if file.exists() and not file.is_file():
         raise ValueError("not a file")
-    with path.open("rb") as file:
-        data = file.read(_LARGEST_RECORD_BYTES + 1)
-    if len(data) > _LARGEST_RECORD_BYTES:
-        raise ValueError(f"more than {_LARGEST_RECORD_BYTES} bytes")
-    record = msgspec.convert(json.loads(data), _Record)
-    for text in (*record.volumes, record.memory):
-        if not text.startswith("/") or "\0" in text:
-            raise ValueError(f"{text!r} is not an absolute path")
-    return record
+    with file.open("rb") as opened:
+        data = opened.read(LARGEST_FILE_BYTES + 1)
+    if len(data) > LARGEST_FILE_BYTES:
+        raise ValueError(f"more than {LARGEST_FILE_BYTES} bytes")
+    try:
+        return _of_older(json.loads(data)), file
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
-def _settled(places: Places, record: _Record) -> Places:
-    """`places` with what `record` says of them. Raises UsageError.
+def _of_older(body: Any) -> dict[str, Any]:
+    """What `service.json` said, as keys."""
+    options = dict(body["options"])
+    archive, peers = options.pop("archive", None) or {}, options.pop("peers", None) or {}
+    kept, files = archive.pop("retention", None) or {}, peers.pop("files", None) or {}
+    seconds = kept.get("every_s")
+    return {
+        **{key.name: options.get(key.field, options.get(key.name)) for key in KEYS},
+        "run": body["run"],
+        "volumes": body["volumes"],
+        "memory_dir": body["memory"],
+        **{f"archive_{name}": value for name, value in archive.items()},
+        "archive": archive.get("url"),
+        "archive_keep": kept.get("last"),
+        "archive_keep_every": kept.get("every_steps") if seconds is None else f"{seconds}s",
+        **{f"peer_{name}": value for name, value in peers.items()},
+        "peers": peers.get("peers"),
+        "peer_cert": files.get("certificate"),
+        "peer_key": files.get("key"),
+        "peer_ca": files.get("authorities"),
+        "home": body.get("home"),
+    }
+
+
+def _settled(home: Path, config: Config, origin: _Home | None) -> Config:
+    """`config` as it holds for this `home`. Raises UsageError.
 
     The volume that is the run's own directory goes with it. Other volumes are this directory's when
     it is the one that the record was written in, at the old place or at a new one.
     """
-    memory, volumes = Path(record.memory), [Path(text) for text in record.volumes]
-    written = _written_in(places, record)
-    if written is not None and _same(written, places.home):
-        return dataclasses.replace(places, volumes=tuple(volumes), memory=memory)
-    here, moved = [], record.home is not None and _is(places.home, record.home)
-    for volume in volumes:
+    written = _written_in(home, config, origin)
+    if written is not None and _same(written, home):
+        return config
+    here, moved = [], origin is not None and _is(home, origin)
+    for volume in config.volumes:
         if written is not None and volume.is_relative_to(written.parent):
-            here.append(places.home.parent / volume.relative_to(written.parent))
+            here.append(home.parent / volume.relative_to(written.parent))
         elif moved:
             here.append(volume)
         else:
             raise UsageError(
-                f"{places.home} is a copy of {written or 'another directory'}, whose volume"
+                f"{home} is a copy of {written or 'another directory'}, whose volume"
                 f" {volume} is not touched from here: choose that one with --dir, or start the run"
                 " here again with --volume"
             )
-    return dataclasses.replace(places, volumes=tuple(here))
+    memory = memory_of(home.parent, config.run)
+    return dataclasses.replace(config, volumes=tuple(here), memory_dir=memory)
 
 
-def _written_in(places: Places, record: _Record) -> Path | None:
-    """The directory of the run when the record was written. An older record tells it by the name
+def _written_in(home: Path, config: Config, origin: _Home | None) -> Path | None:
+    """The directory of the run when the record was written. The oldest records tell it by the name
     of the memory directory alone, and only where a volume is that directory."""
-    if record.home is not None:
-        return Path(record.home.path)
-    name = Path(record.memory).name
-    candidates = [places.home.parent, *map(Path, record.volumes)]
-    found = (one / record.run for one in candidates if _memory_name(one, record.run) == name)
+    if origin is not None:
+        return Path(origin.path)
+    name = config.memory_dir.name
+    candidates = (home.parent, *config.volumes)
+    found = (one / config.run for one in candidates if memory_of(one, config.run).name == name)
     return next(found, None)
 
 
@@ -279,23 +286,19 @@ def _is(path: Path, home: _Home) -> bool:
     return (found.st_dev, found.st_ino) == (home.device, home.inode)
 
 
-def _options(body: dict[str, Any]) -> Options:
-    """Raises ValueError, KeyError, TypeError, AttributeError, UsageError."""
-    options = msgspec.convert(body, Options)  # what a newer keepstep added is left out
-    archive_of_plain(options.archive)
-    peers_of_plain(options.peers)
-    return options
+# --- finding runs ----------------------------------------------------------------------------
 
 
 def runs_in(directory: Path) -> tuple[str, ...]:
     """Names of the runs that are kept below `directory`, sorted."""
-    return tuple(sorted(record.parent.name for record in directory.glob("*/service.json")))
+    records = (*directory.glob(f"*/{_RECORD}"), *directory.glob(f"*/{_OLDER_RECORD}"))
+    return tuple(sorted({record.parent.name for record in records}))
 
 
-def find_service(directory: Path, run: str | None) -> Service:
+def find(directory: Path, run: str | None) -> RunDir:
     """The run named `run`, or the only one there is. Raises UsageError naming the choices."""
     if run is not None:
-        return load_service(directory, checked_name(run))
+        return load(directory, checked_name(run))
     names = runs_in(directory)
     if not names:
         raise UsageError(f"no run is kept in {directory}; choose another place with --dir DIR")
@@ -303,7 +306,7 @@ def find_service(directory: Path, run: str | None) -> Service:
         raise UsageError(
             f"{directory} keeps {len(names)} runs; choose one with --run: {_list(names)}"
         )
-    return load_service(directory, names[0])
+    return load(directory, names[0])
 
 
 def _unknown_run(directory: Path, run: str) -> str:

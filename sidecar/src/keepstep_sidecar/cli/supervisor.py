@@ -30,7 +30,7 @@ from keepstep_sidecar.cli import (
 )
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.processes import Process
-from keepstep_sidecar.cli.run_dir import Service
+from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.cli.supervisor_state import (
     Action,
     AnnounceRestart,
@@ -75,22 +75,21 @@ def _blocked() -> Iterator[None]:
 
 
 class Supervisor:
-    """Runs one command beside the sidecar of `service` until both are done.
+    """Runs one command beside the sidecar of `kept` until both are done.
 
     `path`: the program's file; `command`: its words. `adopted`: a sidecar that runs already.
     """
 
     def __init__(
         self,
-        service: Service,
+        kept: RunDir,
         *,
         path: str,
         command: Sequence[str],
         restarts: int,
         adopted: Process | None = None,
     ) -> None:
-        self._service = service
-        self._places = service.places
+        self._kept = kept
         self._path = path
         self._command = tuple(command)
         self._state = Supervision(restarts=restarts)
@@ -161,7 +160,7 @@ class Supervisor:
             self._launch_sidecar()
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
-            launcher.bound_log(self._places.log)
+            launcher.bound_log(self._kept.log)
         self._watch_memory(now)
 
     def _watch_memory(self, now: float) -> None:
@@ -169,11 +168,11 @@ class Supervisor:
         if self._sidecar is None or not self._sidecar_seen or not self._command_pid:
             self._memory, self._gone_since = None, None
             return
-        memory = launcher.identity(self._places.memory)
+        memory = launcher.identity(self._kept.memory)
         if self._memory is not None and memory != self._memory:
-            say(messages.memory_removed(self._places))
+            say(messages.memory_removed(self._kept))
         self._memory = memory
-        if launcher.identity(self._places.socket) is not None:
+        if launcher.identity(self._kept.socket) is not None:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
@@ -221,8 +220,8 @@ class Supervisor:
 
     def _start_command(self, attempt: int) -> None:
         if attempt == 0:
-            say(messages.started(self._service, self._held(), adopted=self._adopted))
-        environment: Mapping[str, str] = {**os.environ, SOCKET_ENV: str(self._places.socket)}
+            say(messages.started(self._kept, self._held(), adopted=self._adopted))
+        environment: Mapping[str, str] = {**os.environ, SOCKET_ENV: str(self._kept.socket)}
         try:
             self._command_pid = processes.spawn_command(
                 self._path, self._command, environment, own_group=self._own_group
@@ -266,16 +265,16 @@ class Supervisor:
 
     def _flush(self) -> Event:
         try:
-            if launcher.wait_up(self._places, None, timeout_s=_GRACE_S):
-                calls.flush(self._places.socket, timeout_s=launcher.DRAIN_S)
+            if launcher.wait_up(self._kept, None, timeout_s=_GRACE_S):
+                calls.flush(self._kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             say(f"not flushed: {error}")
         return Finished()
 
     def _close(self) -> Event:
         try:
-            launcher.wait_up(self._places, None, timeout_s=_GRACE_S)
-            self._closed = launcher.end(self._places)
+            launcher.wait_up(self._kept, None, timeout_s=_GRACE_S)
+            self._closed = launcher.end(self._kept)
         except KeepstepError as error:
             say(f"not closed: {error}")
         return Finished()
@@ -284,18 +283,18 @@ class Supervisor:
         self._exit = action.code
         if self._state.attempt == 0 and not self._sidecar_seen:
             if not action.interrupted:
-                tail = launcher.log_tail(self._places.log)
-                say(f"the sidecar does not start; the end of {self._places.log}:\n{tail}")
+                tail = launcher.log_tail(self._kept.log)
+                say(f"the sidecar does not start; the end of {self._kept.log}:\n{tail}")
             return
         if action.interrupted:
             say("interrupted: the flush was not awaited")
         held = self._held()
-        say(messages.ended(self._service, held, code=action.code, freed=self._closed))
+        say(messages.ended(self._kept, held, code=action.code, freed=self._closed))
 
     def _held(self) -> Holdings | None:
         """What there is; None when it cannot be told. Never in the way of the command."""
         try:
-            return inventory.read(self._places)
+            return inventory.read(self._kept)
         except KeepstepError:
             return None
 
@@ -303,13 +302,13 @@ class Supervisor:
 
     def _start_sidecar(self, delay_s: float) -> None:
         if self._sidecar_seen:
-            say(messages.sidecar_replaced(self._places))
+            say(messages.sidecar_replaced(self._kept))
         self._sidecar_due = time.monotonic() + delay_s
 
     def _launch_sidecar(self) -> None:
         self._sidecar_since = time.monotonic()
         try:
-            process = Process.of(launcher.launch(self._service))
+            process = Process.of(launcher.launch(self._kept))
         except (OSError, KeepstepError) as error:
             say(f"the sidecar cannot be started: {error}")
             process = None
@@ -321,7 +320,7 @@ class Supervisor:
 
     def _await_sidecar(self, process: Process) -> None:
         def wait() -> Event | None:
-            if launcher.wait_up(self._places, process):
+            if launcher.wait_up(self._kept, process):
                 self._sidecar_seen = True
                 return SidecarUp()
             processes.send(process.pid, signal.SIGKILL)  # then its death is the event

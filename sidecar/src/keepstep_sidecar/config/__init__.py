@@ -1,3 +1,3 @@
-"""What a sidecar is told at its start, checked: `sidecar` has all of it, `peers` and `archive`
-their parts, `restore_from` and `fork` where a run goes on from, `verify` how much is checked.
+"""What a sidecar is told at its start: `sidecar` declares all keys, `keys` reads and checks them;
+`archive`, `peers`, `restore_from` and `verify` are what groups of them mean.
 """

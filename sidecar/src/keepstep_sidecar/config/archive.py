@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from keepstep.core.retention import Retention
@@ -73,16 +71,3 @@ class ArchiveConfig:
     def base(self, persist_base: int) -> int:
         """Multiples of this many steps are sent: `every`, up to the grid of what is durable."""
         return -(-self.every // persist_base) * persist_base
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON; `of_plain` is the inverse."""
-        retention = {**asdict(self.retention), "pinned": sorted(map(str, self.retention.pinned))}
-        return {**asdict(self), "retention": retention}
-
-
-def of_plain(plain: Mapping[str, Any] | None) -> ArchiveConfig | None:
-    """Inverse of `ArchiveConfig.to_plain`, without pins. Raises KeyError, TypeError, UsageError."""
-    if plain is None:
-        return None
-    kept = {name: one for name, one in plain["retention"].items() if name != "pinned"}
-    return ArchiveConfig(**{**plain, "retention": Retention(**kept)})

@@ -1,14 +1,23 @@
-"""`--restore-from`: the step that a person wants the next epoch to go on from."""
+"""Where a run goes on from, as a person asks for it: `--restore-from`.
+
+`STEP` of this run is a wish about one restart: the next epoch begins there, and is done with.
+`RUN/STEP` of another run's archive is a fork: this run's very first start. It needs no record of
+whether it came about, as a run with steps of its own goes on from these.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from keepstep.errors import UsageError
-from keepstep.steps import StepId
+from keepstep.steps import Epoch, StepId
 
-_NUMBER = re.compile(r"^[0-9]{1,18}$")
+NEWEST = "latest"
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +35,73 @@ class Wish:
         return str(self.number if self.id is None else self.id)
 
 
-def parse(text: str, *, since: int = 0) -> Wish:
-    """Raises UsageError for what names no step."""
-    if _NUMBER.match(text):
-        return Wish(number=int(text), since=since)
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """`run`: the other one. Its step by `number` or by full `id`; neither: the newest there."""
+
+    run: str
+    number: int | None = None
+    id: StepId | None = None
+
+    def chosen(
+        self, archived: Iterable[StepId], alive: Collection[StepId], epochs: Iterable[Epoch]
+    ) -> list[StepId]:
+        """Which of the other run's archived steps may be the one. `alive`: those that no later life
+        of it left behind; such a step is meant only by its full id. `epochs`: of this run; one that
+        has begun from there says which step it was.
+        """
+        began = {one.parent for one in epochs if one.origin == self.run}
+        meant = [id for id in archived if self._means(id, alive)]
+        if self.number is not None:
+            meant = [max(meant)] if meant else []
+        return [id for id in meant if id in began] if began else meant
+
+    def _means(self, id: StepId, alive: Collection[StepId]) -> bool:
+        if self.id is not None:
+            return id == self.id
+        return id in alive and self.number in (None, id.step)
+
+    def __str__(self) -> str:
+        named = self.id if self.id is not None else self.number
+        return f"{self.run}/{NEWEST if named is None else named}"
+
+
+def parse(text: str, *, since: int = 0) -> Wish | Fork:
+    """`STEP`: a number or an id; `RUN/STEP`: `latest`, too. Raises UsageError for anything else."""
+    if "/" in text:
+        return _fork(text)
     try:
-        return Wish(id=StepId.parse(text), since=since)
+        number, id = _step(text)
     except ValueError as error:
         raise UsageError(
             f"--restore-from {text}: give a step's number or its id, as `keepstep steps` shows them"
         ) from error
+    return Wish(number=number, id=id, since=since)
+
+
+def _step(text: str) -> tuple[int | None, StepId | None]:
+    return (int(text), None) if _NUMBER.fullmatch(text) else (None, StepId.parse(text))
+
+
+def _fork(text: str) -> Fork:
+    run, _, step = text.partition("/")
+    if "/" in step:
+        raise UsageError(
+            f"--restore-from {text}: a run of another namespace is out of reach, as each has an"
+            " archive of its own; give RUN/STEP"
+        )
+    if run == ".":
+        raise UsageError(
+            f"--restore-from {step}: RUN/STEP of another run is what a new run begins from; to go"
+            " back to a step of this one, set spec.restoreFrom of its CheckpointRun"
+        )
+    if not _RUN.fullmatch(run):
+        raise UsageError(f"--restore-from {text}: {run!r} cannot name a run")
+    try:
+        number, id = (None, None) if step == NEWEST else _step(step)
+    except ValueError as error:
+        raise UsageError(
+            f"--restore-from {text}: give RUN/STEP, where STEP is a number, an id as `keepstep"
+            f" archive ls` shows them, or {NEWEST}"
+        ) from error
+    return Fork(run=run, number=number, id=id)

@@ -1,24 +1,51 @@
-"""What a sidecar is told when it starts. Constant for the life of the process."""
+"""What a sidecar is told at its start, each key declared once. Constant while it lives."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from keepstep.core.retention import Retention
 from keepstep.errors import UsageError
-from keepstep.wire.reports import PATH
+from keepstep.wire.reports import PATH as REPORTS_PATH
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.fork import Fork, require_archive
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.restore_from import Wish
+from keepstep_sidecar.config.keys import (
+    ADDRESS,
+    DIR,
+    DURATION,
+    PATH,
+    PEM,
+    PLACE,
+    RATE,
+    REQUIRED,
+    SIZE,
+    SPAN,
+    STEP,
+    SWITCH,
+    TEXT,
+    URL,
+    Key,
+    gathered,
+    key,
+    keys_of,
+    one_of,
+    read_file,
+    refuse_unknown,
+    whole,
+)
+from keepstep_sidecar.config.peers import Files, PeerSettings
+from keepstep_sidecar.config.quantities import parse_duration
+from keepstep_sidecar.config.restore_from import Fork, Wish, parse
 from keepstep_sidecar.config.verify import Verify
 
-_LONGEST_SOCKET_PATH = 107
+_LONGEST_SOCKET_PATH: Final = 107
 """`sun_path` of a unix socket, without its closing zero (unix(7))."""
-
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
@@ -53,63 +80,151 @@ class Reporting:
     def address(self) -> str:
         """Where reports go; an URL without a path means the one that is agreed on."""
         without = urlsplit(self.url).path in ("", "/")
-        return self.url.rstrip("/") + PATH if without else self.url
+        return self.url.rstrip("/") + REPORTS_PATH if without else self.url
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`volumes`: directories that hold runs; this run's root is `<volume>/<run>`.
+    """All keys, and what follows from them. This run's root on a volume is `<volume>/<run>`."""
 
-    `memory_limit_bytes`: for the slots of all ranks of this machine; None: what the tmpfs has.
-    `keep`: which committed steps stay on local volumes. `capacity_bytes`: limit of each volume.
-    `bytes_per_second`: limit of all writes together. `linger_s`: end by itself when no trainer was
-    there for so long, and the process `owner_pid` is gone; None: never. `reporting` None: nobody
-    but this sidecar sees the run, so its ranks are all there are, unless a trainer says otherwise.
-    `wish`: the step that the next epoch shall go on from. `fork`: the step of another run that this
-    one begins from.
-    """
+    # fmt: off
+    run: str = key(TEXT, REQUIRED, "Name of the run.")
+    memory_dir: Path = key(
+        DIR, REQUIRED, "Directory in shared memory, for slots and the socket.", for_run=False
+    )
+    volumes: tuple[Path, ...] = key(
+        DIR, REQUIRED,
+        "Directory on a local drive for durable steps; may be repeated: ranks are spread over"
+        " them.",
+        flag="--volume", several=True,
+    )
+    slots: int = key(
+        whole(2), 4,
+        "Images of each rank in memory; with 4 a restart always finds a common step there.",
+    )
+    memory_limit_bytes: int | None = key(
+        SIZE, None, "Memory for all slots, like 32Gi.  [default: what the shared memory has]"
+    )
+    stage_every: int = key(whole(1), 1, "Stage every Nth step in memory.")
+    persist_every: int = key(whole(1), 1, "Make every Nth step durable.")
+    keep_last: int = key(
+        whole(1), 2, "Newest committed steps that stay on the volumes.", name="keep"
+    )
+    keep_every: str | None = key(
+        SPAN, None, "Keep every Kth step there, too, or the first of every DURATION, like 6h."
+    )
+    capacity_bytes: int | None = key(
+        SIZE, None, "Limit of each volume, like 400Gi.  [default: the drive]"
+    )
+    archive_url: str | None = key(
+        PLACE, None,
+        "Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a directory"
+        " that others see, too. Credentials come from the environment.",
+        name="archive",
+    )
+    archive_every: int = key(whole(1), 1000, "Archive every Nth step.")
+    archive_keep: int = key(whole(1), 3, "Newest steps that stay in the archive.")
+    archive_keep_every: str | None = key(
+        SPAN, None, "Keep every Kth step, too, or the first of every DURATION, like 6h."
+    )
+    archive_endpoint: str | None = key(
+        URL, None, "Address of an S3 store that is not Amazon's, like https://s3.example.com."
+    )
+    archive_region: str | None = key(TEXT, None, "Region of the S3 store.")
+    peer_listen: str | None = key(ADDRESS, None, "Serve the other pods of the run.")
+    peer_advertise: str | None = key(
+        ADDRESS, None, "Where they find this pod.  [default: --peer-listen]"
+    )
+    peer_fetch: bool = key(
+        SWITCH, False,
+        "Without --peer-listen: serve nobody, but fetch from whom the operator names.",
+        for_run=False,
+    )
+    peer_addresses: tuple[str, ...] = key(
+        ADDRESS, (),
+        "Another pod of the run, where no operator tells; may be repeated.",
+        name="peers", flag="--peer", several=True,
+    )
+    peer_replicas: int = key(
+        whole(0), 1, "Copies of each shard on other pods, where no operator chooses them."
+    )
+    peer_bytes_per_second: int | None = key(
+        RATE, None, "Limit of all copies that are sent, like 500Mi."
+    )
+    peer_cert: Path | None = key(
+        PATH, None,
+        "PEM: this pod's certificate, with keepstep://NAMESPACE/RUN/NODE-RANK as URI."
+        "  [default: the operator issues one]",
+    )
+    peer_key: Path | None = key(PATH, None, "PEM: its key.")
+    peer_ca: Path | None = key(
+        PATH, None, "PEM: the only authorities that other pods are believed by."
+    )
+    io_threads: int = key(whole(1), 4, "Threads for each volume.")
+    bytes_per_second: int | None = key(RATE, None, "Limit of all writes together, like 500Mi.")
+    verify: Verify = key(
+        one_of(Verify), Verify.FULL,
+        "What is checked of a shard before it is restored: every byte, or its seal only.",
+    )
+    flush_timeout_s: float = key(DURATION, 25.0, "How long a flush may take.")
+    linger_s: float | None = key(
+        DURATION, None, "How long memory stays when no trainer is there, like 15m."
+    )
+    owner_pid: int | None = key(
+        whole(1), None, "While this process lives, --linger does not count.", for_run=False
+    )
+    report_url: str | None = key(
+        URL, None, "Where to tell an operator what this pod holds, https://...", for_run=False
+    )
+    report_ca: str | None = key(
+        PEM, None, "The only authorities that are trusted for --report-url.", for_run=False
+    )
+    report_token_file: Path | None = key(
+        PATH, None, "Token for --report-url; read anew for each report.", for_run=False
+    )
+    restore_from: str | None = key(
+        STEP, None,
+        "Go back to this step, a number or an id of `keepstep steps`, once: later steps are dead"
+        " then, and further restarts go on from the newest one. RUN/STEP: begin as a fork of"
+        " another run, from its step (or `latest`) in the archive; a run with steps of its own"
+        " goes on from these.",
+    )
+    restore_since: int = key(
+        whole(0), 0,
+        "The newest epoch when --restore-from was asked for.",
+        for_run=False,
+        hidden=True,
+    )
+    metrics_port: int | None = key(
+        whole(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
+    )
+    # fmt: on
 
-    run: str
-    memory_dir: Path
-    volumes: tuple[Path, ...]
-    slots: int = 4
-    memory_limit_bytes: int | None = None
-    stage_every: int = 1
-    persist_every: int = 1
-    keep: Retention = field(default_factory=Retention)
-    capacity_bytes: int | None = None
-    io_threads: int = 4
-    bytes_per_second: int | None = None
-    verify: Verify = Verify.FULL
-    flush_timeout_s: float = 25.0
-    linger_s: float | None = None
-    owner_pid: int | None = None
-    metrics_port: int | None = None
-    reporting: Reporting | None = None
-    archive: ArchiveConfig | None = None
-    peers: PeerSettings | None = None
-    wish: Wish | None = None
-    fork: Fork | None = None
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Config:
+        """By field, as `values_of` gathers them. Raises UsageError."""
+        for one in KEYS:
+            if one.required and not values.get(one.field):
+                raise UsageError(f"Missing option '{one.flag}' (or {one.variable}).")
+        return cls(**values)
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
         check_run(self.run)
         if not self.volumes:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
-        if self.slots < 2:
-            raise UsageError(f"--slots {self.slots}: a rank needs at least 2, 4 are better")
-        if min(self.stage_every, self.persist_every, self.io_threads) < 1:
-            raise UsageError("--stage-every, --persist-every, --io-threads start at 1")
-        if self.bytes_per_second is not None and self.bytes_per_second < 1:
-            raise UsageError("--bytes-per-second starts at 1; leave it out for no limit")
-        if self.peers is not None and self.peers.files is None and self.reporting is None:
+        archive, peers, reporting, fork = self.archive, self.peers, self.reporting, self.fork
+        if peers is not None and peers.files is None and reporting is None:
             raise UsageError(
                 "--peer-listen without --report-url needs certificates: give --peer-cert,"
                 " --peer-key and --peer-ca"
             )
-        if self.fork is not None:
-            require_archive(self.fork, self.archive)
-        if len(str(self.socket).encode()) > _LONGEST_SOCKET_PATH:
+        if fork is not None and archive is None:
+            raise UsageError(
+                f"--restore-from {fork}: a step of another run comes from the archive that both"
+                " share; give --archive"
+            )
+        if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"
                 " choose a shorter --memory-dir"
@@ -125,3 +240,96 @@ class Config:
         """Every so many steps one is persisted. Only what is staged can be, so the persist grid
         is a multiple of the stage grid."""
         return -(-self.persist_every // self.stage_every) * self.stage_every
+
+    @cached_property
+    def keep(self) -> Retention:
+        """Which committed steps stay on local volumes."""
+        return _retention(self.keep_last, self.keep_every)
+
+    @cached_property
+    def archive(self) -> ArchiveConfig | None:
+        """Where steps outlive the machine."""
+        if self.archive_url is None:
+            return None
+        return ArchiveConfig(
+            url=self.archive_url,
+            every=self.archive_every,
+            endpoint=self.archive_endpoint,
+            region=self.archive_region,
+            retention=_retention(self.archive_keep, self.archive_keep_every),
+        )
+
+    @cached_property
+    def peers(self) -> PeerSettings | None:
+        """Who keeps copies for whom."""
+        files = None
+        if self.peer_cert and self.peer_key and self.peer_ca:
+            files = Files(certificate=self.peer_cert, key=self.peer_key, authorities=self.peer_ca)
+        elif self.peer_cert or self.peer_key or self.peer_ca:
+            raise UsageError("--peer-cert, --peer-key and --peer-ca go together")
+        if self.peer_listen is None:
+            if self.peer_addresses or files:
+                raise UsageError("peers need an address to listen on: --peer-listen HOST:PORT")
+            return PeerSettings(listen="", replicas=0) if self.peer_fetch else None
+        return PeerSettings(
+            listen=self.peer_listen,
+            advertise=self.peer_advertise or "",
+            peers=self.peer_addresses,
+            replicas=self.peer_replicas,
+            files=files,
+            bytes_per_second=self.peer_bytes_per_second,
+        )
+
+    @cached_property
+    def reporting(self) -> Reporting | None:
+        """None: nobody but this sidecar sees the run, so its ranks are all there are, unless a
+        trainer says otherwise."""
+        if self.report_url is None:
+            return None
+        if self.report_ca is None or self.report_token_file is None:
+            raise UsageError("--report-url needs --report-ca and --report-token-file")
+        return Reporting(url=self.report_url, ca=self.report_ca, token_file=self.report_token_file)
+
+    @property
+    def wish(self) -> Wish | None:
+        """The step that the next epoch shall go on from."""
+        return self._start if isinstance(self._start, Wish) else None
+
+    @property
+    def fork(self) -> Fork | None:
+        """The step of another run that this one begins from."""
+        return self._start if isinstance(self._start, Fork) else None
+
+    @cached_property
+    def _start(self) -> Wish | Fork | None:
+        text = (self.restore_from or "").removeprefix(f"{self.run}/")
+        return parse(text, since=self.restore_since) if text else None
+
+
+KEYS: Final = keys_of(Config)
+
+
+def values_of(
+    flags: Mapping[str, object], file: Path | None = None, keys: Iterable[Key] = KEYS
+) -> dict[str, Any]:
+    """What flags, environment and `file` say of `keys`, by field. Raises UsageError."""
+    written: Mapping[str, object] = {}
+    if file is not None:
+        try:
+            written = read_file(file)
+        except FileNotFoundError as error:
+            raise UsageError(f"{file} cannot be read (no such file)") from error
+        refuse_unknown(written.keys() - BESIDE_KEYS, KEYS, file=file)
+    return gathered(tuple(keys), flags=flags, environment=os.environ, written=written, file=file)
+
+
+BESIDE_KEYS: Final = frozenset({"home"})
+"""What `keepstep run` notes for itself in the file that its sidecar reads (see cli.run_dir)."""
+
+
+def _retention(last: int, every: str | None) -> Retention:
+    if every is None:
+        return Retention(last=last)
+    if every.isdecimal():
+        return Retention(last=last, every_steps=int(every))
+    return Retention(last=last, every_s=parse_duration(every))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep_sidecar.cli.options import Command, directory_option, json_option, run_option
-from keepstep_sidecar.cli.quantities import format_duration, format_size
-from keepstep_sidecar.cli.run_dir import checked_name, find_service
-from keepstep_sidecar.config.archive import ArchiveConfig, of_plain
+from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli.options import (
+    Command,
+    config_options,
+    directory_option,
+    json_option,
+    run_option,
+)
+from keepstep_sidecar.cli.run_dir import checked_name
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.config.sidecar import KEYS
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.browse import Holding
@@ -24,45 +32,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_WHERE = ("archive", "archive_endpoint", "archive_region")
+
+
 def _which_archive(command: Command) -> Command:
     """Add the options that name an archive: told, or that of a run which is kept here."""
-    options = (
-        click.option(
-            "--archive",
-            "url",
-            envvar="KEEPSTEP_ARCHIVE",
-            metavar="URL",
-            help="Where it is, like s3://ckpt/runs.  [default: what the run in DIR was started"
-            " with]",
-        ),
-        click.option(
-            "--archive-endpoint", "endpoint", envvar="KEEPSTEP_ARCHIVE_ENDPOINT", metavar="URL"
-        ),
-        click.option(
-            "--archive-region", "region", envvar="KEEPSTEP_ARCHIVE_REGION", metavar="NAME"
-        ),
-        directory_option,
-        run_option(default="the only one in the archive"),
+    told = config_options(
+        [key for key in KEYS if key.name in _WHERE], archive="what the run in DIR was started with"
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return told(directory_option(run_option(default="the only one in the archive")(command)))
 
 
 def _config(
-    url: str | None, endpoint: str | None, region: str | None, directory: Path, run: str | None
+    values: dict[str, Any], directory: Path, run: str | None
 ) -> tuple[ArchiveConfig, str | None]:
     """The archive and the run that are meant. Raises UsageError."""
-    if url is not None:
-        url = url if "://" in url else os.path.abspath(url)
-        return ArchiveConfig(url=url, endpoint=endpoint, region=region), run
-    service = find_service(directory, run)
-    config = of_plain(service.options.archive)
-    if config is None:
+    if "archive_url" in values:
+        where = {name.removeprefix("archive_"): value for name, value in values.items()}
+        return ArchiveConfig(**where), run
+    kept = run_dir.find(directory, run)
+    if kept.config.archive is None:
         raise UsageError(
-            f"run {service.places.run!r} was started without an archive; name one with --archive"
+            f"run {kept.run!r} was started without an archive; name one with --archive"
         )
-    return config, service.places.run
+    return kept.config.archive, kept.run
 
 
 def _with_archive(
@@ -114,15 +107,15 @@ def ls(as_json: bool, **where: Any) -> None:
         about = {"run": name, "origin": survey.origin, "conflict": survey.conflict}
         output.print_json({**about, "steps": steps})
         return
-    table = output.table("EPOCH", "STEP", "RANKS", "BYTES", "WRITTEN", "ARCHIVED", right=("BYTES",))
-    for step in survey.steps:
-        table.add_row(*_row(step))
-    console = output.console()
-    console.print(table if survey.steps else f"no step of run {name!r} is archived")
+    output.print_table(
+        ("EPOCH", "STEP", "RANKS", "BYTES", "WRITTEN", "ARCHIVED"),
+        map(_row, survey.steps),
+        right=("BYTES",),
+        empty=f"no step of run {name!r} is archived",
+    )
     if survey.origin:
-        console.print(f"run {name} began from {survey.origin}")
-    for text in filter(None, [survey.conflict, *survey.faults]):
-        console.print(f"warning: {text}")
+        output.print_lines([f"run {name} began from {survey.origin}"])
+    output.print_lines(f"warning: {text}" for text in (survey.conflict, *survey.faults) if text)
 
 
 def _bytes(step: ArchivedStep) -> int:
@@ -186,9 +179,10 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
         faults = [one.fault for one in steps if one.fault]
         sound = [one for one in steps if one.complete]
         total = sum(map(_bytes, sound))
-        with _Progress("verify", total, quiet=as_json) as advance:
+        with output.progress(total, quiet=as_json) as advance:
             for step in sound:
-                faults += await holding.verify(step, on_chunk=advance)
+                done = functools.partial(advance, f"step {step.id.step}")
+                faults += await holding.verify(step, on_chunk=done)
         return [str(one.id) for one in steps], faults, total
 
     names, faults, total = _with_archive(config, run, work)
@@ -221,50 +215,16 @@ def pull(word: str, target: Path, **where: Any) -> None:
     config, run = _config(**where)
 
     async def work(holding: Holding) -> Path:
+        from keepstep_sidecar.cli import output
         from keepstep_sidecar.tiers.archive.browse import pull_step
 
         (step,) = await holding.chosen(word, sound=True)
-        with _Progress(f"step {step.id.step}", _bytes(step), quiet=False) as advance:
-            return await pull_step(holding, step, target, on_chunk=advance)
+        with output.progress(_bytes(step), quiet=False) as advance:
+            done = functools.partial(advance, f"step {step.id.step}")
+            return await pull_step(holding, step, target, on_chunk=done)
 
     try:
         path = _with_archive(config, run, work)
     except ImageError as error:
         raise RestoreError(f"not fetched: {error}") from error
     click.echo(str(path))
-
-
-class _Progress:
-    """A bar on a terminal; called with the bytes that are done."""
-
-    def __init__(self, text: str, total: int, *, quiet: bool) -> None:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        from keepstep_sidecar.cli import output
-
-        console = output.console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=quiet or not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task(text, total=total)
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._bar.start()
-        return lambda done: self._bar.advance(self._task, done)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from keepstep_sidecar.cli.options import json_option
-from keepstep_sidecar.cli.quantities import format_size
+from keepstep_sidecar.config.quantities import format_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from keepstep.errors import ImageError
     from keepstep.image import ControlPage, Layout
 
@@ -105,11 +103,26 @@ def _document(file: Path, layout: Layout, control: ControlPage | ImageError) -> 
 def _print(file: Path, layout: Layout, control: ControlPage | ImageError) -> None:
     from keepstep_sidecar.cli import output
 
-    console = output.console()
-    for name, text in [("file", str(file)), *_control_facts(control), *_layout_facts(layout)]:
-        console.print(f"{name:<9}{text}", soft_wrap=True)
-    _print_sections(console, layout)
-    _print_tensors(console, layout)
+    facts = [("file", str(file)), *_control_facts(control), *_layout_facts(layout)]
+    output.print_facts(facts, width=9)
+    sections = (
+        (section.value, format_size(sum(end - begin for begin, end in extents)), len(extents))
+        for section, extents in layout.section_extents.items()
+    )
+    output.print_table(("SECTION", "BYTES", "EXTENTS"), sections, right=("BYTES",))
+    tensors = (
+        (
+            name,
+            entry.spec.dtype,
+            " x ".join(map(str, entry.spec.shape)) or "scalar",
+            entry.spec.section.value,
+            entry.begin,
+            format_size(entry.end - entry.begin),
+        )
+        for name, entry in layout.entries.items()
+    )
+    columns = ("TENSOR", "DTYPE", "SHAPE", "SECTION", "BEGIN", "BYTES")
+    output.print_table(columns, tensors, right=("BEGIN", "BYTES"))
 
 
 def _control_facts(control: ControlPage | ImageError) -> list[tuple[str, str]]:
@@ -144,27 +157,3 @@ def _layout_facts(layout: Layout) -> list[tuple[str, str]]:
         ("layout", f"{layout.id}, {count} tensors{aliases}"),
         ("bytes", f"{layout.size_bytes} ({format_size(layout.size_bytes)}), {chunks} chunks"),
     ]
-
-
-def _print_sections(console: Console, layout: Layout) -> None:
-    from keepstep_sidecar.cli import output
-
-    table = output.table("SECTION", "BYTES", "EXTENTS", right=("BYTES",))
-    for section, extents in layout.section_extents.items():
-        total = sum(end - begin for begin, end in extents)
-        table.add_row(section.value, format_size(total), str(len(extents)))
-    console.print(table)
-
-
-def _print_tensors(console: Console, layout: Layout) -> None:
-    from keepstep_sidecar.cli import output
-
-    table = output.table(
-        "TENSOR", "DTYPE", "SHAPE", "SECTION", "BEGIN", "BYTES", right=("BEGIN", "BYTES")
-    )
-    for name, entry in layout.entries.items():
-        shape = " x ".join(map(str, entry.spec.shape)) or "scalar"
-        size = format_size(entry.end - entry.begin)
-        row = (entry.spec.dtype, shape, entry.spec.section.value, str(entry.begin), size)
-        table.add_row(name, *row)
-    console.print(table)

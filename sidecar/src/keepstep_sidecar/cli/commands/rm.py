@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.cli.inventory import Step
+from keepstep.wire.status import StepStatus
+from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.cli.quantities import format_size
-from keepstep_sidecar.cli.run_dir import Places, find_service
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.quantities import format_size
 
 
 @click.command()
@@ -36,29 +37,29 @@ def rm(
     """
     from keepstep_sidecar.cli import inventory, launcher, output
 
-    places = find_service(directory, run).places
-    with launcher.supervising(places):
-        held = inventory.read(places)
+    kept = run_dir.find(directory, run)
+    with launcher.supervising(kept):
+        held = inventory.read(kept)
         if held.live is not None:
             raise UsageError(
-                f"the sidecar of run {places.run!r} (pid {held.live.pid}) owns its steps; end it"
+                f"the sidecar of run {kept.run!r} (pid {held.live.pid}) owns its steps; end it"
                 " first with `keepstep stop`"
             )
         doomed = inventory.chosen(held.steps, words)
         if not force:
             _refuse_the_last(held.steps, doomed)
         if not yes:
-            _confirm(places, doomed)
-        freed_bytes = _retire(places, doomed)
+            _confirm(kept, doomed)
+        freed_bytes = _retire(kept, doomed)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:
         names = ", ".join(str(one.id) for one in doomed)
-        where = ", ".join(map(str, places.roots))
+        where = ", ".join(map(str, kept.roots))
         output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
 
 
-def _refuse_the_last(steps: Sequence[Step], doomed: Sequence[Step]) -> None:
+def _refuse_the_last(steps: Sequence[StepStatus], doomed: Sequence[StepStatus]) -> None:
     """Raises UsageError when no live committed step would be left though there is one now."""
     committed = {step.id for step in steps if step.committed and not step.dead}
     lost = committed & {step.id for step in doomed}
@@ -69,24 +70,24 @@ def _refuse_the_last(steps: Sequence[Step], doomed: Sequence[Step]) -> None:
         )
 
 
-def _confirm(places: Places, doomed: Sequence[Step]) -> None:
+def _confirm(kept: RunDir, doomed: Sequence[StepStatus]) -> None:
     from keepstep_sidecar.cli import output
 
-    output.echo(f"run {places.run!r} in {', '.join(map(str, places.roots))}:", err=True)
+    output.echo(f"run {kept.run!r} in {', '.join(map(str, kept.roots))}:", err=True)
     for step in doomed:
         state = "dead" if step.dead else "committed" if step.committed else "not committed"
         output.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
     click.confirm("Delete?", abort=True, err=True)
 
 
-def _retire(places: Places, doomed: Sequence[Step]) -> int:
+def _retire(kept: RunDir, doomed: Sequence[StepStatus]) -> int:
     """Returns the bytes freed. Raises StorageError."""
     from keepstep_sidecar.volume.volume import Volume
 
     with ExitStack() as stack:
         volumes = []
-        for root in places.roots:
+        for root in kept.roots:
             if root.is_dir():
-                volumes.append(Volume(root, run=places.run))
+                volumes.append(Volume(root, run=kept.run))
                 stack.callback(volumes[-1].close)
         return sum(volume.retire(step.id) for step in doomed for volume in volumes)

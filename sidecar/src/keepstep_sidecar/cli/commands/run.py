@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from keepstep.core.retention import Retention
-from keepstep.errors import KeepstepError, UsageError
-from keepstep_sidecar.cli.options import (
-    archive_options,
-    directory_option,
-    duration_option,
-    keeping_options,
-    run_option,
-)
-from keepstep_sidecar.cli.peer_options import peer_options
-from keepstep_sidecar.cli.run_dir import Options, Places, Service, places_of, run_name, save_service
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.volume.paths import Tree
+from keepstep.errors import UsageError
+from keepstep_sidecar.cli import inventory
+from keepstep_sidecar.cli.options import config_options, directory_option
+from keepstep_sidecar.cli.run_dir import RunDir, checked_name, run_name
+from keepstep_sidecar.config.sidecar import KEYS
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+_LINGER_S: Final = 900.0
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @directory_option
-@click.option(
-    "--volume",
-    "volumes",
-    multiple=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Directory on a local drive for durable steps; may be repeated, ranks are spread over"
-    " them.  [default: DIR]",
+@config_options(
+    KEYS,
+    flags=[key for key in KEYS if key.for_run],
+    run="stem of the first *.py in COMMAND",
+    volumes="DIR",
+    linger="15m",
 )
-@run_option(default="stem of the first *.py in COMMAND")
-@keeping_options
-@archive_options
-@peer_options
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -50,36 +37,13 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
     metavar="N",
     help="Start COMMAND again up to N times when it fails.",
 )
-@click.option(
-    "--restore-from",
-    metavar="[RUN/]STEP",
-    default="",
-    help="Go back to this step, a number or an id of `keepstep steps`, once: later steps are dead"
-    " then, and further restarts go on from the newest one. RUN/STEP: begin as a fork of another"
-    " run, from its step (or `latest`) in the archive; a run with steps of its own goes on from"
-    " these.",
-)
-@duration_option(
-    "--linger", default="15m", help="How long memory stays after a failure; see `keepstep stop`."
-)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.pass_context
 def run(
     ctx: click.Context,
     directory: Path,
-    volumes: tuple[Path, ...],
-    run: str | None,
-    slots: int,
-    memory_limit: int | None,
-    stage_every: int,
-    persist_every: int,
-    keep: Retention,
-    capacity: int | None,
+    values: dict[str, Any],
     restarts: int,
-    restore_from: str,
-    linger: float,
-    archive: ArchiveConfig | None,
-    peers: PeerSettings | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND beside a sidecar that keeps its steps, and return its exit code.
@@ -97,24 +61,22 @@ def run(
           --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
     """
     program = _program(command[0])
-    places = places_of(directory, run or run_name(command), volumes)
-    restore_from = restore_from.removeprefix(f"{places.run}/")
-    options = Options(
-        slots=slots,
-        memory_limit_bytes=memory_limit,
-        stage_every=stage_every,
-        persist_every=persist_every,
-        keep=keep.last,
-        keep_every=keep.every,
-        capacity_bytes=capacity,
-        linger_s=linger,
-        archive=archive.to_plain() if archive else None,
-        peers=_reachable(peers),
-        restore_from=restore_from,
-        restore_since=_restore_since(places, restore_from, archive),
-    )
-    service = Service(places=places, options=options)
-    ctx.exit(_supervise(service, program=program, command=command, restarts=restarts))
+    kept = _kept(directory, values, command)
+    ctx.exit(_supervise(kept, program=program, command=command, restarts=restarts))
+
+
+def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> RunDir:
+    """The run as it is asked for now. Raises UsageError."""
+    given = {"linger_s": _LINGER_S, **values}
+    name = checked_name(given.pop("run", None) or run_name(command))
+    for own in ("owner_pid", "restore_since"):
+        given.pop(own, None)
+    kept = RunDir.of(directory, name, **given)
+    if kept.config.wish is None:
+        return kept
+    # the epoch after which the rollback has come about; a fork needs none
+    newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
+    return RunDir.of(directory, name, **given, restore_since=newest)
 
 
 def _program(name: str) -> str:
@@ -128,67 +90,27 @@ def _program(name: str) -> str:
     raise SystemExit(_NOT_EXECUTABLE if exists else _NOT_FOUND)
 
 
-def _reachable(peers: PeerSettings | None) -> dict[str, Any] | None:
-    """Raises UsageError where no operator would tell what is missing."""
-    if peers is None:
-        return None
-    if peers.files is None:
-        raise UsageError("--peer-listen needs --peer-cert, --peer-key and --peer-ca")
-    return peers.to_plain()
-
-
-def _restore_since(places: Places, restore_from: str, archive: ArchiveConfig | None) -> int:
-    """The epoch after which a rollback has come about; a fork needs none.
-
-    Raises UsageError when `restore_from` names no step, or one that cannot be reached.
-    """
-    from keepstep_sidecar.config import fork
-    from keepstep_sidecar.config.restore_from import parse
-
-    if "/" in restore_from:
-        fork.require_archive(fork.parse(restore_from), archive)
-    elif restore_from:
-        parse(restore_from)
-        return _newest_epoch(places)
-    return 0
-
-
-def _newest_epoch(places: Places) -> int:
-    """Its number, on this machine's record; what cannot be read is the sidecar's to refuse."""
-    from keepstep_sidecar.volume import run_record
-
-    newest = 0
-    for root in places.roots:
-        with suppress(KeepstepError, OSError):
-            record = run_record.load(Tree(root).record, run=places.run)
-            newest = max([newest, *(one.id.number for one in record.epochs)])
-    return newest
-
-
-def _supervise(service: Service, *, program: str, command: tuple[str, ...], restarts: int) -> int:
+def _supervise(kept: RunDir, *, program: str, command: Sequence[str], restarts: int) -> int:
     from keepstep_sidecar.cli import launcher
     from keepstep_sidecar.cli.supervisor import Supervisor
 
-    _make_home(service.places)
-    with launcher.supervising(service.places):
-        adopted = launcher.adopt(service)
-        save_service(service)
+    _make_home(kept)
+    with launcher.supervising(kept):
+        adopted = launcher.adopt(kept)
         return Supervisor(
-            service, path=program, command=command, restarts=restarts, adopted=adopted
+            kept, path=program, command=command, restarts=restarts, adopted=adopted
         ).run()
 
 
-def _make_home(places: Places) -> None:
+def _make_home(kept: RunDir) -> None:
+    directory = kept.home.parent
     try:
-        places.home.mkdir(parents=True, exist_ok=True)
-        _keep_out_of_git(places.home.parent)
+        kept.home.mkdir(parents=True, exist_ok=True)
+        if (
+            directory.name == ".keepstep"
+        ):  # in the user's project: its gigabytes are not for commits
+            (directory / ".gitignore").write_text("*\n")
     except OSError as error:
         raise UsageError(
-            f"cannot keep a run in {places.home.parent} ({error.strerror}); choose --dir DIR"
+            f"cannot keep a run in {directory} ({error.strerror}); choose --dir DIR"
         ) from error
-
-
-def _keep_out_of_git(directory: Path) -> None:
-    """The default directory lies in the user's project; its gigabytes are not for commits."""
-    if directory.name == ".keepstep":
-        (directory / ".gitignore").write_text("*\n")

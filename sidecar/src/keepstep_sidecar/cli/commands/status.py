@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from keepstep.wire.status import DepotStatus, RankStatus, Status
-from keepstep_sidecar.cli.inventory import Holdings, Step
+from keepstep_sidecar.cli import inventory, run_dir
+from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.cli.quantities import format_duration, format_size
-from keepstep_sidecar.cli.run_dir import Service, find_service
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.quantities import format_duration, format_size
 
 
 @click.command()
@@ -28,70 +29,60 @@ def status(directory: Path, run: str | None, as_json: bool) -> None:
       keepstep status
       keepstep status --dir /scratch/ckpt --run train --json
     """
-    from keepstep_sidecar.cli import inventory, output
+    from keepstep_sidecar.cli import output
 
-    service = find_service(directory, run)
-    held = inventory.read(service.places)
+    kept = run_dir.find(directory, run)
+    held = inventory.read(kept)
     if as_json:
-        output.print_json(_document(service, held))
+        output.print_json(_document(kept, held))
     else:
-        _print(service, held)
+        _print(kept, held)
 
 
-def _document(service: Service, held: Holdings) -> dict[str, object]:
-    places = service.places
+def _document(kept: RunDir, held: Holdings) -> dict[str, object]:
     return {
-        "run": places.run,
+        "run": kept.run,
         "running": held.live is not None,
-        "committed": held.committed,
-        "newest": held.newest,
-        "socket": places.socket,
-        "log": places.log,
-        "volumes": places.roots,
+        "committed": inventory.document(held.committed),
+        "newest": inventory.document(held.newest),
+        "socket": kept.socket,
+        "log": kept.log,
+        "volumes": kept.roots,
         "problems": held.problems,
         "sidecar": held.live,
     }
 
 
-def _print(service: Service, held: Holdings) -> None:
+def _print(kept: RunDir, held: Holdings) -> None:
     from keepstep_sidecar.cli import output
 
-    console = output.console()
-    for name, text in _facts(service, held):
-        console.print(f"{name:<11}{text}", soft_wrap=True)
-    if held.live is not None and held.live.ranks:
-        table = output.table(
-            "RANK", "TRAINER", "STAGED", "DURABLE", "SLOTS", "SAVES", "LOST", "BLOCKED/SAVE",
-            right=("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE"),
-        )  # fmt: skip
-        for rank in held.live.ranks:
-            table.add_row(*_rank_row(rank))
-        console.print(table)
-    if held.live is not None and held.live.depots:
-        table = output.table(
-            "TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE",
-            right=("SENT", "WAITING", "BEHIND"),
-        )  # fmt: skip
-        for depot in held.live.depots:
-            table.add_row(*_depot_row(depot))
-        console.print(table)
-    for problem in held.problems:
-        console.print(f"warning: {problem}", soft_wrap=True)
+    output.print_facts(_facts(kept, held), width=11)
+    ranks, depots = ((), ()) if held.live is None else (held.live.ranks, held.live.depots)
+    right = ("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE", "SENT", "WAITING")
+    output.print_table(_RANK, map(_rank_row, ranks), right=right)
+    output.print_table(_DEPOT, map(_depot_row, depots), right=(*right, "BEHIND"))
+    output.print_lines(f"warning: {problem}" for problem in held.problems)
 
 
-def _facts(service: Service, held: Holdings) -> list[tuple[str, str]]:
-    live, places = held.live, service.places
-    facts = [("run", places.run), ("sidecar", "not running" if live is None else _sidecar(live))]
+_RANK = ("RANK", "TRAINER", "STAGED", "DURABLE", "SLOTS", "SAVES", "LOST", "BLOCKED/SAVE")
+_DEPOT = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
+
+
+def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
+    live = held.live
+    facts = [("run", kept.run), ("sidecar", "not running" if live is None else _sidecar(live))]
     facts.append(("committed", _committed(held)))
     if live is not None:
-        facts.append(("newest", _step(held.newest)))
+        newest = held.newest
+        none = "no step that all ranks hold"
+        facts.append(("newest", none if newest is None else inventory.named(newest)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
-        facts.append(("memory", f"{places.memory} ({live.locked})"))
+        facts.append(("memory", f"{kept.memory} ({live.locked})"))
         facts += [
             ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
         ]
-    facts += [("volume", text) for text in _volumes(service, live)]
-    facts.append(("log", str(places.log)))
+    facts += [("volume", text) for text in _volumes(kept, live)]
+    facts.append(("log", str(kept.log)))
     return facts
 
 
@@ -107,20 +98,12 @@ def _committed(held: Holdings) -> str:
     ago = ""
     if live is not None and live.committed_at is not None:
         ago = f", {format_duration(max(0.0, time.time() - live.committed_at))} ago"
-    return f"{_step(step)}{ago}, {step.path}"
+    return f"{inventory.named(step)}{ago}, {step.path}"
 
 
-def _step(step: Step | None) -> str:
-    if step is None:
-        return "no step that all ranks hold"
-    return (
-        f"step {step.id.step} of epoch {step.id.epoch.number} ({', '.join(map(str, step.tiers))})"
-    )
-
-
-def _volumes(service: Service, live: Status | None) -> list[str]:
+def _volumes(kept: RunDir, live: Status | None) -> list[str]:
     if live is None:
-        return [str(root) for root in service.places.roots]
+        return [str(root) for root in kept.roots]
     texts = []
     for one in live.volumes:
         sizes = f"{format_size(one.used_bytes)} used, {format_size(one.free_bytes)} free"

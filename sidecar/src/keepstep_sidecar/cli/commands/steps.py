@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from keepstep_sidecar.cli.inventory import Holdings, Step
+from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.cli.run_dir import find_service
+from keepstep_sidecar.config.quantities import format_size
 
 
 @click.command()
@@ -26,55 +27,29 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
     """
     from keepstep_sidecar.cli import inventory, output
 
-    service = find_service(directory, run)
-    held = inventory.read(service.places)
+    kept = run_dir.find(directory, run)
+    held = inventory.read(kept)
     if as_json:
-        output.print_json({"run": service.places.run, "steps": list(map(_document, held.steps))})
+        shown = list(map(inventory.document, held.steps))
+        output.print_json({"run": kept.run, "steps": shown})
         return
-    _print(held)
-
-
-def _document(step: Step) -> dict[str, object]:
-    return {
-        "id": step.id,
-        "epoch": step.id.epoch,
-        "step": step.id.step,
-        "world": step.world,
-        "ranks": step.ranks,
-        "bytes": step.bytes,
-        "tiers": step.tiers,
-        "peer_ranks": step.peer_ranks,
-        "archive_ranks": step.archive_ranks,
-        "committed": step.committed,
-        "dead": step.dead,
-        "path": step.path,
-    }
-
-
-def _print(held: Holdings) -> None:
-    from keepstep_sidecar.cli import output
-    from keepstep_sidecar.cli.quantities import format_size
-
     beyond = _beyond(held)
-    table = output.table(
-        "EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "PATH",
-        right=("STEP", "BYTES"),
-    )  # fmt: skip
-    for at, step in enumerate(held.steps):
-        table.add_row(
-            str(step.id.epoch),
-            str(step.id.step),
-            output.ranks_text(step.ranks, step.world),
+    columns = ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "PATH")
+    rows = (
+        (
+            step.id.epoch,
+            step.id.step,
+            output.ranks_text(inventory.ranks_of(step), step.world),
             format_size(step.bytes),
-            ", ".join(map(str, step.tiers)),
+            ", ".join(map(str, inventory.tiers_of(step))),
             *(output.ranks_text(ranks[at], step.world) for ranks in beyond.values()),
             "dead" if step.dead else "yes" if step.committed else "no",
-            str(step.path or ""),
+            step.path,
         )
-    console = output.console()
-    console.print(table if held.steps else "no step is held")
-    for problem in held.problems:
-        console.print(f"warning: {problem}")
+        for at, step in enumerate(held.steps)
+    )
+    output.print_table(columns, rows, right=("STEP", "BYTES"), empty="no step is held")
+    output.print_lines(f"warning: {problem}" for problem in held.problems)
 
 
 def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from keepstep.errors import SidecarError
+from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.cli.run_dir import Service, find_service
+from keepstep_sidecar.cli.run_dir import RunDir
 
 
 @click.command()
@@ -26,34 +27,38 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
     """
     from keepstep_sidecar.cli import inventory, launcher, output
 
-    service = find_service(directory, run)
-    with launcher.supervising(service.places):
-        stopped = _stop(service)
-    held = inventory.read(service.places)
+    kept = run_dir.find(directory, run)
+    with launcher.supervising(kept):
+        stopped = _stop(kept)
+    held = inventory.read(kept)
     if as_json:
-        document = {"run": service.places.run, "stopped": stopped, "committed": held.committed}
+        document = {
+            "run": kept.run,
+            "stopped": stopped,
+            "committed": inventory.document(held.committed),
+        }
         output.print_json(document)
         return
     what = "stopped" if stopped else "was not running"
     step = held.committed
-    kept = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
-    output.echo(f"run {service.places.run!r} {what}; {kept}")
+    left = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
+    output.echo(f"run {kept.run!r} {what}; {left}")
 
 
-def _stop(service: Service) -> bool:
+def _stop(kept: RunDir) -> bool:
     """Slots that a killed sidecar left are adopted first, as they may be the newest steps."""
     from keepstep_sidecar.cli import launcher
     from keepstep_sidecar.cli.processes import Process
 
-    if launcher.end(service.places):
+    if launcher.end(kept):
         return True
-    if not launcher.slots_left(service.places):
+    if not launcher.slots_left(kept):
         return False
-    process = Process.of(launcher.launch(service))
-    if not launcher.wait_up(service.places, process):
-        tail = launcher.log_tail(service.places.log)
+    process = Process.of(launcher.launch(kept))
+    if not launcher.wait_up(kept, process):
+        tail = launcher.log_tail(kept.log)
         raise SidecarError(
-            f"slots are left in {service.places.memory}, but no sidecar starts to save them;"
-            f" delete that directory to give them up. The end of {service.places.log}:\n{tail}"
+            f"slots are left in {kept.memory}, but no sidecar starts to save them;"
+            f" delete that directory to give them up. The end of {kept.log}:\n{tail}"
         )
-    return launcher.end(service.places)
+    return launcher.end(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
+from keepstep.wire.status import StepStatus
+from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.cli.quantities import format_duration, format_size
-from keepstep_sidecar.cli.run_dir import Places, find_service
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.quantities import format_duration, format_size
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.cli.inventory import Step
     from keepstep_sidecar.volume.scan import LocalShard, Refused
 
 
@@ -38,19 +39,26 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
     """
     from keepstep_sidecar.cli import output
 
-    places = find_service(directory, run).places
+    kept = run_dir.find(directory, run)
     began = time.monotonic()
-    shards, problems = _selected(places, word)
+    shards, problems = _selected(kept, word)
+    total = sum(shard.size_bytes for shard in shards)
     try:
         for problem in problems:
             raise problem.error
-        _verify_all(shards, quiet=as_json)
+        with output.progress(total, quiet=as_json) as advance:
+            for shard in shards:
+                verify_shard(
+                    shard,
+                    functools.partial(advance, f"step {shard.step_id.step} rank {shard.rank}"),
+                    run=kept.config.run,
+                )
     except ImageError as error:
         if not as_json:
             raise
         output.print_json({"verified": False, **_bad(error)})
         raise SystemExit(1) from None
-    seconds, total = time.monotonic() - began, sum(shard.size_bytes for shard in shards)
+    seconds = time.monotonic() - began
     steps = sorted({shard.step_id for shard in shards})
     if as_json:
         output.print_json({"verified": True, "steps": steps, "bytes": total, "seconds": seconds})
@@ -73,19 +81,19 @@ def _bad(error: ImageError) -> dict[str, object]:
     }
 
 
-def _selected(places: Places, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
+def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
     """Shards to verify, and files among them that are none already by their seals.
 
     Raises UsageError when there is nothing to verify.
     """
     from keepstep_sidecar.cli import inventory
 
-    shards, problems = inventory.survey(places)
+    shards, problems = inventory.survey(kept)
     steps = inventory.of_shards(shards, ())
     refused = [one for one in problems if not isinstance(one.error, VersionError)]
     wanted = _wanted(steps, refused, word)
     if not wanted and not refused:
-        raise UsageError(f"run {places.run!r} has no committed step to verify")
+        raise UsageError(f"run {kept.run!r} has no committed step to verify")
     names = {str(step.id) for step in wanted} | ({word} if word else set())
     if word is not None:
         refused = [one for one in refused if one.path.parent.name in names]
@@ -93,8 +101,8 @@ def _selected(places: Places, word: str | None) -> tuple[list[LocalShard], list[
 
 
 def _wanted(
-    steps: Sequence[Step], refused: Sequence[Refused], word: str | None
-) -> tuple[Step, ...]:
+    steps: Sequence[StepStatus], refused: Sequence[Refused], word: str | None
+) -> tuple[StepStatus, ...]:
     from keepstep_sidecar.cli import inventory
 
     if word is None:
@@ -104,67 +112,34 @@ def _wanted(
     return inventory.chosen(steps, (word,))
 
 
-def _verify_all(shards: Sequence[LocalShard], *, quiet: bool) -> None:
-    """Raises ImageError, naming file, chunk and tensors."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    from keepstep.image.xxh3 import CHUNK_BYTES
-    from keepstep_sidecar.cli import output
-
-    console = output.console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = console.is_terminal and not quiet
-    with Progress(*columns, console=console, disable=not shown, transient=True) as progress:
-        task = progress.add_task("verify", total=sum(shard.size_bytes for shard in shards))
-        for shard in shards:
-            name = f"step {shard.step_id.step} rank {shard.rank}"
-            progress.update(task, description=name)
-            verify_shard(shard, lambda _: progress.advance(task, CHUNK_BYTES))
-
-
-def verify_shard(shard: LocalShard, on_chunk: Callable[[int], None]) -> None:
+def verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: str) -> None:
     """Check one file against its digests. Raises ImageError.
 
     A file that the sidecar published or retired meanwhile is found by its new name, or let go.
     """
-    from keepstep.image import verify_image
+    from keepstep.steps import Tier
+    from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers.source import FileSource
+    from keepstep_sidecar.volume.direct_io import Engine
+    from keepstep_sidecar.volume.filesystem import Filesystem
+    from keepstep_sidecar.volume.shard_file import open_shard
 
-    fd = _open(shard)
-    if fd is None:
+    if (path := _found(shard)) is None:
         return
-    try:
-        # not closed here: a DigestError's traceback still refers to pieces of it
-        mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        mapping.madvise(mmap.MADV_SEQUENTIAL)
-        verify_image(
-            memoryview(mapping),
-            shard.layout,
-            path=shard.path,
-            on_chunk=on_chunk,
-            id=shard.step_id,
-        )
-    finally:
-        # gigabytes that nobody reads again would push the training's data out of memory
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+    source = FileSource(
+        shard=shard,
+        tier=Tier.LOCAL,
+        where=str(path),
+        run=run,
+        open=lambda: open_shard(
+            path, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
+        ),
+    )
+    with contextlib.suppress(FileNotFoundError), transfer.opened(source) as opened:
+        chunks = opened.manifest.chunks
+        transfer.each(opened, chunks, lambda _, data: on_bytes(len(data)))
 
 
-def _open(shard: LocalShard) -> int | None:
+def _found(shard: LocalShard) -> Path | None:
     published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
-    for path in (shard.path, published):
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    return None
+    return next((path for path in (shard.path, published) if path.exists()), None)

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them on a command line, and back.
+"""Sizes and durations as people write them, and back.
 
 Sizes follow Kubernetes: `Ki Mi Gi Ti` are powers of 1024, `K M G T` powers of 1000. Durations are
 `90s`, `15m`, `2h`, `1d` or a sequence of them (`1h30m`). Pure; knows nothing of click.

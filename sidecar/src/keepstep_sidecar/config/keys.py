@@ -1,0 +1,263 @@
+"""How a key of the configuration is declared, and where its value comes from.
+
+A key has one name in three spellings: `memory_limit` in a file (TOML), `KEEPSTEP_MEMORY_LIMIT` in
+the environment, `--memory-limit` as a flag. A flag counts before the environment, that before the
+file, that before the default; each value is checked where it is read, and an error names the place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import tomllib
+
+from keepstep.errors import UsageError
+from keepstep_sidecar.config.quantities import parse_duration, parse_size
+
+LARGEST_FILE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be. `parse` takes it as a file or a person has it, gives it as the program
+    has it (None: as if it were not given), and raises ValueError that says what is allowed."""
+
+    metavar: str
+    parse: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """`field`: of the configuration. `several`: a list, words in the environment, a flag that is
+    repeated. `for_run`: `keepstep run` has it, too; the rest is for who starts sidecars."""
+
+    name: str
+    field: str
+    flag: str
+    kind: Kind
+    help: str
+    default: Any
+    several: bool = False
+    for_run: bool = True
+    hidden: bool = False
+
+    @property
+    def variable(self) -> str:
+        return f"KEEPSTEP_{self.name.upper()}"
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED
+
+    def read(self, value: object, *, where: str) -> Any:
+        """`value`, checked. Raises UsageError that names `where` it stands."""
+        try:
+            if not self.several:
+                return self.kind.parse(value)
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{value!r} is not a list")
+            return tuple(map(self.kind.parse, value))
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from error
+
+
+REQUIRED: Final = dataclasses.MISSING
+
+
+def key(kind: Kind, default: Any, help: str, **options: Any) -> Any:
+    """A field that is a key. `options`: those of Key; `name` and `flag` follow from the field's."""
+    return dataclasses.field(
+        default=default, metadata={"key": {"kind": kind, "help": help, **options}}
+    )
+
+
+def keys_of(configuration: Any) -> tuple[Key, ...]:
+    """The keys that a dataclass declares. A field has its unit in its name, a key takes any."""
+    return tuple(
+        _key(field, **field.metadata["key"]) for field in dataclasses.fields(configuration)
+    )
+
+
+def _key(field: dataclasses.Field[Any], *, name: str = "", flag: str = "", **options: Any) -> Key:
+    name = name or field.name.removesuffix("_bytes").removesuffix("_s")
+    flag = flag or "--" + name.replace("_", "-")
+    return Key(name=name, field=field.name, flag=flag, default=field.default, **options)
+
+
+# --- kinds -----------------------------------------------------------------------------------
+
+
+def _words(value: object) -> str:
+    """Numbers are words, too: `restore_from = 1200`."""
+    if isinstance(value, bool | float) or not isinstance(value, str | int):
+        raise ValueError(f"{value!r} is not a text")
+    return str(value)
+
+
+def whole(least: int, most: int | None = None) -> Kind:
+    """A number of steps, slots, threads."""
+    allowed = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
+
+    def parse(value: object) -> int:
+        text = "" if isinstance(value, bool) else str(value).strip()
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
+            raise ValueError(f"{value!r} is not {allowed}")
+        if int(text) < least or (most is not None and int(text) > most):
+            raise ValueError(f"{value!r} is not {allowed}")
+        return int(text)
+
+    return Kind("N", parse)
+
+
+def one_of(kinds: type[enum.Enum]) -> Kind:
+    """The values of an enum."""
+    values = [str(one.value) for one in kinds]
+
+    def parse(value: object) -> enum.Enum:
+        if value not in values:
+            raise ValueError(f"{value!r} is not one of {', '.join(values)}")
+        return kinds(value)
+
+    return Kind("|".join(values), parse)
+
+
+def _rate(value: object) -> int:
+    if (rate := parse_size(_words(value))) < 1:
+        raise ValueError(f"{value!r}: starts at 1; leave it out for no limit")
+    return rate
+
+
+def _duration(value: object) -> float:
+    seconds = float(value) if type(value) is float else parse_duration(_words(value))
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{value!r} is not a duration; write it like 90s, 15m or 2h")
+    return seconds
+
+
+def _span(value: object) -> str | None:
+    text = _words(value)
+    if text and not (int(text) if text.isdecimal() else parse_duration(text)):
+        raise ValueError(f"{text!r} keeps nothing; write a number of steps, or a time like 6h")
+    return text or None
+
+
+def _path(value: object) -> Path | None:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{value!r} is not a path")
+    return Path(os.path.abspath(value)) if value else None
+
+
+def _place(value: object) -> str | None:
+    text = _words(value)
+    return text if "://" in text else str(_path(text) or "") or None
+
+
+def _switch(value: object) -> bool:
+    text = value if isinstance(value, bool) else _words(value).lower()
+    if text in (True, "true", "yes", "on", "1"):
+        return True
+    if text in (False, "false", "no", "off", "0"):
+        return False
+    raise ValueError(f"{value!r} is not true or false")
+
+
+TEXT: Final = Kind("NAME", lambda value: _words(value) or None)
+ADDRESS: Final = Kind("HOST:PORT", TEXT.parse)
+URL: Final = Kind("URL", TEXT.parse)
+PEM: Final = Kind("PEM", TEXT.parse)
+STEP: Final = Kind("[RUN/]STEP", TEXT.parse)
+DIR: Final = Kind("DIR", _path)
+PATH: Final = Kind("PATH", _path)
+PLACE: Final = Kind("URL", _place)
+SIZE: Final = Kind("SIZE", lambda value: parse_size(_words(value)))
+RATE: Final = Kind("SIZE", _rate)
+DURATION: Final = Kind("DURATION", _duration)
+SPAN: Final = Kind("K|DURATION", _span)
+SWITCH: Final = Kind("", _switch)
+
+
+# --- sources ---------------------------------------------------------------------------------
+
+
+def gathered(
+    keys: Sequence[Key],
+    *,
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    written: Mapping[str, object],
+    file: object = "",
+) -> dict[str, Any]:
+    """Values by field, of whatever is given anywhere; `written` in `file`. Raises UsageError."""
+    values: dict[str, Any] = {}
+    for key in keys:
+        variable: Any = environment.get(key.variable) or None
+        if key.several and variable:
+            variable = variable.split()
+        sources = {
+            f"{file}: {key.name}": written.get(key.name),
+            key.variable: variable,
+            key.flag: flags.get(key.name) or None if key.several else flags.get(key.name),
+        }
+        for where, value in sources.items():
+            if value is not None:
+                values[key.field] = key.read(value, where=where)
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a TOML file says, unchecked. Raises FileNotFoundError, UsageError."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} cannot be read (it is not a file)")
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+        if len(data) > LARGEST_FILE_BYTES:
+            raise UsageError(f"{path} cannot be read (more than {LARGEST_FILE_BYTES} bytes)")
+        return tomllib.loads(data.decode())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not TOML ({error})") from error
+
+
+def refuse_unknown(written: Iterable[str], keys: Sequence[Key], *, file: Path) -> None:
+    """Raises UsageError that names the file, the key and those that there are."""
+    names = [key.name for key in keys if not key.hidden]
+    for name in written:
+        if name not in [key.name for key in keys]:
+            near = difflib.get_close_matches(name, names, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise UsageError(f"{file}: no key {name!r}{meant} Keys are {', '.join(names)}")
+
+
+def to_toml(keys: Iterable[Key], configuration: object) -> str:
+    """A file that says the same, defaults too; `read_file` is the inverse."""
+    values = ((key.name, getattr(configuration, key.field)) for key in keys)
+    return "".join(
+        f"{name} = {toml_value(value)}\n"
+        for name, value in values
+        if value is not None and value != ()
+    )
+
+
+def toml_value(value: Any) -> str:
+    """As TOML writes it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON string is a TOML string, but for DEL
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

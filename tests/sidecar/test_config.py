@@ -1,0 +1,221 @@
+"""Where a sidecar's settings come from: flags, the environment, a file; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.errors import UsageError
+from keepstep_sidecar.config.keys import to_toml, toml_value
+from keepstep_sidecar.config.sidecar import KEYS, Config, values_of
+from keepstep_sidecar.config.verify import Verify
+
+EXAMPLES: dict[str, tuple[str, Any]] = {
+    "run": ("gpt", "gpt"),
+    "memory_dir": ("/m", Path("/m")),
+    "volumes": ("/v /w", (Path("/v"), Path("/w"))),
+    "slots": ("3", 3),
+    "memory_limit": ("32Gi", 32 << 30),
+    "stage_every": ("2", 2),
+    "persist_every": ("10", 10),
+    "keep": ("5", 5),
+    "keep_every": ("6h", "6h"),
+    "capacity": ("10G", 10**10),
+    "archive": ("s3://ckpt/runs", "s3://ckpt/runs"),
+    "archive_every": ("500", 500),
+    "archive_keep": ("7", 7),
+    "archive_keep_every": ("1000", "1000"),
+    "archive_endpoint": ("https://s3.example.com", "https://s3.example.com"),
+    "archive_region": ("eu-1", "eu-1"),
+    "peer_listen": (":9465", ":9465"),
+    "peer_advertise": ("10.0.0.7:9465", "10.0.0.7:9465"),
+    "peer_fetch": ("true", True),
+    "peers": ("a:1 b:2", ("a:1", "b:2")),
+    "peer_replicas": ("0", 0),
+    "peer_bytes_per_second": ("500Mi", 500 << 20),
+    "peer_cert": ("/pem/cert", Path("/pem/cert")),
+    "peer_key": ("/pem/key", Path("/pem/key")),
+    "peer_ca": ("/pem/ca", Path("/pem/ca")),
+    "io_threads": ("2", 2),
+    "bytes_per_second": ("1Gi", 1 << 30),
+    "verify": ("seal", Verify.SEAL),
+    "flush_timeout": ("1m30s", 90.0),
+    "linger": ("15m", 900.0),
+    "owner_pid": ("42", 42),
+    "report_url": ("https://operator", "https://operator"),
+    "report_ca": ("-----BEGIN\n\x7f\u00e9\"'\\", "-----BEGIN\n\x7f\u00e9\"'\\"),
+    "report_token_file": ("/token", Path("/token")),
+    "restore_from": ("1200", "1200"),
+    "restore_since": ("4", 4),
+    "metrics_port": ("9464", 9464),
+}
+"""Of each key: what a person writes, and what the sidecar has then."""
+EXPECTED = {key.field: EXAMPLES[key.name][1] for key in KEYS}
+
+
+def _written(name: str) -> Any:
+    text = EXAMPLES[name][0]
+    return text.split() if name in ("volumes", "peers") else text
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """All keys."""
+    path = tmp_path / "keepstep.toml"
+    lines = [f"{name} = {toml_value(_tuple(_written(name)))}\n" for name in EXAMPLES]
+    path.write_text("".join(lines))
+    return path
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_each_key_is_read_from_flags_the_environment_and_a_file_alike(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert values_of({}, file) == EXPECTED
+    assert values_of({name: _written(name) for name in EXAMPLES}) == EXPECTED
+    for key in KEYS:
+        monkeypatch.setenv(key.variable, EXAMPLES[key.name][0])
+    assert values_of({}) == EXPECTED
+
+
+def test_a_flag_counts_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keepstep.toml"
+    path.write_text('slots = 3\nkeep = 3\narchive_every = 3\narchive = "s3://b"\n')
+    monkeypatch.setenv("KEEPSTEP_KEEP", "4")
+    monkeypatch.setenv("KEEPSTEP_SLOTS", "4")
+    monkeypatch.setenv("KEEPSTEP_RUN", "")  # as a chart writes what is not set
+    flags = {"slots": "5", "volumes": (), "archive": ""}
+    found = values_of(flags, path)
+    assert found == {"slots": 5, "keep_last": 4, "archive_every": 3}
+
+
+def test_what_is_written_is_what_is_read(file: Path) -> None:
+    config = Config.of(values_of({}, file))
+    file.write_text(to_toml(KEYS, config))
+    assert Config.of(values_of({}, file)) == config
+    plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
+    file.write_text(to_toml(KEYS, plain))
+    assert Config.of(values_of({}, file)) == plain
+
+
+@given(st.text().filter(lambda text: text.isprintable() or text.isascii()))
+def test_any_text_survives_a_file(text: str) -> None:
+    assert tomllib.loads(f"a = {toml_value(text)}") == {"a": text}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("slots = 1", "slots: 1 is not a whole number of at least 2"),
+        ('slots = "four"', "slots: 'four' is not a whole number of at least 2"),
+        ("slots = 2.0", "slots: 2.0 is not a whole number"),
+        ("slots = true", "slots: True is not a whole number"),
+        (
+            "metrics_port = 70000",
+            "metrics_port: 70000 is not a whole number of at least 1, at",
+        ),
+        ('memory_limit = "lots"', "memory_limit: 'lots' is not a size; write it like 512Mi"),
+        ("memory_limit = [1]", "memory_limit: [1] is not a text"),
+        ('linger = "soon"', "linger: 'soon' is not a duration; write it like 90s, 15m or 2h"),
+        ("linger = nan", "linger: nan is not a duration"),
+        ("keep_every = 0", "keep_every: '0' keeps nothing; write a number of steps, or a time"),
+        ('keep_every = "often"', "keep_every: 'often' is not a duration"),
+        ("bytes_per_second = 0", "bytes_per_second: 0: starts at 1; leave it out for no limit"),
+        ('verify = "half"', "verify: 'half' is not one of full, seal"),
+        ('peer_fetch = "maybe"', "peer_fetch: 'maybe' is not true or false"),
+        ('volumes = "/v"', "volumes: '/v' is not a list"),
+        ("volumes = [7]", "volumes: 7 is not a path"),
+        ('memory_dir = "/a\\u0000"', "memory_dir: '/a\\x00' is not a path"),
+        ("run = 2020-01-01", "run: datetime.date(2020, 1, 1) is not a text"),
+        ("slot = 4", "no key 'slot'; did you mean 'slots'? Keys are run, memory_dir, "),
+        ("[archive]\nevery = 4", "archive: {'every': 4} is not a text"),
+        ("[zzz]\na = 4", "no key 'zzz'. Keys are run, memory_dir, "),
+        ("slots = ", "is not TOML"),
+        ("slots = 2\nslots = 3", "is not TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
+    tmp_path: Path, line: str, said: str
+) -> None:
+    path = tmp_path / "keepstep.toml"
+    path.write_text(line)
+    with pytest.raises(UsageError) as caught:
+        values_of({}, path)
+    assert str(caught.value).startswith(str(path))
+    assert said in str(caught.value)
+
+
+def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
+        values_of({"slots": "1"})
+    monkeypatch.setenv("KEEPSTEP_VERIFY", "half")
+    with pytest.raises(UsageError, match=r"^KEEPSTEP_VERIFY: 'half' is not one of full, seal$"):
+        values_of({})
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "large").write_bytes(b"#" * (2 << 20))
+    (tmp_path / "link").symlink_to("link")
+    for name, said in [
+        ("absent", "no such file"),
+        (".", "not a file"),
+        ("binary", "not TOML"),
+        ("large", "more than"),
+        ("link", "cannot be read"),
+    ]:
+        with pytest.raises(UsageError, match=said) as caught:
+            values_of({}, tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"run": "../x"}, "cannot name a run"),
+        ({"volumes": ()}, "'--volume' (or KEEPSTEP_VOLUMES)"),
+        ({"memory_dir": Path("/" + "x" * 100)}, "choose a shorter --memory-dir"),
+        ({"peer_key": None}, "--peer-cert, --peer-key and --peer-ca go together"),
+        ({"peer_listen": None}, "--peer-listen HOST:PORT"),
+        ({"peer_listen": "nowhere"}, "'nowhere' is no address"),
+        ({"report_ca": None}, "--report-url needs --report-ca and --report-token-file"),
+        ({"report_url": "http://x"}, "https:// only"),
+        ({"archive_url": "s3://"}, "names no bucket"),
+        ({"archive_url": None, "restore_from": "other/7"}, "give --archive"),
+        ({"restore_from": "yesterday"}, "give a step's number or its id"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Config.of({**EXPECTED, **change})
+    assert said in str(caught.value)
+
+
+def test_docs_list_each_key_with_its_variable_and_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    table = text.partition("## Settings")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `--")]
+    shown = [key for key in KEYS if not key.hidden]
+    assert len(rows) == len(shown)
+    for key, (flag, variable, default, *_) in zip(shown, rows, strict=True):
+        assert flag.removeprefix("| `").rstrip("`").split()[0].strip("`,") == key.flag
+        assert variable == f"`{key.variable}`"
+        if isinstance(key.default, int | str):
+            assert default == str(key.default).lower()
+
+
+def test_each_key_has_an_example_here() -> None:
+    assert [key.name for key in KEYS] == list(EXAMPLES)
+    for field in dataclasses.fields(Config):
+        assert EXPECTED[field.name] != field.default
