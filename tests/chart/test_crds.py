@@ -48,7 +48,8 @@ def test_every_number_says_its_unit() -> None:
 
 
 def test_every_string_list_and_map_is_bounded() -> None:
-    assert [path for path, one in FIELDS if not _bounded(one)] == []
+    many = {"CheckpointRun.status.holders": 1024}  # one entry a node
+    assert [path for path, one in FIELDS if not _bounded(one, most=many.get(path, 64))] == []
 
 
 def test_every_list_says_how_it_is_merged() -> None:
@@ -127,9 +128,9 @@ def test_the_reference_is_generated_from_the_schemas() -> None:
     assert TARGET.read_text() == reference(), "run: python scripts/api_reference.py"
 
 
-def _bounded(schema: Object) -> bool:
+def _bounded(schema: Object, *, most: int) -> bool:
     if schema.get("type") == "array":
-        return bool(schema["maxItems"] <= 64)
+        return bool(schema["maxItems"] <= most)
     if schema.get("type") == "string" or "x-kubernetes-int-or-string" in schema:
         limited = "maxLength" in schema or "enum" in schema
         return limited or schema.get("format") == "date-time"

@@ -23,8 +23,9 @@ class Grant:
     verbs: frozenset[str]
 
 
-def test_the_table_of_rights_is_what_the_chart_renders(plain: list[Object]) -> None:
-    rendered = {grant for component in COMPONENTS for grant in _rendered(plain, component)}
+def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
+    objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
+    rendered = {grant for component in COMPONENTS for grant in _rendered(objects, component)}
     documented = _documented()
     assert rendered - documented == set(), "granted, but not in docs/security.md"
     assert documented - rendered == set(), "in docs/security.md, but not granted"
@@ -136,7 +137,8 @@ def test_without_helper_pods_no_right_to_make_pods_is_granted(chart: Chart) -> N
     assert not any("helper" in one for one in spec["containers"][0]["args"])
 
 
-def test_helper_pods_have_an_account_that_nothing_is_granted_to(plain: list[Object]) -> None:
+def test_helper_pods_have_an_account_that_nothing_is_granted_to(chart: Chart) -> None:
+    plain = chart.render({"hostPaths": ["/mnt/nvme0"]})
     account = of_kind(plain, "ServiceAccount")["keepstep-helpers"]
     assert account["automountServiceAccountToken"] is False
     bound = {

@@ -299,3 +299,12 @@ def _cluster_wide(one: Object) -> bool:
         "MutatingWebhookConfiguration",
         "Namespace",
     }
+
+
+def test_reconcile_leaves_a_node_that_is_lost_within_half_a_minute(plain: list[Object]) -> None:
+    spec = of_kind(plain, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
+    left_after_s = {one["key"]: one["tolerationSeconds"] for one in spec["tolerations"]}
+    assert left_after_s == {
+        "node.kubernetes.io/not-ready": 30,
+        "node.kubernetes.io/unreachable": 30,
+    }

@@ -17,9 +17,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from keepstep_operator.connections import Limits
 from keepstep_operator.journal import say
 
 _SHUTDOWN_S: Final = 5.0
+_KEEPALIVE_S: Final = 30.0
 
 Ready = Callable[[], str]
 """Why the process is not ready, '' when it is."""
@@ -66,13 +68,21 @@ async def listening(
     At the end no new connection is taken, and requests under way get `shutdown_s` to finish.
     """
     host = "127.0.0.1" if host is None and port == 0 else host
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=_KEEPALIVE_S
+    )
     await runner.setup()
+    if runner.server is None:
+        raise RuntimeError("the application was not set up")
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(
+        Limits(runner.server, ssl_context), host, port, backlog=128, start_serving=True
+    )
     try:
-        await web.TCPSite(runner, host, port, ssl_context=ssl_context).start()
-        bound: int = runner.addresses[0][1]
+        bound: int = listener.sockets[0].getsockname()[1]
         yield bound
     finally:
+        listener.close()
         await runner.cleanup()
 
 

@@ -147,3 +147,52 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
     said = injected_of(parse_pod(body))
     assert said is not None
     assert said.policy == "p"
+
+
+def _of_a_replica_set(**labels: str) -> Body:
+    body = bare_pod("train-x7k2p")
+    body["metadata"]["ownerReferences"] = [owner("ReplicaSet", "train", api_version="apps/v1")]
+    body["metadata"]["labels"] |= labels
+    return body
+
+
+def test_a_pod_that_nothing_tells_apart_gets_the_node_rank_of_its_label_and_keeps_it() -> None:
+    with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+        node_rank(parse_pod(_of_a_replica_set()))
+    assert refused.value.reason == "UnknownJobKind"
+    body = _of_a_replica_set(**{"keepstep.dev/node-rank": "3"})
+    injected = inject(body, policy(), DEFAULTS)
+    assert injected["metadata"]["labels"]["keepstep.dev/node-rank"] == "3"
+    assert inject(injected, policy(), DEFAULTS) == injected, "the webhook is reinvoked"
+
+
+def test_a_node_rank_that_is_no_number_is_refused() -> None:
+    with pytest.raises(PodError) as refused:
+        node_rank(parse_pod(_of_a_replica_set(**{"keepstep.dev/node-rank": "first"})))
+    assert refused.value.reason == "BadNodeRank"
+
+
+def test_a_label_that_admission_wrote_for_another_pod_is_no_wish() -> None:
+    """A template that was copied from an injected pod: its label would hold for all pods."""
+    copied = inject(pytorch_job(rank=2), policy(), DEFAULTS)
+    copied["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+    (training,) = (one for one in copied["spec"]["containers"] if one["name"] == "pytorch")
+    training["env"] = [{"name": "RANK", "value": "5"}]
+    assert node_rank(parse_pod(copied)) == 5
+
+
+def test_a_stateful_set_of_an_older_cluster_tells_the_index_by_the_name() -> None:
+    body = bare_pod("train-4")
+    body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train", api_version="apps/v1")]
+    assert node_rank(parse_pod(body)) == 4
+
+
+def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
+    body = bare_pod("train-0-1")
+    body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train-0", api_version="apps/v1")]
+    lws = "leaderworkerset.sigs.k8s.io"
+    body["metadata"]["labels"] |= {f"{lws}/name": "train", f"{lws}/worker-index": "1"}
+    with pytest.raises(PodError, match=r"keepstep\.dev/run"):
+        run_key(parse_pod(body))
+    body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
+    assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llm", 1)

@@ -640,7 +640,7 @@ class Identities:
 
 def dead_watch_noticed_after_s() -> float:
     """When a watch is given up that says nothing, not even by a bookmark."""
-    return float(kube_client._WATCH_S + 30)
+    return float(kube_client.SILENT_S)
 
 
 def ends_when_its_kind_may_not_be_read(days: int) -> bool:
@@ -654,7 +654,7 @@ def ends_when_its_kind_may_not_be_read(days: int) -> bool:
         asked = [one for one in play.actions if isinstance(one, AskJob)]
         play.actions = [one for one in play.actions if not isinstance(one, AskJob)]
         for _ in asked:  # as `Denied` is answered
-            play.note(play.registry.job_answered(KEY, JobState.ACTIVE, at=play.now))
+            play.note(play.registry.job_answered(KEY, JobState.UNKNOWN, at=play.now))
     return play.status.phase == "Finished" or any(
         isinstance(one, DeleteRun) for one in play.actions
     )

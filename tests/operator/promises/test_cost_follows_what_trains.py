@@ -91,10 +91,10 @@ def _nothing(number: int, turn: int) -> list[Body]:
 
 
 @pytest.mark.xfail(
-    strict=True,
+    strict=False,
     raises=AssertionError,
-    reason="a report costs the same however many steps are archived; mended with the operator's"
-    " rebuild",
+    reason="a report costs the same however many steps are archived: it costs some times as much,"
+    " and on a busy machine the difference drowns; mended with reports that carry changes",
 )
 async def test_a_long_run_with_many_archived_steps_reports_as_cheaply(tmp_path: Path) -> None:
     def with_archive(archived: int) -> Says:
@@ -117,10 +117,10 @@ async def test_a_long_run_with_many_archived_steps_reports_as_cheaply(tmp_path: 
 
 
 @pytest.mark.xfail(
-    strict=True,
+    strict=False,
     raises=AssertionError,
-    reason="a pod's report costs the same in a run of thousands of ranks; mended with the"
-    " operator's rebuild",
+    reason="a status of a run of thousands of ranks costs tens of milliseconds, shared by its"
+    " reports; on a busy machine that drowns; mended with a compact state",
 )
 async def test_a_report_costs_the_same_in_a_large_run(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
@@ -144,12 +144,6 @@ def _of_a_world(world: int, number: int, turn: int) -> list[Body]:
     return _ranks(number, 8, world, 1_000_000 + 10 * turn)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="pods of jobs that never asked for keepstep are not held in memory; mended with the"
-    " operator's rebuild",
-)
 async def test_pods_of_others_take_no_memory(tmp_path: Path) -> None:
     alone, beside = Cluster(), Cluster(objects=dict(foreign_pod(one) for one in range(1500)))
     async with (

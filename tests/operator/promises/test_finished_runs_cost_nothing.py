@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.harness import until
 from tests.operator.promises.surface import (
     Cluster,
@@ -31,12 +29,6 @@ def _cluster() -> tuple[Cluster, list[str]]:
     return cluster, [cluster.bind(pod(number)) for number in range(PODS)]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="sidecars report as often beside many finished runs as alone; mended with the operator's"
-    " rebuild",
-)
 async def test_reports_come_no_less_often_beside_finished_runs(tmp_path: Path) -> None:
     cluster, tokens = _cluster()
     async with reconciler(cluster, tmp_path) as operator:
@@ -46,12 +38,6 @@ async def test_reports_come_no_less_often_beside_finished_runs(tmp_path: Path) -
         assert reply["least_gap_s"] <= 2.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run's status is written as soon beside many finished runs as alone; mended with the"
-    " operator's rebuild",
-)
 async def test_statuses_are_written_no_later_beside_finished_runs(tmp_path: Path) -> None:
     cluster, tokens = _cluster()
     async with reconciler(cluster, tmp_path) as operator:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.operator.injection.pods import bare_pod, owner, policy_body
 from tests.operator.promises.surface import (
     Body,
@@ -60,12 +58,6 @@ async def _two_pods(
     return first, second
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="two pods of a job have two node ranks, or are refused with UnknownJobKind; mended with"
-    " the operator's rebuild",
-)
 async def test_pods_that_have_an_index_never_share_a_node_rank(tmp_path: Path) -> None:
     shared = {}
     async with webhook(tmp_path, policy_body()) as admission:
@@ -78,12 +70,6 @@ async def test_pods_that_have_an_index_never_share_a_node_rank(tmp_path: Path) -
     assert not shared, f"both pods have one node rank: {shared}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="pods whose kind of job tells no rank are refused with UnknownJobKind and the label to"
-    " set; mended with the operator's rebuild",
-)
 async def test_several_pods_that_nothing_tells_apart_are_refused_with_what_to_do(
     tmp_path: Path,
 ) -> None:
@@ -97,12 +83,6 @@ async def test_several_pods_that_nothing_tells_apart_are_refused_with_what_to_do
         assert "keepstep.dev/node-rank" in injection(refused)["message"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run says which living pods have one node rank between them; mended with the"
-    " operator's rebuild",
-)
 async def test_two_living_pods_of_one_node_rank_show_on_the_run(tmp_path: Path) -> None:
     first, second = pod(0), pod(0, node="node-1")
     second["metadata"] |= {"name": "twin", "uid": "twin"}

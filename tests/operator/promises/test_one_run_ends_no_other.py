@@ -20,12 +20,6 @@ from tests.operator.promises.surface import (
 
 
 @pytest.mark.parametrize("part", ["tick", "checkpoints"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run whose state raises is counted and left out, and the process goes on; mended with"
-    " the operator's rebuild",
-)
 async def test_a_run_that_raises_does_not_end_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.harness import until
 from tests.operator.promises.surface import (
     HELPERS,
@@ -47,12 +45,6 @@ async def _begin_anew(cluster: Cluster, operator: Operator, pods: list[Body]) ->
         await operator.take(report(rank(number, len(pods))), token=token)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a pod that is being deleted does not keep helper pods from its replacement; mended with"
-    " the operator's rebuild",
-)
 async def test_a_terminating_pod_beside_its_replacement_stops_no_restore(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     old, new = [[pod(one, life=life) for one in range(3)] for life in (1, 2)]
@@ -73,12 +65,6 @@ async def test_a_terminating_pod_beside_its_replacement_stops_no_restore(tmp_pat
         )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run's status, from which the operator and admission take it after a restart, names"
-    " every node that holds shards; mended with the operator's rebuild",
-)
 async def test_what_lies_on_the_sixty_sixth_node_is_not_forgotten(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     nodes = [f"node-{number:03d}" for number in range(66)]
@@ -90,12 +76,6 @@ async def test_what_lies_on_the_sixty_sixth_node_is_not_forgotten(tmp_path: Path
     assert set(nodes) <= holders, f"{set(nodes) - holders} are not named"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a pod that only its report has shown is forgotten when it is gone; mended with the"
-    " operator's rebuild",
-)
 async def test_a_pod_that_was_gone_before_the_watch_showed_it_is_forgotten(tmp_path: Path) -> None:
     cluster, seen = Cluster(objects=dict([policy()])), pod(0)
     async with reconciler(cluster, tmp_path) as operator:

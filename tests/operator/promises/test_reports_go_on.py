@@ -7,8 +7,6 @@ import base64
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.operator.promises.surface import (
     Cluster,
     Identities,
@@ -21,12 +19,6 @@ from tests.operator.promises.surface import (
 )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run that restarted thousands of times reports on: epochs that no step and no parent"
-    " names are dropped; mended with the operator's rebuild",
-)
 async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     token = cluster.bind(pod(0))
@@ -36,12 +28,6 @@ async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -
         assert status == 200, answer
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="wrong tokens do not push out the good ones that are in use; mended with the operator's"
-    " rebuild",
-)
 async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
     identities = Identities()
     good = [f"good-{number}" for number in range(10)]
@@ -59,12 +45,6 @@ def _token(expires: float) -> str:
     return f"good.{claims}.signature"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="while the API server is away a known sidecar stays known until its token ends; mended"
-    " with the operator's rebuild",
-)
 async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:
     identities = Identities()
     token = _token(identities.now + 3600.0)

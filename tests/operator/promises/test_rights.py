@@ -27,12 +27,6 @@ def _may_create_pods(objects: list[Object], account: str) -> Iterator[str]:
                 yield one["metadata"].get("namespace", "*")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="without hostPaths there are no helper pods, so nothing may make pods; mended with the"
-    " operator's rebuild",
-)
 def test_without_host_paths_reconcile_may_not_create_pods(chart: Chart) -> None:
     assert list(_may_create_pods(chart.render(), "keepstep-reconcile")) == []
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.harness import until
 from tests.operator.promises.surface import Cluster, dead_watch_noticed_after_s, reconciler
 
 LATER_S = 3.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="Retry-After is waited for; mended with the operator's rebuild",
-)
 async def test_who_is_told_to_come_later_comes_later(tmp_path: Path) -> None:
     cluster = Cluster(busy_part="/pods", busy_s=LATER_S)
     async with reconciler(cluster, tmp_path):
@@ -29,11 +22,5 @@ async def test_who_is_told_to_come_later_comes_later(tmp_path: Path) -> None:
     assert after_s >= LATER_S - 0.1, f"asked again after {after_s:.1f} s instead of {LATER_S}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a watch that says nothing, not even by a bookmark each minute, is given up soon; mended"
-    " with the operator's rebuild",
-)
 def test_a_dead_watch_is_noticed_soon_after_a_missed_bookmark() -> None:
     assert dead_watch_noticed_after_s() <= 90.0

@@ -30,12 +30,6 @@ _ONE_JOB = re.compile(r"/apis/batch/v1/namespaces/evil/jobs/[^/?]+")
 _OF_A_RUN = re.compile(r"/host/\d+/[a-z0-9-]+/[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the job that a pod's annotation names is looked up in the pod's own namespace and by"
-    " its kind, or not at all; mended with the operator's rebuild",
-)
 async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
     cluster = Cluster()
     pods = [
@@ -58,12 +52,6 @@ async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "A..b"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="what is no name of a run is none, wherever it comes from, and no cleaning pod is made"
-    " for it; mended with the operator's rebuild",
-)
 async def test_a_label_that_is_no_name_of_a_run_sends_out_no_cleaner(
     tmp_path: Path, key: str
 ) -> None:

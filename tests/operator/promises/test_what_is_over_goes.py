@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.harness import until
 from tests.operator.promises.surface import (
     Cluster,
@@ -20,11 +18,6 @@ from tests.operator.promises.surface import (
 )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a Checkpoint goes with its CheckpointRun; mended with the operator's rebuild",
-)
 async def test_checkpoints_are_owned_by_their_run(tmp_path: Path) -> None:
     archive = {"s3": {"bucket": "b"}, "every": 10}
     cluster = Cluster(objects=dict([policy(archive=archive)]))
@@ -39,12 +32,6 @@ async def test_checkpoints_are_owned_by_their_run(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="only the object that was looked at is deleted, by uid; mended with the operator's"
-    " rebuild",
-)
 async def test_a_run_is_deleted_by_its_uid(tmp_path: Path) -> None:
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
     cluster = Cluster(objects=dict([policy(), finished_run("old", at=ended)]))
@@ -54,11 +41,5 @@ async def test_a_run_is_deleted_by_its_uid(tmp_path: Path) -> None:
     assert (asked.get("preconditions") or {}).get("uid") == "u-old"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a run without pods ends after some days, also when its kind of job may not be read;"
-    " mended with the operator's rebuild",
-)
 def test_a_run_whose_kind_of_job_may_not_be_read_ends() -> None:
     assert ends_when_its_kind_may_not_be_read(days=60)

@@ -12,12 +12,6 @@ from tests.operator.promises.surface import is_injected, webhook
 
 
 @pytest.mark.parametrize("spec", [{"shareProcessNamespace": True}, {"hostPID": True}])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a pod whose containers see each other's processes is refused, or its creator warned;"
-    " mended with the operator's rebuild",
-)
 async def test_a_shared_process_namespace_is_never_passed_over_in_silence(
     tmp_path: Path, spec: dict[str, Any]
 ) -> None:
@@ -29,12 +23,6 @@ async def test_a_shared_process_namespace_is_never_passed_over_in_silence(
 
 
 @pytest.mark.parametrize("volume", ["keepstep-token", "keepstep-volume-scratch"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a container of the user's that mounts a volume of the sidecar is refused, or does not"
-    " get it; mended with the operator's rebuild",
-)
 async def test_the_training_container_does_not_get_the_sidecars_volumes_by_naming_them(
     tmp_path: Path, volume: str
 ) -> None:

@@ -22,10 +22,10 @@ from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile import main  # all that the process imports
 from keepstep_operator.reconcile.parsing import lean_pod, parse_pod_record, parse_policy_record
+from keepstep_operator.reconcile.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent, WriteStatus
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.status.render import status_of
-from keepstep_operator.reconcile.writers.ratelimit import Pacer, Throttle
 from tests.operator.reconcile.samples import FIRST, T0
 from tests.operator.reconcile.standin import pod_body
 

@@ -11,10 +11,10 @@ from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.feed import NodeClient
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.watch import Handlers
 from keepstep_operator.reconcile.writers.checkpoint_writer import AT_ONCE, CheckpointWriter
-from keepstep_operator.reconcile.writers.ratelimit import Pacer
 from tests.harness import until
 from tests.operator.reconcile.samples import (
     IMAGE_BYTES,
@@ -48,6 +48,7 @@ class Bench:
         self.sidecar = Sidecar(rank=0, world=1).durable(90)
         self.registry.policy_seen(policy(archive=ARCHIVE))
         self.registry.pod_seen(pod(0), at=T0)
+        self.registry.object_seen(run_object(), at=T0)
 
     def archive(self, numbers: Iterable[int]) -> None:
         self.sidecar.archive = [step(number) for number in numbers]
@@ -98,7 +99,8 @@ def test_archived_and_pinned_steps_become_objects_and_go_with_their_step() -> No
         body = bench.cluster.objects[path(80)]
         spec = {"run": KEY.name, "step": str(step(80)), "ranks": 1, "bytes": IMAGE_BYTES}
         assert body["spec"] == spec
-        assert "ownerReferences" not in body["metadata"]
+        (owner,) = body["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"]) == ("CheckpointRun", KEY.name, "run-1")
         await until(lambda: bench.cluster.objects[path(80)].get("status"))
         assert bench.cluster.objects[path(80)]["status"]["tiers"] == ["archive"]
         bench.archive([80])

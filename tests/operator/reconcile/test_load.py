@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from keepstep_operator.reconcile.writers.ratelimit import WRITES_A_SECOND
+from keepstep_operator.reconcile.ratelimit import WRITES_A_SECOND
 from tests.operator.reconcile.load import SECONDS, simulate
 
 _ROOT = Path(__file__).parents[3]

@@ -423,7 +423,7 @@ def test_a_job_that_may_not_be_read_is_not_over() -> None:
         async with at.serving(), Client(at.access) as client:
             return await asked(client, AskJob(RunKey("team", "gpt"), scaled))
 
-    assert asyncio.run(scene(StandIn(forbidden="/statefulsets/"))) is JobState.ACTIVE
+    assert asyncio.run(scene(StandIn(forbidden="/statefulsets/"))) is JobState.UNKNOWN
     assert asyncio.run(scene(StandIn())) is JobState.GONE
 
 

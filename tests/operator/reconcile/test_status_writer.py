@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.writers.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 from tests.harness import until
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod
@@ -42,6 +42,25 @@ def test_many_runs_are_written_less_often_each() -> None:
             pacer.mark(run, at=at)
         writes += len(pacer.take(at=at))
     assert 1000 <= writes <= 60 * 25 + 400
+
+
+def test_keys_that_rest_take_no_turn_from_those_that_change() -> None:
+    pacer: Pacer[int] = Pacer()
+    for run in range(1000):
+        pacer.mark(run, at=T0)
+    for run in pacer.take(at=T0 + 1):
+        pacer.done(run, rests=True)
+    assert pacer.period_s == 2.0
+
+
+def test_a_bucket_gives_what_is_in_it_and_fills_again() -> None:
+    buckets = Buckets[str](burst=2, refill_s=10.0)
+    assert [buckets.take("a", at=T0) for _ in range(3)] == [True, True, False]
+    assert buckets.take("b", at=T0)
+    assert buckets.take("a", at=T0 + 10)
+    buckets.spend("a", 3.0)
+    assert not buckets.take("a", at=T0 + 30)
+    assert buckets.take("a", at=T0 + 50)
 
 
 def test_a_failed_write_is_tried_again_later_and_later() -> None:

@@ -495,8 +495,13 @@ def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is()
     run = play.registry.runs[KEY]
     due = changes(run, {})
     assert [one.step for one in due.made] == [str(step(80)), str(step(70))]
-    there = {one.name: {**body_of(one, namespace="team"), "status": status_of(one, {}, at=T0)}
-             for one in due.made}  # fmt: skip
+    there = {
+        one.name: {
+            **body_of(one, namespace="team", owner_uid="run-1"),
+            "status": status_of(one, {}, at=T0),
+        }
+        for one in due.made
+    }
     assert len(changes(run, there)) == 0
     for one in sidecars:
         one.archive = [step(80)]
@@ -532,7 +537,7 @@ def test_the_objects_of_a_run_are_bounded() -> None:
 def test_an_object_fits_the_schema_of_its_kind() -> None:
     play, *_ = archived()
     (one, *_) = kept(play.registry.runs[KEY])
-    body = body_of(one, namespace="team")
+    body = body_of(one, namespace="team", owner_uid="run-1")
     schema = json_schema(schema_of(crds()["Checkpoint"]))
     jsonschema.validate({**body, "status": status_of(one, {}, at=T0)}, closed(schema))
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", body["metadata"]["name"])

@@ -106,7 +106,8 @@ class Admission:
             return ()
 
     async def _inject(self, request: web.Request) -> web.Response:
-        raw = await request.read()
+        async with asyncio.timeout(self._deadline_s):
+            raw = await request.read()
         begun = time.perf_counter()
         try:
             review = parse_review(raw)

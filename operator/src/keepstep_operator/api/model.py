@@ -72,11 +72,17 @@ class PodRecord:
     sidecar_version: str = ""
     labelled: bool = False
     job: Job | None = None
+    deleting: bool = False
 
     @property
     def over(self) -> bool:
         """It will never run again."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def stays(self) -> bool:
+        """It has the sidecar, and is neither over nor being deleted: its place is its own."""
+        return self.injected and not self.over and not self.deleting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +136,10 @@ class RunObject:
 
 
 class JobState(str, enum.Enum):
-    """What a look at the root job says."""
+    """What a look at the root job says. `UNKNOWN`: it is of a kind that may not be read."""
 
     ACTIVE = "active"
+    UNKNOWN = "unknown"
     FINISHED = "finished"
     FAILED = "failed"
     GONE = "gone"

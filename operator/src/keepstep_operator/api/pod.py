@@ -16,6 +16,7 @@ from typing import Any
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
+from keepstep_operator.api.job_kinds import RankSource, kind_of
 from keepstep_operator.bodies import Body
 
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -29,11 +30,14 @@ TRAINJOB_LABELS = (
     "trainer.kubeflow.org/trainjob-ancestor-step",
 )
 
+LWS_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+LWS_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+_TRAINJOB_CONTAINER = "node"
+
 PODS_OF_A_JOB = 10_000
 """Node ranks that a JobSet's job gets: its global index times this, plus the completion index. An
 identity within the run, not torch's RANK."""
 
-_TRAINING_CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
 _LONGEST_KEY = 63
 _HEX_OF_UID = 8
 _DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
@@ -113,7 +117,7 @@ class Injected:
 
     `reason` is '' when the sidecar was injected, else one word, and `message` says what to do.
     `job`: None when refused. `image` and `version`: of the sidecar. `warnings`: what was done in
-    another way than asked.
+    another way than asked. `ranked`: the node rank is the one that the pod asked for by label.
     """
 
     policy: str
@@ -125,6 +129,7 @@ class Injected:
     container: str = ""
     job: Root | None = None
     warnings: tuple[str, ...] = ()
+    ranked: bool = False
 
     def render(self) -> str:
         """As the annotation's value: JSON without what is empty, keys in a fixed order."""
@@ -167,6 +172,12 @@ def run_key(pod: Pod) -> str:
     if (label := pod.labels.get(names.RUN_LABEL)) is not None:
         return _checked(label, f"label {names.RUN_LABEL}")
     root = root_of(pod)
+    if root.kind == "StatefulSet" and LWS_NAME_LABEL in pod.labels:
+        raise PodError(
+            "NoRun",
+            "the pods of a LeaderWorkerSet belong to several StatefulSets, so nothing tells which"
+            f" run they are; give them the label {names.RUN_LABEL} in both templates",
+        )
     if root.kind != "Pod":
         return _key_of_job(root)
     if not pod.name:
@@ -179,15 +190,52 @@ def run_key(pod: Pod) -> str:
 
 
 def node_rank(pod: Pod) -> int:
-    """The pod's place in its run, constant over restarts; 0 when nothing tells one."""
-    kind = root_of(pod).kind
-    completion = _index(pod.labels.get(COMPLETION_INDEX) or pod.annotations.get(COMPLETION_INDEX))
-    if kind == "JobSet":
-        job = pod.labels.get(JOBSET_INDEX_LABEL) or pod.annotations.get(JOBSET_INDEX_LABEL)
-        return (_index(job) or 0) * PODS_OF_A_JOB + (completion or 0)
+    """The pod's place in its run, constant over restarts. Raises PodError when nothing tells it."""
+    if (text := asked_node_rank(pod)) is not None:
+        if (asked := _index(text)) is None:
+            raise PodError(
+                "BadNodeRank", f"label {names.NODE_RANK_LABEL} is {text!r}, which is no number"
+            )
+        return asked
+    root = root_of(pod)
+    kind = kind_of(root.api_version, root.kind)
+    completion = _indexed(pod, COMPLETION_INDEX)
+    if kind is not None and kind.rank is RankSource.JOBSET:
+        return (_indexed(pod, JOBSET_INDEX_LABEL) or 0) * PODS_OF_A_JOB + (completion or 0)
     if completion is not None:
         return completion
-    return _kubeflow_rank(pod) if kind == "PyTorchJob" else 0
+    if kind is not None and kind.rank is RankSource.KUBEFLOW:
+        return _kubeflow_rank(pod)
+    if kind is not None and kind.rank is not RankSource.LABEL:
+        return 0
+    index = _indexed(pod, kind.label) if kind is not None else None
+    if root.kind == "StatefulSet" and LWS_NAME_LABEL in pod.labels:
+        index = _indexed(pod, LWS_INDEX_LABEL)
+    elif index is None and root.kind == "StatefulSet":
+        index = _index(pod.name.rpartition("-")[2])  # before Kubernetes 1.28
+    if index is None:
+        raise PodError("UnknownJobKind", _nothing_tells(root))
+    return index
+
+
+def asked_node_rank(pod: Pod) -> str | None:
+    """The node rank that its owner gave the pod; None: the label is not there, or ours."""
+    said = injected_of(pod)
+    ours = names.INJECTED_LABEL in pod.labels and not (said is not None and said.ranked)
+    return None if ours else pod.labels.get(names.NODE_RANK_LABEL)
+
+
+def _nothing_tells(root: Root) -> str:
+    return (
+        f"the pod belongs to a {root.kind} ({root.api_version}), and nothing on it tells which of"
+        f" its pods it is: set the label {names.NODE_RANK_LABEL} on each pod, a number of its own"
+        f" from 0 on that it keeps when it is made again (for a single pod {names.NODE_RANK_LABEL}:"
+        ' "0"), or train with a kind of job that keepstep knows'
+    )
+
+
+def _indexed(pod: Pod, name: str) -> int | None:
+    return _index(pod.labels.get(name) or pod.annotations.get(name))
 
 
 def training_container(pod: Pod) -> Container:
@@ -213,10 +261,13 @@ def placement(pod: Pod) -> Placement:
 
 
 def placement_of(pod: Pod) -> Placement | None:
-    """Run key and node rank as admission wrote them; None for a pod that was not injected."""
+    """Run key and node rank as admission wrote them; None for a pod that was not injected, and for
+    labels that admission does not write."""
     key = pod.labels.get(names.RUN_KEY_LABEL)
     rank = _index(pod.labels.get(names.NODE_RANK_LABEL))
-    if key is None or rank is None or pod.labels.get(names.INJECTED_LABEL) != "true":
+    if rank is None or pod.labels.get(names.INJECTED_LABEL) != "true":
+        return None
+    if key is None or not is_run_key(key):
         return None
     return Placement(run_key=key, node_rank=rank)
 
@@ -253,12 +304,19 @@ def _container(body: Body) -> Container:
 
 def _usual_container(pod: Pod) -> str:
     if any(label in pod.labels for label in TRAINJOB_LABELS):
-        return _TRAINING_CONTAINERS["TrainJob"]
-    return _TRAINING_CONTAINERS.get(root_of(pod).kind, "")
+        return _TRAINJOB_CONTAINER
+    root = root_of(pod)
+    kind = kind_of(root.api_version, root.kind)
+    return kind.container if kind is not None else ""
+
+
+def is_run_key(text: str) -> bool:
+    """Whether a run can have this name: it is a directory's, and a label's value."""
+    return len(text) <= _LONGEST_KEY and _DNS_LABEL.fullmatch(text) is not None
 
 
 def _checked(name: str, what: str) -> str:
-    if len(name) > _LONGEST_KEY or not _DNS_LABEL.match(name):
+    if not is_run_key(name):
         raise PodError(
             "NoRun",
             f"{what} is {name!r}, but a run's name has at most {_LONGEST_KEY} characters out of"

@@ -12,6 +12,7 @@ from keepstep_operator.api.pod import (
     Placement,
     Pod,
     PodError,
+    asked_node_rank,
     injected_of,
     parse_pod,
     placement,
@@ -104,6 +105,13 @@ class _Injection:
     def apply(self, body: Body) -> Body:
         result = deepcopy(body)
         spec = result.setdefault("spec", {})
+        for name in ("shareProcessNamespace", "hostPID"):
+            if spec.get(name):
+                self._warn(
+                    f"the pod sets {name}, so its containers see the sidecar's processes: what the"
+                    " sidecar may read (its token, its volumes, the archive's credentials) a"
+                    " privileged trainer may, too"
+                )
         training = _named(spec["containers"], self.container)
         spec["initContainers"] = [*self._first(spec, training), *(spec.get("initContainers") or [])]
         spec["containers"] = [
@@ -184,6 +192,7 @@ class _Injection:
             container=self.container,
             job=root_of(self.pod),
             warnings=tuple(self.warnings),
+            ranked=asked_node_rank(self.pod) is not None,
         )
 
     def _warn(self, warning: str) -> None:
@@ -213,6 +222,14 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
             f"the pod template has a container or volume named {taken[0]}, which keepstep adds;"
             " remove it (was it copied from an injected pod?)",
         )
+    for container in (*(spec.get("containers") or []), *(spec.get("initContainers") or [])):
+        for mount in container.get("volumeMounts") or []:
+            if mount.get("name") in wanted:
+                raise PodError(
+                    "Conflict",
+                    f"container {container.get('name')} mounts volume {mount['name']}, which is the"
+                    " sidecar's own; remove that mount",
+                )
     training = _named(spec.get("containers") or [], training_container(pod).name)
     for mount in training.get("volumeMounts") or []:
         if PurePosixPath(mount.get("mountPath", "/")).is_relative_to(MEMORY_PATH):

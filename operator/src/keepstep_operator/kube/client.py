@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
+from yarl import URL
 
+from keepstep_operator import __version__
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube.access import Access
 from keepstep_operator.kube.errors import (
@@ -24,9 +26,13 @@ _REQUEST_S: Final = 10.0
 _WATCH_S: Final = 240
 """The server ends a watch after so long, and we ask for the next one: a connection that died
 without a word is noticed."""
+SILENT_S: Final = 80.0
+"""A watch that says nothing for so long is dead: bookmarks come every minute."""
 _LEAST_WATCH_S: Final = 1.0
-_PAGE: Final = 500
+_LONGEST_RETRY_AFTER_S: Final = 60.0
 _BACKOFF_S: Final = (0.5, 15.0)
+_MANAGED: Final = {"fieldManager": "keepstep-operator"}
+"""Who wrote which field, for `kubectl get --show-managed-fields`."""
 
 
 class Client:
@@ -34,6 +40,8 @@ class Client:
 
     `namespace=None` means a cluster-scoped object, or a collection over all namespaces.
     """
+
+    _page = 500
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -75,7 +83,7 @@ class Client:
         """The whole collection, asked for in pages. `labels`, `fields`: selectors."""
         path = resource.path(namespace=namespace)
         items: list[Body] = []
-        query = {"limit": str(_PAGE), **_selectors(labels, fields)}
+        query = {"limit": str(self._page), **_selectors(labels, fields)}
         while True:
             page = await self._call("GET", path, query=query)
             with mapped_errors():
@@ -108,15 +116,16 @@ class Client:
             "timeoutSeconds": str(_WATCH_S),
             **_selectors(labels, fields),
         }
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_REQUEST_S, sock_read=_WATCH_S + 30
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_S, sock_read=SILENT_S)
         with mapped_errors():
             path = resource.path(namespace=namespace)
             async with self._request("GET", path, query, timeout=timeout) as response:
                 await _require_success(response)
-                async for line in _lines(response.content):
-                    yield _change(msgspec.json.decode(line))
+                try:
+                    async for line in _lines(response.content):
+                        yield _change(msgspec.json.decode(line))
+                except TimeoutError:
+                    return  # a dead connection: the next watch goes on from the last version
 
     async def follow(
         self,
@@ -133,13 +142,14 @@ class Client:
         that grows to 15 s.
         """
         where: dict[str, Any] = {"namespace": namespace, "labels": labels, "fields": fields}
-        failures = 0
+        failures, wanted_s = 0, 0.0
         while True:
             async for event in self._followed(resource, where):
                 yield event
                 failures = failures + 1 if isinstance(event, KubeError) else 0
+                wanted_s = event.retry_after_s if isinstance(event, KubeError) else 0.0
             if failures:
-                await asyncio.sleep(_pause_s(failures))
+                await asyncio.sleep(max(_pause_s(failures), wanted_s))
 
     async def _followed(
         self, resource: Resource, where: dict[str, Any]
@@ -165,7 +175,8 @@ class Client:
 
     async def create(self, resource: Resource, body: Body, *, namespace: str | None = None) -> Body:
         """Raises Conflict when it exists."""
-        return await self._call("POST", resource.path(namespace=namespace), body=body)
+        path = resource.path(namespace=namespace)
+        return await self._call("POST", path, query=_MANAGED, body=body)
 
     async def replace(
         self,
@@ -178,7 +189,8 @@ class Client:
         """PUT under the body's name. With metadata.resourceVersion in it, raises Conflict when
         somebody wrote meanwhile."""
         parts = (body["metadata"]["name"], *filter(None, [subresource]))
-        return await self._call("PUT", resource.path(*parts, namespace=namespace), body=body)
+        path = resource.path(*parts, namespace=namespace)
+        return await self._call("PUT", path, query=_MANAGED, body=body)
 
     async def patch(
         self,
@@ -192,10 +204,15 @@ class Client:
     ) -> Body:
         parts = (name, *filter(None, [subresource]))
         path = resource.path(*parts, namespace=namespace)
-        return await self._call("PATCH", path, body=patch, content_type=kind.value)
+        return await self._call("PATCH", path, query=_MANAGED, body=patch, content_type=kind.value)
 
-    async def delete(self, resource: Resource, name: str, *, namespace: str | None = None) -> Body:
-        return await self._call("DELETE", resource.path(name, namespace=namespace))
+    async def delete(
+        self, resource: Resource, name: str, *, namespace: str | None = None, uid: str = ""
+    ) -> Body:
+        """`uid`: of the object that was looked at; raises Conflict when another has its name."""
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        path = resource.path(name, namespace=namespace)
+        return await self._call("DELETE", path, body=options if uid else None)
 
     async def _call(
         self,
@@ -230,10 +247,14 @@ class Client:
     ) -> Any:
         if self._session is None:
             raise RuntimeError("a Client is an asynchronous context: use `async with`")
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {
+            "Accept": "application/json",
+            "Content-Type": content_type,
+            "User-Agent": f"keepstep-operator/{__version__}",
+        }
         if token := self._access.token():
             headers["Authorization"] = f"Bearer {token}"
-        url = self._access.server + path
+        url = URL(self._access.server + path, encoded=True)  # its parts are quoted already
         return self._session.request(method, url, params=query, headers=headers, **options)
 
 
@@ -246,7 +267,13 @@ async def _require_success(response: aiohttp.ClientResponse) -> None:
         message, reason = str(status["message"]), str(status.get("reason", ""))
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         message, reason = text[:200].decode(errors="replace"), ""
-    raise error_of(response.status, message, reason)
+    after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+    raise error_of(response.status, message, reason, retry_after_s=after_s)
+
+
+def _retry_after_s(text: str) -> float:
+    """The API server writes seconds."""
+    return min(float(text), _LONGEST_RETRY_AFTER_S) if text.isascii() and text.isdigit() else 0.0
 
 
 def _change(event: Body) -> Change:

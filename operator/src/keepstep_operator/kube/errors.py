@@ -12,12 +12,16 @@ from keepstep.errors import KeepstepError
 
 
 class KubeError(KeepstepError):
-    """The API server said no, or nothing. `status`: HTTP's, 0 when there was no answer."""
+    """The API server said no, or nothing. `status`: HTTP's, 0 when there was no answer.
+    `retry_after_s`: how long it wants to be left alone."""
 
-    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
+    def __init__(
+        self, message: str, *, status: int = 0, reason: str = "", retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class NotFound(KubeError):
@@ -44,11 +48,13 @@ class Unavailable(KubeError):
     """No answer, or one that says try again later."""
 
 
-def error_of(status: int, message: str, reason: str = "") -> KubeError:
+def error_of(
+    status: int, message: str, reason: str = "", *, retry_after_s: float = 0.0
+) -> KubeError:
     """The exception for an HTTP status."""
     kinds = {401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 410: Expired, 429: Unavailable}
     kind = kinds.get(status, Unavailable if status >= 500 else Rejected)
-    return kind(message, status=status, reason=reason)
+    return kind(message, status=status, reason=reason, retry_after_s=retry_after_s)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import quote
 
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
@@ -22,10 +23,11 @@ class Resource:
     plural: str
 
     def path(self, *parts: str, namespace: str | None = None) -> str:
-        """Of the collection, or of the object and subresource that `parts` name."""
-        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        return "/".join((f"{root}{scope}/{self.plural}", *parts))
+        """Of the collection, or of the object and subresource that `parts` name. Names that come
+        from users are quoted, so that none leads anywhere else."""
+        root = ("apis", self.group, self.version) if self.group else ("api", self.version)
+        scope = ("namespaces", namespace) if namespace else ()
+        return "".join(f"/{quote(part, safe='')}" for part in (*root, *scope, self.plural, *parts))
 
 
 POLICIES: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpointpolicies")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final
 
 from keepstep_operator import names
+from keepstep_operator.api.job_kinds import is_name, kind_of
 from keepstep_operator.api.model import JobState, PolicyRecord, RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
@@ -14,6 +15,7 @@ from keepstep_operator.kube import (
     POLICIES,
     RUNS,
     Client,
+    Conflict,
     Denied,
     KubeError,
     NotFound,
@@ -39,13 +41,6 @@ from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 _TRIES: Final = 5
 _PAUSE_S: Final = 2.0
 _JOBS_AT_ONCE: Final = 4
-_PLURALS: Final = {
-    "Job": "jobs",
-    "JobSet": "jobsets",
-    "PyTorchJob": "pytorchjobs",
-    "TrainJob": "trainjobs",
-    "Pod": "pods",
-}
 
 
 class Errands:
@@ -110,11 +105,15 @@ class Errands:
         self.carry_out(self._registry.job_answered(action.run, state, at=self._clock()))
 
     async def _delete_run(self, run: RunKey) -> None:
+        known = self._registry.runs.get(run)
+        if known is None or known.object is None:
+            return
         try:
-            await self._client.delete(RUNS, run.name, namespace=run.namespace)
+            uid = known.object.uid
+            await self._client.delete(RUNS, run.name, namespace=run.namespace, uid=uid)
             self._metrics.wrote("run")
             say("run deleted", run=str(run), reason="finished for its policy's runTTL")
-        except NotFound:
+        except (NotFound, Conflict):  # or somebody made another one of that name
             return
 
     async def _name_fresh_start(self, action: NameFreshStart) -> None:
@@ -174,9 +173,11 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 async def asked(client: Client, action: AskJob) -> JobState:
     """What has become of the job. Raises KubeError."""
     job = action.job
-    group, _, version = job.api_version.rpartition("/")
-    plural = _PLURALS.get(job.kind, f"{job.kind.lower()}s")
-    resource = Resource(group=group, version=version, plural=plural)
+    kind = kind_of(job.api_version, job.kind)
+    if kind is None or not is_name(job.name):
+        return JobState.UNKNOWN
+    version = job.api_version.rpartition("/")[2]
+    resource = Resource(group=kind.group, version=version, plural=kind.plural)
     try:
         body = await client.get(resource, job.name, namespace=action.run.namespace)
     except NotFound:
@@ -184,7 +185,7 @@ async def asked(client: Client, action: AskJob) -> JobState:
     except Denied:
         # of a kind that we may not read. It may be suspended or scaled to nothing: what it left
         # must outlast that. A run whose pods all succeeded is finished without asking
-        return JobState.ACTIVE
+        return JobState.UNKNOWN
     if job.uid and (body.get("metadata") or {}).get("uid") != job.uid:
         return JobState.GONE
     return job_state(body)

@@ -21,14 +21,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 class PodClient(Client):
     """A client for lists of pods: each page is made lean as it comes, since thousands of whole
-    pods at once are more memory than everything else here together."""
+    pods at once are more memory than everything else here together. Pages are small, as those of
+    others' jobs are whole until they are looked at."""
 
+    _page = 50
     _lean = staticmethod(lean_pod)
 
     async def _call(self, *args: Any, **options: Any) -> Body:
         answer = await super()._call(*args, **options)
         if isinstance(items := answer.get("items"), list):
-            answer["items"] = [self._lean(one) for one in items]
+            answer["items"] = [lean for one in items if (lean := self._lean(one)) is not None]
         return answer
 
 
@@ -99,6 +101,10 @@ class Feed(Generic[Key]):
         except Exception:
             crash("object not understood", collection=self.name)
         return key
+
+    def shown(self, key: Key) -> None:
+        """It is there, as somebody else saw; when the next listing has it no more it is gone."""
+        self.known.add(key)
 
     def _forget(self, key: Key | None) -> None:
         if key is not None and key in self.known:

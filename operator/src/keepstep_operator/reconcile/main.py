@@ -12,7 +12,8 @@ from typing import Any, Final
 import click
 
 from keepstep_operator import journal
-from keepstep_operator.journal import say
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Client, find_access
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
@@ -21,6 +22,7 @@ from keepstep_operator.reconcile.helpers.controller import HelperController
 from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.token_auth import TokenAuth
@@ -39,6 +41,7 @@ from keepstep_operator.settings import (
 from keepstep_operator.tls import ServerTls
 
 _TICK_S: Final = 1.0
+_CRASH_LOGGED_S: Final = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,7 @@ class Reconciler:
         self._group = group
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
+        self._crashes = Throttle(burst=5, refill_s=_CRASH_LOGGED_S)
         self.writer = StatusWriter(self.registry, client, metrics=self.metrics, clock=clock)
         self.checkpoint_writer = CheckpointWriter(
             self.registry, client, metrics=self.metrics, clock=clock
@@ -214,6 +218,7 @@ class Reconciler:
             ready=self.ready,
             clock=clock,
             signing=PeerCertificates(peer_ca_dir),
+            shown=self.pods[0].shown,
         )
         self.helper_controller: HelperController | None = None
         if helpers is not None:
@@ -276,7 +281,18 @@ class Reconciler:
             await feed.loaded.wait()
         while True:
             await asyncio.sleep(_TICK_S)
-            self.errands.carry_out(self.registry.tick(at=self._clock()))
+            for key in list(self.registry.runs):
+                self._tick_run(key)
+                await asyncio.sleep(0)  # others have their turn between two runs
+
+    def _tick_run(self, key: RunKey) -> None:
+        """One run that is not as expected is left out, and does not end the process."""
+        try:
+            self.errands.carry_out(self.registry.tick_run(key, at=self._clock()))
+        except Exception:
+            self.metrics.left_out("tick")
+            if self._crashes.allows(key, "tick", period_s=_CRASH_LOGGED_S, at=self._clock()):
+                crash("run not looked after", run=str(key))
 
 
 async def serve(settings: Settings) -> None:

@@ -120,12 +120,22 @@ class Metrics:
             ("what", "outcome"),
             registry=self.registry,
         )
+        self._left_out = Counter(
+            "keepstep_run_failures",
+            "Runs that a part of the reconciler failed at, and left out: tick, status, checkpoints",
+            ("part",),
+            registry=self.registry,
+        )
         self._following = Gauge(
             "keepstep_following",
             "1 while a collection is followed, 0 while the API server does not answer",
             ("collection",),
             registry=self.registry,
         )
+
+    def left_out(self, part: str) -> None:
+        """A run raised while this part looked at it."""
+        self._left_out.labels(part).inc()
 
     def wrote(self, what: str, *, failed: bool = False) -> None:
         """One write."""

@@ -7,7 +7,11 @@ source and reason.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -15,28 +19,34 @@ from aiohttp import web
 
 from keepstep.steps import EpochId, StepId
 from keepstep.wire import certificates
-from keepstep.wire.reports import PATH, Report, ReportedRank, ReportReply
+from keepstep.wire.reports import PATH, Report, ReportedRank, ReportedShard
 from keepstep.wire.trainer import Problem
 from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.run import cut
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import PODS, Client, KubeError, NotFound
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import parse_pod_record
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.ratelimit import Buckets, Throttle
 from keepstep_operator.reconcile.state.actions import Action
-from keepstep_operator.reconcile.state.node_rank import kept
-from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.node_rank import epochs_needed, kept
+from keepstep_operator.reconcile.state.registry import BUDGET, Registry
+from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS
 from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
-from keepstep_operator.reconcile.writers.ratelimit import Throttle
 from keepstep_operator.serving import Ready, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
-LARGEST_WORLD: Final = 65_536
-MOST_RANKS: Final = 1024
-"""That train on one pod, or of which it keeps copies. Of the archive a pod may tell for all."""
 MOST_IMAGES: Final = 4096
 """Of one rank."""
-MOST_EPOCHS: Final = 4096
+MOST_STEPS: Final = 1024
+"""Of one rank on one tier: of more the newest count, and the older ones are left alone."""
+MOST_EPOCHS: Final = 1024
+"""Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
+a run may have begun any number of times."""
+MOST_TWINS: Final = 1 << 18
+"""Named in one report."""
+MOST_WARNINGS: Final = 32
 MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_VOLUMES: Final = 64
 MOST_DEPOTS: Final = 64
@@ -45,6 +55,13 @@ LARGEST_STEP: Final = 10**15
 LARGEST_EPOCH: Final = 10**9
 _HEX: Final = frozenset("0123456789abcdef")
 _LOGGED_EVERY_S: Final = 600.0
+_READ_S: Final = 20.0
+_EARLY: Final = 0.8
+"""Of the gap that a reply asked for: clocks and networks are not exact."""
+_REPORTS_AT_ONCE: Final = 5.0
+"""Of one pod: a sidecar that begins, or ends, has some to say at once."""
+_CPU_AT_ONCE_S: Final = 3.0
+"""Of one namespace; after that it has as much of a core as all namespaces together are to need."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CarryOut = Callable[[Iterable[Action]], None]
@@ -68,9 +85,11 @@ class ReportsApi:
         ready: Ready,
         clock: Callable[[], float],
         signing: PeerCertificates,
+        shown: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._signing = signing
+        self._shown = shown
         self._client = client
         self._tokens = tokens
         self._carry_out = carry_out
@@ -78,6 +97,8 @@ class ReportsApi:
         self._ready = ready
         self._clock = clock
         self._logged = Throttle(burst=5, refill_s=_LOGGED_EVERY_S)
+        self._pace = Buckets[str](burst=_REPORTS_AT_ONCE, refill_s=1.0)
+        self._cpu = Buckets[str](burst=_CPU_AT_ONCE_S, refill_s=1.0 / BUDGET)
 
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
@@ -90,7 +111,8 @@ class ReportsApi:
         """The pod that asks, by its token and our own record. Raises Refused."""
         if reason := self._ready():
             raise Refused(503, "starting", reason)
-        identity = await self._tokens.identify(_bearer(request))
+        source = request.remote or "?"
+        identity = await self._tokens.identify(_bearer(request), source=source)
         if (helper := self._registry.helpers.get(identity.pod_uid)) is not None:
             return helper
         pod = self._registry.pod(identity.pod_uid) or await self._look_up(identity)
@@ -100,21 +122,42 @@ class ReportsApi:
 
     async def _sign(self, request: web.Request) -> web.Response:
         pod = await self._sender(request)
-        return _json(self._signing.issue(pod, _decode_request(await request.read())))
+        return _json(self._signing.issue(pod, _decode_request(await _body(request))))
 
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._sender(request)
-        report = _checked(_decode(await request.read()))
-        reply = self._answer(pod, report)
-        self._metrics.reports.inc()
-        return _json(reply)
-
-    def _answer(self, pod: PodRecord, report: Report) -> ReportReply:
-        try:
+        self._require_pace(pod)
+        body = await _body(request)
+        with self._spending(pod.namespace):
+            report = _checked(_decode(body))
+        await asyncio.sleep(0)  # between its parts others have their turn
+        with self._spending(pod.namespace), _known(pod):
             self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
-            return self._registry.reply(pod.uid, at=self._clock())
-        except KeyError:  # deleted while its report was read
-            raise Refused(404, "unknown-pod", f"pod {pod.name} is gone") from None
+        await asyncio.sleep(0)
+        with self._spending(pod.namespace), _known(pod):
+            reply = _json(self._registry.reply(pod.uid, at=self._clock()))
+        self._metrics.reports.inc()
+        return reply
+
+    @contextmanager
+    def _spending(self, namespace: str) -> Iterator[None]:
+        begun_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self._cpu.spend(namespace, time.thread_time() - begun_s)
+
+    def _require_pace(self, pod: PodRecord) -> None:
+        """What replies ask for is no advice: whoever comes sooner, or belongs to a namespace whose
+        reports cost more than all of them may, comes again later. Raises Refused."""
+        now = self._clock()
+        if self._cpu.left(pod.namespace, at=now) <= 0.0:
+            message = f"the reports of namespace {pod.namespace} cost too much; come again later"
+            raise Refused(429, "budget", message)
+        gap_s = self._registry.least_gap_of(pod.uid)
+        if not self._pace.take(pod.uid, at=now, each_s=gap_s * _EARLY):
+            message = f"pod {pod.name} reports more often than each {gap_s:.0f} s"
+            raise Refused(429, "too-often", message)
 
     async def _look_up(self, identity: Identity) -> PodRecord:
         """A pod that the watch has not shown yet: the sidecar may be faster."""
@@ -131,6 +174,7 @@ class ReportsApi:
             message = f"the token is of an earlier pod {identity.pod_name}"
             raise Refused(403, "other-pod", message)
         self._carry_out(self._registry.pod_seen(pod, at=self._clock()))
+        self._shown(pod.uid)
         return pod
 
     @web.middleware
@@ -154,8 +198,18 @@ class ReportsApi:
         self._metrics.refused.labels(refused.code).inc()
         source = request.remote or "?"
         if self._logged.allows(source, refused.code, period_s=_LOGGED_EVERY_S, at=self._clock()):
-            warn("report refused", source=source, code=refused.code, reason=str(refused))
+            event = "report put off" if refused.status == 429 else "report refused"
+            warn(event, source=source, code=refused.code, reason=str(refused))
         return _json(Problem(code=refused.code, message=str(refused)), status=refused.status)
+
+
+@contextmanager
+def _known(pod: PodRecord) -> Iterator[None]:
+    """Raises Refused for one that was deleted while its report was worked on."""
+    try:
+        yield
+    except KeyError:
+        raise Refused(404, "unknown-pod", f"pod {pod.name} is gone") from None
 
 
 def _bearer(request: web.Request) -> str:
@@ -163,11 +217,20 @@ def _bearer(request: web.Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
+async def _body(request: web.Request) -> bytes:
+    """Raises Refused for one that does not come."""
+    try:
+        async with asyncio.timeout(_READ_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
+
+
 def _checked(report: Report) -> Report:
     """Bounds on what a pod may make us remember, compute and write. Raises Refused."""
     held = sum(bool(one.peer) or not kept(one) for one in report.ranks)
-    if held > MOST_RANKS or len(report.ranks) > LARGEST_WORLD or len(report.epochs) > MOST_EPOCHS:
-        raise Refused(400, "bad-report", "more ranks or epochs than one pod can have")
+    if held > MOST_RANKS or len(report.ranks) > LARGEST_WORLD:
+        raise Refused(400, "bad-report", "more ranks than one pod can have")
     if len(report.restores) > MOST_RESTORES or len(report.volumes) > MOST_VOLUMES:
         raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
     if len(report.depots) > MOST_DEPOTS or len(report.peer_address) > LONGEST_ADDRESS:
@@ -176,15 +239,41 @@ def _checked(report: Report) -> Report:
     parents = [one.parent for one in epochs if one.parent is not None]
     if not all(map(_is_epoch, (one.id for one in epochs))) or not all(map(_is_step, parents)):
         raise Refused(400, "bad-report", "an epoch that cannot be")
+    twins = 0
     for one in report.ranks:
-        _check_rank(one)
-    return report
+        twins += _check_rank(one)
+        if twins > MOST_TWINS:
+            raise Refused(400, "bad-report", "more twins than one pod can tell of")
+    report = replace(report, ranks=tuple(map(_newest, report.ranks)))
+    return replace(
+        report,
+        epochs=epochs_needed(report, most=MOST_EPOCHS),
+        warnings=tuple(cut(text) for text in report.warnings[:MOST_WARNINGS]),
+    )
 
 
-def _check_rank(one: ReportedRank) -> None:
+def _newest(one: ReportedRank) -> ReportedRank:
+    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= MOST_STEPS:
+        return one
+    return replace(
+        one,
+        memory=_last(one.memory),
+        local=_last(one.local),
+        peer=_last(one.peer),
+        archive=_last(one.archive),
+    )
+
+
+def _last(held: tuple[ReportedShard, ...]) -> tuple[ReportedShard, ...]:
+    return tuple(sorted(held, key=lambda shard: shard.id)[-MOST_STEPS:])
+
+
+def _check_rank(one: ReportedRank) -> int:
+    """How many twins it names."""
     held = (*one.memory, *one.local, *one.peer, *one.archive)
     worlds = {one.world, *(image.world for image in held)}
-    if any(not all(0 <= twin < image.world for twin in image.twins) for image in held):
+    with_twins = [image for image in held if image.twins]
+    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
@@ -193,6 +282,7 @@ def _check_rank(one: ReportedRank) -> None:
     staged = (one.staged,) if one.staged is not None else ()
     if not all(map(_is_step, (*staged, *(image.id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
+    return sum(len(image.twins) for image in with_twins)
 
 
 def _is_step(id: StepId) -> bool:

@@ -12,7 +12,7 @@ import binascii
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -20,17 +20,26 @@ from keepstep.errors import KeepstepError
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube import TOKEN_REVIEWS, Client, KubeError
+from keepstep_operator.reconcile.ratelimit import Buckets
 
 KNOWN_S: Final = 300.0
 """A pod that is deleted loses its token; we notice after so long at the latest."""
+AGAIN_S: Final = 30.0
+"""While the API server does not answer it is asked again so often, about each token."""
 REFUSED_S: Final = 10.0
 """The same wrong token is not asked about again before that."""
 _REMEMBERED: Final = 20_000
 _LONGEST_TOKEN: Final = 16_384
 _AT_ONCE: Final = 16
+_WRONG_AT_ONCE: Final = 30
+_WRONG_REFILL_S: Final = 2.0
+"""Of one source: so many wrong tokens become TokenReviews at once, then one each so often."""
 _USER: Final = "system:serviceaccount:"
 _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
 _POD_UID: Final = "authentication.kubernetes.io/pod-uid"
+
+
+Cached = TypeVar("Cached")
 
 
 class Refused(KeepstepError):
@@ -53,38 +62,63 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    answer: Identity | Refused
+    """`until`: when it is asked about again; `ends`: when the token itself does."""
+
+    identity: Identity
     until: float
+    ends: float
 
 
 class TokenAuth:
-    """Tokens that the API server was asked about. `clock`: unix seconds."""
+    """Tokens that the API server was asked about. `clock`: unix seconds.
+
+    What it refused is remembered apart from what it accepted, so that no flood of wrong tokens
+    pushes out the good ones; and each source is asked about a bounded number of wrong ones.
+    """
 
     def __init__(self, client: Client, *, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
         self._known: dict[bytes, _Known] = {}
+        self._refused: dict[bytes, tuple[Refused, float]] = {}
+        self._wrong = Buckets[str](burst=_WRONG_AT_ONCE, refill_s=_WRONG_REFILL_S)
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def identify(self, token: str) -> Identity:
+    async def identify(self, token: str, *, source: str = "") -> Identity:
         """The pod behind the token. Raises Refused."""
         if not token or len(token) > _LONGEST_TOKEN:
             raise Refused(401, "no-token", "a service account token is needed as bearer")
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
-        known = self._remembered(digest)
-        if known is None:
-            async with self._turns:
-                # somebody with the same token may have asked while this one waited
-                known = self._remembered(digest) or await self._ask(digest, token)
-        if isinstance(known.answer, Refused):
-            raise Refused(known.answer.status, known.answer.code, str(known.answer))
-        return known.answer
+        if (identity := self._remembered(digest)) is not None:
+            return identity
+        self._require_plausible(token)
+        async with self._turns:
+            # somebody with the same token may have asked while this one waited
+            return self._remembered(digest) or await self._ask(digest, token, source)
 
-    def _remembered(self, digest: bytes) -> _Known | None:
+    def _remembered(self, digest: bytes) -> Identity | None:
+        """Raises Refused for one that was refused a moment ago."""
+        now = self._clock()
+        if (wrong := self._refused.get(digest)) is not None and wrong[1] > now:
+            raise Refused(wrong[0].status, wrong[0].code, str(wrong[0]))
         known = self._known.get(digest)
-        return known if known is not None and known.until > self._clock() else None
+        if known is None or known.until <= now:
+            return None
+        self._known[digest] = self._known.pop(digest)  # the one that was used last goes last
+        return known.identity
 
-    async def _ask(self, digest: bytes, token: str) -> _Known:
+    def _require_plausible(self, token: str) -> None:
+        """What the token says of itself is no proof, but one that says it is not for us needs no
+        question. Whether it is over the API server knows by its own clock. Raises Refused."""
+        audience = _claims(token).get("aud", AUDIENCE)
+        if AUDIENCE not in (audience if isinstance(audience, list) else [audience]):
+            raise Refused(401, "bad-audience", f"the token was not made for {AUDIENCE}")
+
+    async def _ask(self, digest: bytes, token: str, source: str) -> Identity:
+        now = self._clock()
+        if not self._wrong.take(source, at=now):
+            message = "too many wrong tokens came from here; try again in a minute"
+            raise Refused(429, "too-many-tokens", message)
         review = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -93,22 +127,36 @@ class TokenAuth:
         try:
             answer = await self._client.create(TOKEN_REVIEWS, review)
         except KubeError as error:
+            self._wrong.give_back(source)
+            return self._as_before(digest, error)
+        try:
+            identity = _identity(answer.get("status") or {})
+        except Refused as refused:
+            self._known.pop(digest, None)
+            _remember(self._refused, digest, (refused, now + REFUSED_S))
+            raise
+        self._wrong.give_back(source)
+        ends = _expiry(_claims(token)) or now + KNOWN_S
+        known = _Known(identity, min(now + KNOWN_S, ends), ends)
+        _remember(self._known, digest, known)
+        return identity
+
+    def _as_before(self, digest: bytes, error: KubeError) -> Identity:
+        """The API server does not answer: whoever was known stays so until the token itself ends.
+        Raises Refused."""
+        known, now = self._known.get(digest), self._clock()
+        if known is None or known.ends <= now:
             message = f"the API server could not be asked about the token: {error}"
             raise Refused(503, "unavailable", message) from error
-        known = self._judge(answer.get("status") or {}, token)
-        self._known.pop(digest, None)
-        self._known[digest] = known
-        while len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
-        return known
+        self._known[digest] = _Known(known.identity, min(now + AGAIN_S, known.ends), known.ends)
+        return known.identity
 
-    def _judge(self, status: Body, token: str) -> _Known:
-        now = self._clock()
-        try:
-            identity = _identity(status)
-        except Refused as refused:
-            return _Known(refused, now + REFUSED_S)
-        return _Known(identity, min(now + KNOWN_S, _expiry(token) or now + KNOWN_S))
+
+def _remember(cache: dict[bytes, Cached], digest: bytes, value: Cached) -> None:
+    cache.pop(digest, None)
+    cache[digest] = value
+    while len(cache) > _REMEMBERED:
+        del cache[next(iter(cache))]
 
 
 def _identity(status: Body) -> Identity:
@@ -130,11 +178,17 @@ def _only(values: Any) -> str:
     return str(values[0]) if isinstance(values, list) and len(values) == 1 else ""
 
 
-def _expiry(token: str) -> float | None:
-    """`exp` of a JWT whose signature the API server has checked."""
+def _claims(token: str) -> Body:
+    """What a JWT says of itself; empty for what is none."""
     try:
         part = token.split(".")[1]
-        claims = msgspec.json.decode(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
-        return float(claims["exp"])
-    except (IndexError, KeyError, TypeError, ValueError, binascii.Error, msgspec.DecodeError):
-        return None
+        found = msgspec.json.decode(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+        return found if isinstance(found, dict) else {}
+    except (IndexError, ValueError, binascii.Error, msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _expiry(claims: Body) -> float | None:
+    """`exp` of a JWT: unix seconds."""
+    expiry = claims.get("exp")
+    return float(expiry) if isinstance(expiry, int | float) else None

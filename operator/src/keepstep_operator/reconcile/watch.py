@@ -19,6 +19,7 @@ from keepstep_operator.reconcile.errands import Errands
 from keepstep_operator.reconcile.feed import Feed
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import (
+    asks,
     parse_node,
     parse_pod_record,
     parse_policy_record,
@@ -147,7 +148,4 @@ def _named(body: Body) -> RunKey:
 
 def _uid_if_ours(body: Body) -> str | None:
     """Only pods that ask for keepstep; the others are not even remembered."""
-    metadata = body.get("metadata") or {}
-    asks = names.POLICY_ANNOTATION in (metadata.get("annotations") or {})
-    injected = names.INJECTED_LABEL in (metadata.get("labels") or {})
-    return str(metadata["uid"]) if asks or injected else None
+    return str(body["metadata"]["uid"]) if asks(body) else None

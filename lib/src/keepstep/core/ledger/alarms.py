@@ -26,12 +26,12 @@ def epoch_conflicts(
         if len(named) > 1:
             names = " and ".join(sorted(str(parent) for parent in named))
             yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {id} has two parents: {names}")
-    by_number: dict[int, list[str]] = {}
-    for id in sorted(epochs):
-        by_number.setdefault(id.number, []).append(str(id))
+    by_number: dict[int, list[EpochId]] = {}
+    for id in epochs:
+        by_number.setdefault(id.number, []).append(id)
     for ids in by_number.values():
         if len(ids) > 1:
-            text = f"epochs {' and '.join(ids)} began side by side"
+            text = f"epochs {' and '.join(map(str, sorted(ids)))} began side by side"
             yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
 
 

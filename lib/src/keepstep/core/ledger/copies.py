@@ -37,6 +37,8 @@ class Copies:
         self._twice_in_memory: set[int] = set()
         self._complete: dict[tuple[StepId, Tier], bool] = {}
         self._coverage: dict[StepId, Coverage | None] = {}
+        self._steps: list[StepId] | None = None
+        self._epochs: set[EpochId] | None = None
 
     # --- changing ------------------------------------------------------------------------
 
@@ -89,18 +91,23 @@ class Copies:
             self._complete.pop((id, tier), None)
         if not self._of_step[id].copies:
             del self._of_step[id]
+        self._steps = self._epochs = None
 
     # --- asking --------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepId]:
         """Every step that anybody holds anywhere, oldest first."""
-        return sorted(self._of_step)
+        if self._steps is None:
+            self._steps = sorted(self._of_step)
+        return self._steps
 
     @property
     def epochs(self) -> set[EpochId]:
         """The epochs of all these steps."""
-        return {id.epoch for id in self._of_step}
+        if self._epochs is None:
+            self._epochs = {id.epoch for id in self._of_step}
+        return self._epochs
 
     def of(self, id: StepId) -> Iterator[tuple[int, Tier, Shard]]:
         """(rank, tier, image) of every copy of this step."""
@@ -282,38 +289,40 @@ class Copy(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
     """`tiers`: per rank, the nearest one that holds its image or, of those in `by_twins`, a twin's.
-    `lost`: ranks whose boxes nobody holds."""
+    `world`: how many ranks saved the step."""
 
     tiers: Mapping[int, Tier]
     by_twins: frozenset[int]
-    lost: frozenset[int]
+    world: int
 
     @property
-    def world(self) -> int:
-        """How many ranks saved the step."""
-        return len(self.tiers) + len(self.lost)
+    def lost(self) -> frozenset[int]:
+        """Ranks whose boxes nobody holds. Worked out when asked for: a world is what somebody
+        said, and may be far larger than all that is there."""
+        return frozenset(range(self.world)) - self.tiers.keys()
 
     @property
     def whole(self) -> bool:
         """Every box is there."""
-        return not self.lost
+        return len(self.tiers) == self.world
 
 
 def spread(copies: Iterable[Copy], *, world: int) -> Coverage:
     """Where each rank of the world finds its boxes."""
     nearest_first = sorted(copies, key=lambda one: NEAREST_FIRST.index(one.tier))
-    own = {one.rank: one.tier for one in reversed(nearest_first)}
-    missing = set(range(world)) - own.keys()
+    own = {one.rank: one.tier for one in reversed(nearest_first) if one.rank < world}
     twins: dict[int, Tier] = {}
     for one in nearest_first:
-        if len(twins) == len(missing):
+        if len(own) + len(twins) == world:
             break
-        twins.update((rank, one.tier) for rank in missing.intersection(one.twins) - twins.keys())
+        for rank in one.twins:
+            if rank not in own and rank < world:
+                twins.setdefault(rank, one.tier)
     found = {**twins, **own}
     return Coverage(
-        tiers={rank: found[rank] for rank in range(world) if rank in found},
+        tiers={rank: found[rank] for rank in sorted(found)},
         by_twins=frozenset(twins),
-        lost=frozenset(missing - twins.keys()),
+        world=world,
     )
 
 

@@ -16,8 +16,10 @@ live, so it is neither planned nor retired.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -63,10 +65,14 @@ class Lineage:
             return Standing.LOST
         if self.current is None or id.epoch > self.current:
             return Standing.LIVE
-        for segment in self.segments:
-            if segment.epoch == id.epoch and (segment.last is None or id.step <= segment.last):
-                return segment.standing
+        segment = self._of_epoch.get(id.epoch)
+        if segment is not None and (segment.last is None or id.step <= segment.last):
+            return segment.standing
         return Standing.DEAD
+
+    @cached_property
+    def _of_epoch(self) -> Mapping[EpochId, Segment]:
+        return {segment.epoch: segment for segment in self.segments}
 
     def restorable(self, id: StepId) -> bool:
         return self.standing(id) in (Standing.LIVE, Standing.ASIDE)
@@ -83,6 +89,7 @@ def trace(
     known = {*recorded, *seen}
     if not known:
         return Lineage()
+    oldest_seen, ordered = min(seen, default=None), list[EpochId]()
     segments: list[Segment] = []
     at, last = max(known), None
     standing, fresh = Standing.LIVE, None
@@ -93,8 +100,9 @@ def trace(
         parent = recorded[at].parent
         if parent is not None and parent.epoch < at:
             at, last = parent.epoch, parent.step
-        elif at in acknowledged or not any(id < at for id in seen):
+        elif at in acknowledged or oldest_seen is None or oldest_seen >= at:
             return Lineage(tuple(segments), None, fresh)
         else:
             standing, fresh = Standing.ASIDE, fresh or at
-            at, last = max(id for id in known if id < at), None
+            ordered = ordered or sorted(known)
+            at, last = ordered[bisect_left(ordered, at) - 1], None

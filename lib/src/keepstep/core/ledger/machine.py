@@ -50,6 +50,7 @@ class Ledger:
         self.config = config or LedgerConfig()
         self._copies = Copies()
         self._recorded: dict[EpochId, Epoch] = {}
+        self._epochs: tuple[Epoch, ...] | None = None
         self._acknowledged: set[EpochId] = set()
         self._parents: dict[EpochId, set[StepId | None]] = {}
         self._sequences: dict[int, int] = {}
@@ -57,6 +58,7 @@ class Ledger:
         self._alarmed: set[Alarm] = set()
         self._signatures = Signatures(kept=self.config.stale_after)
         self._lineage = Lineage()
+        self._committed: dict[Tier, tuple[StepId, ...]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. The same event twice changes nothing the second time."""
@@ -72,6 +74,7 @@ class Ledger:
             self._copies.drop(node_rank=event.node_rank)
             self._sequences.pop(event.node_rank, None)
         self._lineage = self._trace()
+        self._committed.clear()
         return (*self._commits(), *self._retirements(), *self._alarms())
 
     # --- asking --------------------------------------------------------------------------
@@ -83,7 +86,9 @@ class Ledger:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch on record, oldest first."""
-        return tuple(self._recorded[id] for id in sorted(self._recorded))
+        if self._epochs is None:
+            self._epochs = tuple(self._recorded[id] for id in sorted(self._recorded))
+        return self._epochs
 
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
@@ -98,11 +103,13 @@ class Ledger:
 
         For `Tier.MEMORY`: the steps that all ranks could restore, each from whatever tier.
         """
-        return tuple(
-            id
-            for id in self._copies.steps
-            if self._copies.complete(id, tier) and self._lineage.restorable(id)
-        )
+        if tier not in self._committed:
+            self._committed[tier] = tuple(
+                id
+                for id in self._copies.steps
+                if self._copies.complete(id, tier) and self._lineage.restorable(id)
+            )
+        return self._committed[tier]
 
     def watermark(self, tier: Tier) -> StepId | None:
         """The newest committed step of this tier."""
@@ -149,12 +156,12 @@ class Ledger:
         if not alive:
             return []
         times = None if policy.every_s is None else self.written_at(alive)
-        expendable = set(retired(alive, policy, written_at=times))
+        expendable, held = set(retired(alive, policy, written_at=times)), set(alive)
         # An incomplete step may still be on its way while it is among the last few.
         settled = alive[-policy.last :][0]
         for id in self._copies.steps:
             standing = self._lineage.standing(id)
-            unfinished = standing is Standing.LIVE and id not in alive and id < settled
+            unfinished = standing is Standing.LIVE and id not in held and id < settled
             if unfinished or (standing is Standing.DEAD and id < alive[-1]):
                 expendable.add(id)
         return sorted(expendable - policy.pinned)
@@ -239,6 +246,7 @@ class Ledger:
             self._copies.replace(event.node_rank, rank, report)
 
     def _record(self, epoch: Epoch) -> None:
+        self._epochs = None
         parents = self._parents.setdefault(epoch.id, set())
         parents.add(epoch.parent)
         # Of two parents (an alarm) the later one counts: it condemns fewer steps as dead.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from keepstep_operator.api.model import NodeRecord, PodRecord, RunKey
+from keepstep_operator.api.pod import is_run_key
 from keepstep_operator.bodies import Body
 
 LABEL: Final = "keepstep.dev/run-directories"
@@ -121,6 +122,8 @@ def parse(body: Body) -> RunDirectories | None:
     """Inverse of `render`; None for what is none, which is left alone."""
     try:
         told: dict[str, Any] = json.loads((body.get("data") or {})[_KEY])
+        if not is_run_key(str(told["run"])) or not is_run_key(str(told["namespace"])):
+            return None
         since = told.get("goneSince")
         return RunDirectories(
             run=RunKey(str(told["namespace"]), str(told["run"])),

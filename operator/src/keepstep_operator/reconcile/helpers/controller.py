@@ -259,10 +259,13 @@ class HelperController:
         if (body["metadata"]).get("deletionTimestamp"):
             return
         try:
-            await self._client.delete(PODS, name, namespace=self._defaults.namespace)
+            uid = str(body["metadata"].get("uid") or "")
+            await self._client.delete(PODS, name, namespace=self._defaults.namespace, uid=uid)
             say("helper pod deleted", pod=name)
         except NotFound:
             self._pod_gone(name)
+        except Conflict:  # another one of that name: the watch shows it
+            return
         except KubeError as error:
             warn("helper pod not deleted", pod=name, reason=str(error))
 

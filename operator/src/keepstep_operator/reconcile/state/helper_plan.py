@@ -133,7 +133,7 @@ def served(run: Run) -> list[str]:
 
 
 def _all_told(run: Run) -> bool:
-    pods = [pod for pod in run.pods.values() if pod.injected and not pod.over]
+    pods = [pod for pod in run.pods.values() if pod.stays]
     places = run.ledger.places
     return bool(pods) and all(
         (place := places.get(pod.node_rank)) is not None

@@ -55,7 +55,7 @@ class PeerAssignment:
         return self._known[1]
 
     def _spots(self, peers: Peers) -> dict[int, Spot]:
-        pods = [pod for pod in self._run.pods.values() if pod.injected and not pod.over]
+        pods = [pod for pod in self._run.pods.values() if pod.stays]
         if not all(pod.node for pod in pods):
             return {}
         complete = self._run.ledger.settled

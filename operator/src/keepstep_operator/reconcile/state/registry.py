@@ -37,6 +37,8 @@ class Registry:
         """Helper pods by uid; in place of a node rank each has its number."""
         self._helper_paths = helper_paths
         self.runs: dict[RunKey, Run] = {}
+        self._living: set[RunKey] = set()
+        """Runs with a pod that is not over: they alone share the time there is."""
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
         self._nodes: dict[str, NodeRecord] = {}
@@ -56,6 +58,7 @@ class Registry:
         self._run_of_pod[pod.uid] = pod.run
         run = self._run(pod.run)
         actions += run.pod_seen(pod, at=at)
+        self._note_life(run)
         run.earlier = run.earlier or self._earlier(run)
         policy = self._policies.get((pod.namespace, pod.policy))
         if policy is not None and run.policy_now != policy:
@@ -81,7 +84,15 @@ class Registry:
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
         """The pod's object is deleted."""
         key = self._run_of_pod.pop(uid, None)
-        return self.runs[key].pod_gone(uid, at=at) if key in self.runs else []
+        if key not in self.runs:
+            return []
+        actions = self.runs[key].pod_gone(uid, at=at)
+        self._note_life(self.runs[key])
+        return actions
+
+    def _note_life(self, run: Run) -> None:
+        lives = not run.idle
+        self._living.add(run.key) if lives else self._living.discard(run.key)
 
     # --- helper pods ---------------------------------------------------------------------
 
@@ -163,10 +174,15 @@ class Registry:
         run = self.runs[self._run_of_pod[uid]]
         return run.reply(run.pods[uid], least_gap_s=self.least_gap_s(run), at=at)
 
+    def least_gap_of(self, uid: str) -> float:
+        """The same by a pod; a helper pod's run is not alive, and it has little to say."""
+        run = self.runs.get(self._run_of_pod.get(uid) or RunKey("", ""))
+        return self.least_gap_s(run) if run is not None else 1.0
+
     def least_gap_s(self, run: Run) -> float:
         """The shortest time between two reports of one pod, so that all can be taken in."""
         all_pods_s = len(run.pods) * (REPORT_S + RANK_S * (run.ledger.world or 0))
-        return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self.runs) / BUDGET))
+        return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self._living) / BUDGET))
 
     # --- time ----------------------------------------------------------------------------
 
@@ -177,8 +193,13 @@ class Registry:
     def tick(self, *, at: float) -> Iterator[Action]:
         """Once a second or so: what becomes true by waiting."""
         for key in list(self.runs):
-            yield from self.runs[key].tick(at=at)
-            self._drop_if_empty(key)
+            yield from self.tick_run(key, at=at)
+
+    def tick_run(self, key: RunKey, *, at: float) -> list[Action]:
+        """The same for one run."""
+        actions = self.runs[key].tick(at=at) if key in self.runs else []
+        self._drop_if_empty(key)
+        return actions
 
     def waits(self, key: RunKey, *, at: float) -> bool:
         """What was written before should stand for a moment longer."""
@@ -193,6 +214,7 @@ class Registry:
     def _drop_if_empty(self, key: RunKey) -> None:
         if key in self.runs and self.runs[key].is_empty:
             del self.runs[key]
+            self._living.discard(key)
 
 
 def _policies_of(run: Run) -> set[str]:

@@ -52,7 +52,7 @@ from keepstep_operator.reconcile.state.previous_status import (
 from keepstep_operator.reconcile.state.reply import AdviceCache
 from keepstep_operator.reconcile.state.restart_history import RestartHistory
 from keepstep_operator.reconcile.state.restore_request import RestoreRequest
-from keepstep_operator.reconcile.state.run_ledger import RunLedger
+from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
 
 FRESH_START_S = 120.0
 """How long an acknowledgement of "newest" waits for reports that show what it is about."""
@@ -61,6 +61,8 @@ COMMITTED_EVENT_S = 300.0
 ALARM_S = 3600.0
 NOT_INJECTED_S = 24 * 3600.0
 RESUME_S = 45.0
+UNKNOWN_JOB_S = 30 * 24 * 3600.0
+"""A run without pods is over after so long when nobody can say what became of its job."""
 
 
 class Run:
@@ -106,6 +108,7 @@ class Run:
         self.training_since: dict[str, float] = {}
         self._alarms: dict[str, float] = {}
         self._asked_at = 0.0
+        self._idle_since: float | None = None
         self._fresh_start_until: float | None = None
 
     # --- pods ----------------------------------------------------------------------------
@@ -254,7 +257,8 @@ class Run:
             created_at=pod.created_at,
             local_stays=volumes_outlive_pod(pod.volumes),
         )
-        said = self.ledger.take(sender, report, at=at)
+        most_world = min(LARGEST_WORLD, MOST_RANKS * max(1, len(self.pods)))
+        said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
         durable = self.ledger.committed(), max(self.ledger.archived(), default=None)
@@ -432,12 +436,17 @@ class Run:
 
     def job_answered(self, state: JobState, *, at: float) -> list[Action]:
         """What a look at the root job said."""
-        if state is JobState.ACTIVE or self.finished_at is not None or not self._idle:
+        if state is JobState.ACTIVE or self.finished_at is not None or not self.idle:
             return []
-        return self._finish(at, str(state))
+        if state is not JobState.UNKNOWN:
+            return self._finish(at, str(state))
+        if self._idle_since is None or at - self._idle_since < UNKNOWN_JOB_S:
+            return []
+        return self._finish(at, f"without pods for {UNKNOWN_JOB_S / 86400:.0f} days")
 
     @property
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
+        """No pod of it will go on."""
         return all(pod.over for pod in self.pods.values())
 
     def _finish(self, at: float, how: str) -> list[Action]:
@@ -450,8 +459,10 @@ class Run:
 
     def _look_after(self, at: float) -> Iterator[Action]:
         """Is the job over, and was it so for long enough?"""
-        if not self._idle:
+        if not self.idle:
+            self._idle_since = None
             return
+        self._idle_since = at if self._idle_since is None else self._idle_since
         if self.finished_at is None:
             phases = [pod.phase for pod in self.pods.values()]
             if phases and all(phase == "Succeeded" for phase in phases):

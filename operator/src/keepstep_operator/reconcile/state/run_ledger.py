@@ -31,6 +31,11 @@ from keepstep_operator.reconcile.state.node_rank import Place, Sender, kept, ove
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
 
 _TIERS = (Tier.MEMORY, Tier.LOCAL)
+LARGEST_WORLD = 65_536
+MOST_RANKS = 1024
+"""Of one pod."""
+MOST_EPOCHS = 8192
+"""On record, of one run; beyond that the ledger is made again from what is there now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,8 @@ class RunLedger:
     """The ledger of one run and the places that feed it."""
 
     def __init__(self) -> None:
-        self._config = LedgerConfig(retention={Tier.LOCAL: Retention()})
+        self._keep = Retention()
+        self._config = LedgerConfig()  # no retention: what may go is worked out when it is told
         self.core = Ledger(self._config)
         self.places: dict[int, Place] = {}
         self.helpers: dict[int, Place] = {}
@@ -61,6 +67,8 @@ class RunLedger:
         self._told: dict[int, set[int]] = {}
         self._ordered = 0
         self._changes = 0
+        self._most_epochs = MOST_EPOCHS
+        self._most_world = LARGEST_WORLD
         self._safety: tuple[int, Safety] | None = None
 
     # --- changing ------------------------------------------------------------------------
@@ -76,12 +84,15 @@ class RunLedger:
             replace(
                 self._config,
                 tiers=_TIERS + ((Tier.ARCHIVE,) if archived else ()),
-                retention={Tier.LOCAL: replace(keep, pinned=frozenset(pins))},
             )
         )
+        self._keep = replace(keep, pinned=frozenset(pins))
 
-    def take(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...] | None:
-        """One report; None when something newer was heard of this node rank already."""
+    def take(
+        self, sender: Sender, report: Report, *, at: float, most_world: int = LARGEST_WORLD
+    ) -> tuple[Action, ...] | None:
+        """One report; None when something newer was heard of this node rank already. `most_world`:
+        how many ranks the pods that there are can run."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
@@ -101,6 +112,10 @@ class RunLedger:
         self._ordered += 1
         believed = self._archived.believed(report, heard=self._heard(sender.node_rank))
         said += self.core.apply(believed.as_reported(sender.node_rank, ordered=self._ordered))
+        if len(self.core.epochs) > self._most_epochs:
+            said += self._begin_anew(self._there())
+            self._most_epochs = max(MOST_EPOCHS, 2 * len(self.core.epochs))
+        self._most_world = most_world
         self._know_world()
         self._advance()
         return tuple(said)
@@ -171,11 +186,18 @@ class RunLedger:
         """
         if self.archived():
             return ()
-        every = (*self.places.items(), *self.helpers.items())
-        there = [one for one in every if not one[1].dropped]
+        there = self._there()
         recorded = {epoch.id for _, place in there for epoch in place.report.epochs}
         if all(epoch.id in recorded for epoch in self.core.epochs):
             return ()
+        return self._begin_anew(there)
+
+    def _there(self) -> list[tuple[int, Place]]:
+        every = (*self.places.items(), *self.helpers.items())
+        return [one for one in every if not one[1].dropped]
+
+    def _begin_anew(self, there: Iterable[tuple[int, Place]]) -> tuple[Action, ...]:
+        """The ledger from the last reports alone."""
         self.core = Ledger(self._config)
         said: list[Action] = []
         for node_rank, place in there:
@@ -190,10 +212,11 @@ class RunLedger:
     def _heard(self, but: int) -> set[int]:
         """Ranks whose own pods, all `but` one, are there and have told what is archived."""
         there = (place for at, place in self.places.items() if at != but and not place.gone)
-        return {one.rank for place in there for one in place.own if one.archive_answer is not None}
+        return set().union(*(place.archive_ranks for place in there))
 
     def _know_world(self) -> None:
-        there = [(one.alive, one.world) for one in self.ranks()]
+        told = set().union(*(place.worlds for place in self.places.values() if not place.gone))
+        there = [(alive, world) for alive, world in told if world <= self._most_world]
         living = [world for alive, world in there if alive]
         world = max(living or [world for _, world in there], default=None)
         if world != self._config.world:
@@ -221,9 +244,11 @@ class RunLedger:
     def _staged(self, epoch: EpochId) -> int | None:
         """Of this epoch, by all ranks of the world; None while one has none."""
         newest: dict[int, int] = {}
-        for one in self.ranks():
-            if one.staged is not None and one.staged.epoch == epoch:
-                newest[one.rank] = max(one.staged.step, newest.get(one.rank, 0))
+        for place in self.places.values():
+            steps = {} if place.gone else place.staged.get(epoch, {})
+            twice = {rank: max(newest[rank], steps[rank]) for rank in newest.keys() & steps.keys()}
+            newest.update(steps)
+            newest.update(twice)
         world = self.world
         if not world or len(newest) < world:
             return None
@@ -246,9 +271,10 @@ class RunLedger:
     def settled(self) -> bool:
         """All ranks have told, from pods that are there and have scanned their volumes."""
         there = [place for place in self.places.values() if not place.gone]
-        told = {one.rank for place in there for one in place.own}
-        all_settled = all(place.settled for place in there)
-        return all_settled and self.world is not None and len(told) >= self.world
+        if self.world is None or not all(place.settled for place in there):
+            return False
+        told: set[int] = set().union(*(place.own_ranks for place in there))
+        return len(told) >= self.world
 
     def committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
@@ -320,8 +346,7 @@ class RunLedger:
         Not those that the loss of a node would leave: where a link is slower than the steps these
         are older than what retention keeps.
         """
-        policy = self._config.retention[Tier.LOCAL]
-        gone = self.core.expendable(Tier.LOCAL, policy)
+        gone = self.core.expendable(Tier.LOCAL, self._keep)
         kept = self.safety().refuges if gone else ()
         return tuple(id for id in gone if id not in kept)
 

@@ -32,6 +32,7 @@ from keepstep_operator.reconcile.status.tier_conditions import (
 PROTECTED = "Protected"
 FULLY_INJECTED = "FullyInjected"
 COMMITTING = "Committing"
+DUPLICATE_NODE_RANK = "DuplicateNodeRank"
 
 
 def condition_states(run: Run) -> dict[str, ConditionState]:
@@ -39,6 +40,7 @@ def condition_states(run: Run) -> dict[str, ConditionState]:
     said = {
         PROTECTED: _protected(run),
         FULLY_INJECTED: _fully_injected(run),
+        DUPLICATE_NODE_RANK: _duplicate_node_rank(run),
         COMMITTING: _committing(run),
         REPLICATED: replicated(run),
         ARCHIVED: archived(run),
@@ -107,6 +109,30 @@ def _uninjected(run: Run) -> ConditionState | None:
     return verdict if verdict.status == "False" else None
 
 
+def _duplicate_node_rank(run: Run) -> ConditionState | None:
+    """None where every living pod has a place of its own."""
+    by_rank: dict[int, list[str]] = {}
+    for pod in run.pods.values():
+        if pod.stays:
+            by_rank.setdefault(pod.node_rank, []).append(pod.name)
+    twice = {rank: pods for rank, pods in by_rank.items() if len(pods) > 1}
+    if not twice:
+        return None
+    rank = min(twice)
+    message = (
+        f"pods {few(twice[rank])} have node rank {rank} between them, so only one of them can be"
+        f" heard and no step of the run can become committed: give each pod the label"
+        f" {names.NODE_RANK_LABEL} with a number of its own, or each job a run of its own (label"
+        f" {names.RUN_LABEL})"
+    )
+    return ConditionState("True", DUPLICATE_NODE_RANK, message)
+
+
+def _not_alone(run: Run) -> ConditionState | None:
+    said = _duplicate_node_rank(run)
+    return None if said is None else ConditionState("False", said.reason, said.message)
+
+
 def _no_library(run: Run) -> ConditionState | None:
     if not (pods := sorted(run.health.without_library)):
         return None
@@ -172,6 +198,7 @@ _JUDGES: tuple[Callable[[Run], ConditionState | None], ...] = (
     _finished,
     _unheard,
     _uninjected,
+    _not_alone,
     _no_library,
     _silent,
     _nothing_kept,

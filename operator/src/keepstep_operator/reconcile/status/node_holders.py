@@ -16,7 +16,7 @@ from keepstep_operator.spans import spans
 
 
 def holders(run: Run) -> list[HolderStatus]:
-    """The first nodes by name."""
+    """By name, and those first that pods have left: nobody else remembers what lies there."""
     place_of = {one.rank: rank for rank, place in run.ledger.places.items() for one in place.own}
     by_node: dict[str, dict[int, Place]] = {}
     for node_rank, place in run.ledger.places.items():
@@ -28,7 +28,7 @@ def holders(run: Run) -> list[HolderStatus]:
         left.setdefault(one.node, []).append(one)
     found = (
         _holder(node, places, place_of, left.get(node, ()))
-        for node, places in sorted(by_node.items())
+        for node, places in sorted(by_node.items(), key=lambda one: (one[0] not in left, one[0]))
     )
     return [one for one in found if one.node_ranks or one.copies][:MOST_HOLDERS]
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from keepstep.core.ledger import NEAREST_FIRST
-from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import ReportedRank
+from keepstep.steps import Tier
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import (
@@ -114,7 +113,8 @@ def _phase(run: Run) -> str:
         return FINISHED
     if not run.ledger.places:
         return "Waiting"
-    alive = {one.rank for one in run.ledger.ranks() if one.alive}
+    there = (place for place in run.ledger.places.values() if not place.gone)
+    alive = set[int]().union(*(place.alive_ranks for place in there))
     if run.ledger.world and len(alive) >= run.ledger.world:
         return "Running"
     return "Restoring" if run.step or run.commit else "Waiting"
@@ -218,14 +218,8 @@ def _ranks(run: Run) -> list[PlaceStatus]:
 
 def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
     """Of all ranks on this pod; not a step that a later life of the run left behind."""
-    each = [_ids(one, tier) for one in place.own]
-    common = set.intersection(*each) if each else set()
-    alive = (id for id in common if not run.ledger.core.is_dead(id))
+    alive = (id for id in place.common[tier] if not run.ledger.core.is_dead(id))
     return max((id.step for id in alive), default=None)
-
-
-def _ids(rank: ReportedRank, tier: Tier) -> set[StepId]:
-    return {one.id for one in (rank.memory if tier is Tier.MEMORY else rank.local)}
 
 
 def _newest(texts: Iterable[str]) -> str:

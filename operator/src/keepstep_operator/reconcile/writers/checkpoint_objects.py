@@ -93,8 +93,14 @@ def changes(run: Run, known: Mapping[str, Body]) -> Changes:
     )
 
 
-def body_of(one: Kept, *, namespace: str) -> Body:
-    """The object, as it is made."""
+def body_of(one: Kept, *, namespace: str, owner_uid: str) -> Body:
+    """The object, as it is made; it goes with its CheckpointRun, of which `owner_uid` is."""
+    owner = {
+        "apiVersion": names.API_VERSION,
+        "kind": "CheckpointRun",
+        "name": one.run,
+        "uid": owner_uid,
+    }
     return {
         "apiVersion": names.API_VERSION,
         "kind": "Checkpoint",
@@ -102,6 +108,7 @@ def body_of(one: Kept, *, namespace: str) -> Body:
             "name": one.name,
             "namespace": namespace,
             "labels": {names.RUN_KEY_LABEL: one.run, MANAGED_BY: MANAGER},
+            "ownerReferences": [owner],
         },
         "spec": {
             "run": one.run,

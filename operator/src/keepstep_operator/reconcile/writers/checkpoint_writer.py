@@ -23,6 +23,7 @@ from keepstep_operator.kube import (
 )
 from keepstep_operator.reconcile.feed import Feed
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
     MANAGED_BY,
@@ -33,7 +34,6 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
     changes,
     status_of,
 )
-from keepstep_operator.reconcile.writers.ratelimit import Pacer
 
 PERIOD_S: Final = 10.0
 AT_ONCE: Final = 20
@@ -86,17 +86,20 @@ class CheckpointWriter:
         if run is None:
             self._pacer.forget(key)
             return
-        due = changes(run, self._known.get(key, {}))
         try:
+            due = changes(run, self._known.get(key, {}))
             await self._write(key, due.first(AT_ONCE))
         except KubeError as error:
             warn("checkpoints not written", run=str(key), reason=str(error))
             self._metrics.wrote("checkpoint", failed=True)
             self._pacer.failed(key, at=self._clock())
             return
-        except Exception:
+        except Exception:  # one run that is not as expected must not end the process
             crash("checkpoints not written", run=str(key))
-        self._pacer.done(key)
+            self._metrics.left_out("checkpoints")
+            self._pacer.failed(key, at=self._clock())
+            return
+        self._pacer.done(key, rests=run.finished_at is not None)
         if len(due) > AT_ONCE:
             self.mark(key)
 
@@ -109,7 +112,11 @@ class CheckpointWriter:
             await self._forget(key, name)
 
     async def _make(self, key: RunKey, one: Kept) -> None:
-        body = body_of(one, namespace=key.namespace)
+        run = self._registry.runs.get(key)
+        if run is None or run.object is None or not run.object.uid:
+            self.mark(key)  # its owner is being made
+            return
+        body = body_of(one, namespace=key.namespace, owner_uid=run.object.uid)
         try:
             await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
@@ -135,8 +142,9 @@ class CheckpointWriter:
 
     async def _forget(self, key: RunKey, name: str) -> None:
         try:
-            await self._client.delete(CHECKPOINTS, name, namespace=key.namespace)
-        except NotFound:
+            uid = str((self._known[key][name].get("metadata") or {}).get("uid") or "")
+            await self._client.delete(CHECKPOINTS, name, namespace=key.namespace, uid=uid)
+        except (NotFound, Conflict):
             return
         self._metrics.wrote("checkpoint")
         say("checkpoint deleted", run=str(key), checkpoint=name, reason="its step is gone")

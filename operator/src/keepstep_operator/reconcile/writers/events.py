@@ -17,8 +17,8 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import EVENTS, Client, Denied, KubeError, NotFound, Rejected
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent
-from keepstep_operator.reconcile.writers.ratelimit import Throttle
 
 COMPONENT: Final = "keepstep"
 _LONGEST_MESSAGE: Final = 1000

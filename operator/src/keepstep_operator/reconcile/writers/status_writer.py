@@ -19,9 +19,9 @@ from keepstep_operator.api.run import as_json
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import RUNS, Client, Conflict, KubeError, NotFound, PatchType
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.status.render import status_of
-from keepstep_operator.reconcile.writers.ratelimit import Pacer
 
 _AT_ONCE: Final = 8
 
@@ -80,13 +80,15 @@ class StatusWriter:
         """One run; whatever goes wrong, it is tried again later."""
         try:
             await self._write_if_changed(run)
-            self._pacer.done(run)
+            known = self._registry.runs.get(run)
+            self._pacer.done(run, rests=known is not None and known.finished_at is not None)
         except KubeError as error:
             warn("status not written", run=str(run), reason=str(error))
             self._metrics.wrote("status", failed=True)
             self._pacer.failed(run, at=self._clock())
         except Exception:
             crash("status not written", run=str(run))
+            self._metrics.left_out("status")
             self._pacer.failed(run, at=self._clock())
 
     async def _write_if_changed(self, run: RunKey) -> None:

@@ -58,9 +58,12 @@ class Pacer(Generic[Key]):
         """When the next key is due; None: nothing waits."""
         return min(self._due.values(), default=None)
 
-    def done(self, key: Key) -> None:
-        """It was written, or needed no write."""
+    def done(self, key: Key, *, rests: bool = False) -> None:
+        """It was written, or needed no write. `rests`: it will hardly change again, so it takes no
+        part of the writes that there are."""
         self._failures.pop(key, None)
+        if rests:
+            self._began.pop(key, None)
 
     def failed(self, key: Key, *, at: float) -> None:
         """It was not written: again, later."""
@@ -80,38 +83,62 @@ class _Bucket:
     at: float
 
 
+class Buckets(Generic[Key]):
+    """A bucket of tokens for each key: `burst` at once, then one each `refill_s`."""
+
+    def __init__(self, *, burst: float, refill_s: float, remembered: int = 20_000) -> None:
+        self._burst = burst
+        self._refill_s = refill_s
+        self._remembered = remembered
+        self._buckets: dict[Key, _Bucket] = {}
+
+    def left(self, key: Key, *, at: float, each_s: float | None = None) -> float:
+        """Tokens that it has now. `each_s`: in place of `refill_s`."""
+        bucket = self._buckets.pop(key, None) or _Bucket(self._burst, at)
+        since_s = at - bucket.at
+        bucket.tokens = min(self._burst, bucket.tokens + since_s / (each_s or self._refill_s))
+        bucket.at = at
+        self._buckets[key] = bucket  # the newest last, so that the oldest is forgotten first
+        while len(self._buckets) > self._remembered:
+            del self._buckets[next(iter(self._buckets))]
+        return bucket.tokens
+
+    def take(self, key: Key, *, at: float, each_s: float | None = None) -> bool:
+        """One token, if there is one."""
+        if self.left(key, at=at, each_s=each_s) < 1.0:
+            return False
+        self.spend(key, 1.0)
+        return True
+
+    def spend(self, key: Key, tokens: float) -> None:
+        """What was used; it may be more than there was, and is paid for by waiting."""
+        if (bucket := self._buckets.get(key)) is not None:
+            bucket.tokens -= tokens
+
+    def give_back(self, key: Key) -> None:
+        """One that was taken for nothing."""
+        self.spend(key, -1.0)
+
+
 class Throttle:
     """Says the same thing at most once a period, and at most `burst` things a subject at once."""
 
     def __init__(
         self, *, burst: int = 20, refill_s: float = 30.0, remembered: int = 20_000
     ) -> None:
-        self._burst = burst
-        self._refill_s = refill_s
         self._remembered = remembered
         self._said: dict[Hashable, float] = {}
-        self._buckets: dict[Hashable, _Bucket] = {}
+        self._buckets = Buckets[Hashable](burst=burst, refill_s=refill_s, remembered=remembered)
 
     def allows(self, subject: Hashable, thing: Hashable, *, period_s: float, at: float) -> bool:
         """Whether to say it; then it counts as said."""
         key = (subject, thing)
         if key in self._said and at - self._said[key] < max(period_s, 0.0):
             return False
-        if not self._has_token(subject, at):
+        if not self._buckets.take(subject, at=at):
             return False
         self._said.pop(key, None)  # the newest last, so that the oldest is forgotten first
         self._said[key] = at
         while len(self._said) > self._remembered:
             del self._said[next(iter(self._said))]
-        return True
-
-    def _has_token(self, subject: Hashable, at: float) -> bool:
-        bucket = self._buckets.setdefault(subject, _Bucket(float(self._burst), at))
-        refilled = bucket.tokens + (at - bucket.at) / self._refill_s
-        bucket.tokens, bucket.at = min(float(self._burst), refilled), at
-        if bucket.tokens < 1.0:
-            return False
-        bucket.tokens -= 1.0
-        while len(self._buckets) > self._remembered:
-            del self._buckets[next(iter(self._buckets))]
         return True

@@ -1,0 +1,99 @@
+"""What is known of each kind of job: where it is served, which of its containers trains, and what
+tells its pods apart. docs/support-matrix.md has the same table for people.
+
+Kinds that are not here are neither looked up, nor do their pods get a node rank by themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Final
+
+
+class RankSource(enum.Enum):
+    """What tells a pod's node rank. `NONE`: such a job is of one pod, of node rank 0."""
+
+    NONE = "one pod"
+    COMPLETION_INDEX = "completion index"
+    JOBSET = "index of the job in its set, and completion index"
+    KUBEFLOW = "RANK, else the replica's index"
+    LABEL = "a label of its controller"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobKind:
+    """`container`: which trains, '' for the first. `label`: of each pod, with its index, where
+    `rank` is `LABEL`."""
+
+    group: str
+    kind: str
+    plural: str
+    rank: RankSource
+    container: str = ""
+    label: str = ""
+
+
+_LWS: Final = "leaderworkerset.sigs.k8s.io"
+_KINDS: Final = (
+    JobKind(group="", kind="Pod", plural="pods", rank=RankSource.NONE),
+    JobKind(group="batch", kind="Job", plural="jobs", rank=RankSource.COMPLETION_INDEX),
+    JobKind(
+        group="kubeflow.org",
+        kind="PyTorchJob",
+        plural="pytorchjobs",
+        rank=RankSource.KUBEFLOW,
+        container="pytorch",
+    ),
+    JobKind(group="jobset.x-k8s.io", kind="JobSet", plural="jobsets", rank=RankSource.JOBSET),
+    JobKind(
+        group="trainer.kubeflow.org",
+        kind="TrainJob",
+        plural="trainjobs",
+        rank=RankSource.JOBSET,
+        container="node",
+    ),
+    JobKind(
+        group="apps",
+        kind="StatefulSet",
+        plural="statefulsets",
+        rank=RankSource.LABEL,
+        label="apps.kubernetes.io/pod-index",
+    ),
+    JobKind(
+        group="leaderworkerset.x-k8s.io",
+        kind="LeaderWorkerSet",
+        plural="leaderworkersets",
+        rank=RankSource.LABEL,
+        label=f"{_LWS}/worker-index",
+    ),
+    JobKind(
+        group="kubeflow.org",
+        kind="MPIJob",
+        plural="mpijobs",
+        rank=RankSource.LABEL,
+        label="training.kubeflow.org/replica-index",
+    ),
+    JobKind(
+        group="batch.volcano.sh",
+        kind="Job",
+        plural="jobs",
+        rank=RankSource.LABEL,
+        label="volcano.sh/task-index",
+    ),
+)
+_BY_NAME: Final = {(one.group, one.kind): one for one in _KINDS}
+_VERSION = re.compile(r"v[0-9][a-z0-9]{0,20}")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+def kind_of(api_version: str, kind: str) -> JobKind | None:
+    """The kind of an owner, whatever version of it; None for one that is not known."""
+    group, _, version = api_version.rpartition("/")
+    return _BY_NAME.get((group, kind)) if _VERSION.fullmatch(version) else None
+
+
+def is_name(text: str) -> bool:
+    """Whether an object can have this name."""
+    return _NAME.fullmatch(text) is not None and ".." not in text

@@ -1,0 +1,206 @@
+"""What one source, and all together, may hold open on a listener without asking for anything.
+
+Whoever reaches a port can open connections, and each one costs a quarter of a MiB of TLS buffers.
+So a connection is counted before its handshake, and has a few seconds from there to the head of its
+first request. Where a source has too many that young, the next ones wait, as bare sockets, for a
+while. Those that have asked are as many as clients need: an API server keeps one for each review
+that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+HEAD_S: Final = 4.0
+"""From the connection to the end of the first request's head, with the handshake."""
+WAIT_S: Final = 15.0
+"""Before its handshake, at most."""
+YOUNG_OF_A_SOURCE: Final = 32
+YOUNG: Final = 512
+MOST_OF_A_SOURCE: Final = 384
+MOST: Final = 16_384
+_END_OF_HEAD: Final = b"\r\n\r\n"
+
+
+class Limits:
+    """Of one listener. `serve` makes the protocol that answers requests."""
+
+    def __init__(
+        self,
+        serve: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext | None,
+        *,
+        head_s: float = HEAD_S,
+    ) -> None:
+        self.serve = serve
+        self.context = context
+        self.head_s = head_s
+        self._young: Counter[str] = Counter()
+        self._young_of_all = 0
+        self._open: Counter[str] = Counter()
+        self._open_of_all = 0
+        self._waiting: dict[str, dict[_Gate, None]] = {}
+        self._full = False
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Gate(self)
+
+    def admit(self, gate: _Gate) -> bool:
+        """Whether it may stay open; it begins at once, or when its turn comes."""
+        if self._open[gate.source] >= MOST_OF_A_SOURCE or self._open_of_all >= MOST:
+            return False
+        self._open[gate.source] += 1
+        self._open_of_all += 1
+        self._waiting.setdefault(gate.source, {})[gate] = None
+        self._begin(gate.source)
+        return True
+
+    def grown(self, source: str) -> None:
+        """One has asked, or is gone: the next one's turn."""
+        _one_less(self._young, source)
+        self._young_of_all -= 1
+        self._begin(source)
+        if self._full:  # of other sources some wait for this place, too
+            for other in [*self._waiting]:
+                self._begin(other)
+
+    def ended(self, gate: _Gate) -> None:
+        """An admitted one is closed."""
+        _one_less(self._open, gate.source)
+        self._open_of_all -= 1
+        waiting = self._waiting.get(gate.source, {})
+        waiting.pop(gate, None)
+        if not waiting:
+            self._waiting.pop(gate.source, None)
+
+    def _begin(self, source: str) -> None:
+        waiting = self._waiting.get(source, {})
+        while waiting and self._young[source] < YOUNG_OF_A_SOURCE:
+            self._full = self._young_of_all >= YOUNG
+            if self._full:
+                return
+            gate = next(iter(waiting))
+            del waiting[gate]
+            self._young[source] += 1
+            self._young_of_all += 1
+            gate.begin()
+        if not waiting:
+            self._waiting.pop(source, None)
+
+
+def _one_less(counter: Counter[str], source: str) -> None:
+    counter[source] -= 1
+    if counter[source] <= 0:
+        del counter[source]
+
+
+class _Gate(asyncio.Protocol):
+    """Stands before the protocol that answers: counts, shakes hands, and passes everything on."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._inner: asyncio.Protocol | None = None
+        self.source = ""
+        self._transport: Any = None
+        self._admitted = self._young = False
+        self._tail = b""
+        self._early: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._lost = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.source = str((transport.get_extra_info("peername") or ("?",))[0])
+        self._transport = transport
+        transport.pause_reading()
+        self._timer = asyncio.get_running_loop().call_later(WAIT_S, transport.abort)
+        self._admitted = self._limits.admit(self)
+        if not self._admitted:
+            self._lost = True
+            self._end()
+            transport.abort()
+
+    def begin(self) -> None:
+        """Its turn: from now on time runs."""
+        self._young = True
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._limits.head_s, self._transport.abort)
+        if self._limits.context is not None:
+            work = self._shake_hands(self._transport, self._limits.context)
+            self._handshake = loop.create_task(work)
+        else:
+            self._attach(self._transport)
+            self._transport.resume_reading()
+
+    async def _shake_hands(self, transport: Any, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secured = await loop.start_tls(
+                transport,
+                self,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=self._limits.head_s,
+                ssl_shutdown_timeout=1.0,
+            )
+        except (OSError, ssl.SSLError):  # a probe, or a client that does not trust us
+            transport.abort()
+            self._end()
+            return
+        if secured is not None and not self._lost:
+            self._attach(secured)
+
+    def _attach(self, transport: Any) -> None:
+        self._inner = self._limits.serve()
+        self._inner.connection_made(transport)
+        for data in self._early:
+            self._inner.data_received(data)
+        self._early.clear()
+
+    def data_received(self, data: bytes) -> None:
+        if self._young:
+            self._tail += data
+            if _END_OF_HEAD in self._tail:
+                self._grow()
+            self._tail = self._tail[-3:]
+        if self._inner is None:
+            self._early.append(data)
+        else:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._end()
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def _end(self) -> None:
+        self._grow()
+        if self._admitted:
+            self._admitted = False
+            self._limits.ended(self)
+
+    def _grow(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._young:
+            self._young = False
+            self._limits.grown(self.source)
