@@ -115,12 +115,16 @@ def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
 
 def _engine(directory: Path) -> Figures:
     """The newest shard read and verified into touched memory, beside a bare read of that file."""
+    from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers.source import local_source
     from keepstep_sidecar.volume.volume import Volume
+    from keepstep_sidecar.volume.volume_set import VolumeSet
 
     volume = Volume(directory / "bench", run="bench")
     try:
-        path = max(volume.scan().shards, key=lambda found: found.step_id).path
-        size = path.stat().st_size
+        shard = max(volume.scan().shards, key=lambda shard: shard.step_id)
+        source = local_source(VolumeSet([volume]), shard)
+        path, size = shard.path, shard.size_bytes
         # as in a slot: shared memory in small pages
         with mmap.mmap(-1, size) as memory:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
@@ -129,7 +133,7 @@ def _engine(directory: Path) -> Figures:
                 reads.append(bare_read(path))
                 begun = time.perf_counter()
                 with memoryview(memory) as view:
-                    volume.load(path, view)
+                    transfer.load(source, view)
                 loads.append(time.perf_counter() - begun)
     finally:
         volume.close()

@@ -259,6 +259,33 @@ def test_a_modules_extra_state_may_hold_new_and_grown_tensors(again, before):
     assert_same(live.inner.weight, saved.inner.weight)
 
 
+class Doubled(nn.Linear):
+    """Its state_dict has a copy of its weight, times two; its bias as it is."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self._register_state_dict_hook(
+            lambda module, tree, *_: tree.update(weight=module.weight * 2)
+        )
+
+
+def test_a_module_whose_state_dict_makes_copies_is_given_them_back(again):
+    saved, live = Doubled(), Doubled()
+    bias = live.bias
+    again({"m": saved}, {"m": live})
+    assert torch.equal(live.weight, saved.weight * 2)
+    assert torch.equal(live.bias, saved.bias)
+    assert live.bias is bias
+
+
+def test_weights_that_are_tied_here_may_have_been_two_that_are_equal(again):
+    saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
+    saved["b"].load_state_dict(saved["a"].state_dict())
+    live["b"].weight = live["a"].weight
+    again({"m": saved}, {"m": live})
+    assert_same(live["b"].weight, saved["a"].weight)
+
+
 def test_weights_that_are_tied_here_but_were_not_are_refused_by_name(again):
     saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
     live["b"].weight = live["a"].weight

@@ -7,6 +7,7 @@ very ones that the script made.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import tempfile
 from collections import OrderedDict, defaultdict, deque
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,7 +25,7 @@ from tests.image.strategies import states
 from tests.lib.lives import bring_back, keep
 
 DTYPES = sorted(CODE_OF, key=str)
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=int(os.environ.get("KEEPSTEP_EXAMPLES", "30")))
 
 
 def filled(shape, dtype, seed):

@@ -12,13 +12,20 @@ from keepstep.client.slot import SlotMapping
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.arrays import ArrayForm
-from keepstep.restore import in_place
+from keepstep.restore.images import Images
+from keepstep.restore.load import Loader
 from keepstep.state import leaves
 from keepstep.state.take import take
+from keepstep.steps import EpochId, StepId, Tier
+from keepstep.wire.trainer import Source, Sources
 
 
 def _plan(components, path, values):
-    return in_place.plan(components, SlotMapping(str(path)), values, take(components))
+    slot = SlotMapping(str(path))
+    source = Source(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
+    step = Sources(id=StepId(EpochId(1, "00c0ffee"), 0), world=1, sources=(source,))
+    images = Images(None, step, own=slot)  # type: ignore[arg-type]
+    Loader(components, take(components), images, rank=0, kept={"values": values}).plan()
 
 
 @pytest.mark.parametrize("index", [1, -1, "0", True, None, 1 << 40])

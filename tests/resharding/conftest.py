@@ -32,12 +32,11 @@ class Run:
         codes = [one.wait(100) for one in ranks]
         if "die" in more:
             assert codes[more["die"]] == -signal.SIGKILL
-        answers = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
-        said = [one.read_text() if one.exists() else "crash" for one in answers]
-        assert not any("crash" in one for one in said), (
-            "\n".join(said) + log.read_text() + self._sidecar.text()[-3000:]
-        )
-        return [json.loads(one) for one in said]
+        said = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
+        answers = [json.loads(one.read_text()) if one.exists() else {"crash": ""} for one in said]
+        crashes = [one["crash"] for one in answers if isinstance(one, dict) and "crash" in one]
+        assert not crashes, "\n".join(crashes) + log.read_text() + self._sidecar.text()[-3000:]
+        return answers
 
     def save(self, layout: str, world: int, **more) -> int:
         """The step that is kept: 7, or what `step` says, or a later one."""

@@ -23,13 +23,13 @@ from keepstep.dcp.agreement import Agreed, Ballot
 from keepstep.errors import KeepstepError, NotDurableError, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
+from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
 from keepstep.save.pending import Pending, Verdict
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
-from keepstep.wire.trainer import SOCKET_ENV, CandidatesRequest, RestoredRequest, SlotGranted
+from keepstep.wire.trainer import SOCKET_ENV, SlotGranted
 
 _CONNECT_S = 30.0
-_SCAN_S = 600.0
 _SLOT_S = 600.0
 _DURABLE_S = 1800.0
 
@@ -76,10 +76,9 @@ class Session:
     def staged_ranges(self) -> list[tuple[int, int]]:
         """Addresses and sizes of all slots that an `async_save` ever filled, as long as they are
         mapped: afterwards other tensors may lie there."""
-        gone = [one for one, memory in self._staged_at.items() if memory() is None]
-        for one in gone:
-            del self._staged_at[one]
-        return list(self._staged_at)
+        mapped = {at: memory for at, memory in self._staged_at.items() if memory() is not None}
+        self._staged_at = mapped
+        return list(mapped)
 
     def holds(self, taken: Taken) -> bool:
         """Whether this slot is still the one that was taken and neither staged nor put back."""
@@ -130,9 +129,7 @@ class Session:
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds; waits until it has looked at its volumes."""
-        link = self.agent.link
-        request = CandidatesRequest(lease=link.lease, timeout_s=_SCAN_S)
-        return link.call("/v1/candidates", request, Candidates, timeout_s=_SCAN_S + 10)
+        return ask_candidates(self.agent.link)
 
     def resume(self, id: StepId, tier: Tier) -> None:
         """This step was loaded, from `tier`, as the run's own: the next save begins an epoch that
@@ -181,9 +178,8 @@ class Session:
         self.join(agreed.rank, agreed.world)
         if self._epoch == agreed.epoch and self._place == before:
             return
-        link, tier = self.agent.link, self._loaded[1] if self._loaded else None
-        request = RestoredRequest(lease=link.lease, epoch=agreed.epoch, tier=tier)
-        link.call("/v1/restored", request, dict, timeout_s=60.0)
+        tier = self._loaded[1] if self._loaded else None
+        begin_epoch(self.agent.link, agreed.epoch, tier)
         self._epoch = agreed.epoch
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 

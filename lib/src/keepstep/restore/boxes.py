@@ -12,6 +12,8 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +25,32 @@ MAX_CELLS = 1 << 24
 """Coverage is counted on the grid of all cuts; a step whose boxes need a finer one is refused."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Saved:
-    """One saved tensor. `rows`: see the module. `dtype` in safetensors' spelling. `dim_order`,
-    `device`: as the first rank that has it says, see `TensorSpec`."""
+    """One saved tensor. `numbers`: those of `rows`, one after the other. `dtype` in safetensors'
+    spelling. `dim_order`, `device`: as the first rank that has it says, see `TensorSpec`.
+
+    A value; not frozen, as there are many, and that takes three times as long to make."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    rows: Tensor
+    numbers: array[int]
     dim_order: tuple[int, ...] | None = None
     device: str | None = None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """See the module."""
+        width = 2 + 2 * len(self.shape)
+        return torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, width)
+
+    def only(self, box: Box) -> tuple[int, int] | None:
+        """Whose image holds it, and where in that, if there is one saved box, and that is `box`."""
+        numbers, dims = self.numbers, len(self.shape)
+        if len(numbers) != 2 + 2 * dims or tuple(numbers[2:]) != (*box.offsets, *box.sizes):
+            return None
+        return numbers[0], numbers[1]
 
     @property
     def ranks(self) -> Tensor:
@@ -80,9 +97,7 @@ class IndexBuilder:
 
     def __init__(self, world: int) -> None:
         self._world = world
-        self._kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        self._rows: dict[str, array[int]] = {}
-        self._hints: dict[str, tuple[tuple[int, ...] | None, str | None]] = {}
+        self._tensors: dict[str, Saved] = {}
         self._aliases: dict[str, str] = {}
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
@@ -92,53 +107,44 @@ class IndexBuilder:
         otherwise, as where one rank has several boxes of it."""
         self._present.add(layout.rank)
         self._aliases.update(layout.aliases)
-        tensor_of = tensor_of or {}
-        for entry_name, entry in layout.entries.items():
-            name = tensor_of.get(entry_name, entry_name)
+        tensors, tensor_of = self._tensors, tensor_of or {}
+        for name, entry in layout.entries.items():
+            if name in tensor_of:
+                name = tensor_of[name]
             spec = entry.spec
             shape = spec.shape if spec.global_shape is None else spec.global_shape
-            kind = self._kinds.setdefault(name, (spec.dtype, shape, layout.rank))
-            if kind[:2] != (spec.dtype, shape):
-                self._conflict(name, kind, (spec.dtype, shape, layout.rank))
-                continue
-            row = self._rows.get(name)
-            if row is None:
-                row = self._rows[name] = array("q")
-                self._hints[name] = spec.dim_order, spec.device
-            row.extend((layout.rank, entry.begin))
-            row.extend(spec.offsets or (0,) * len(shape))
-            row.extend(spec.shape)
+            at = spec.offsets or (0,) * len(shape)
+            row = array("q", (layout.rank, entry.begin, *at, *spec.shape))
+            saved = tensors.get(name)
+            if saved is None:
+                tensors[name] = Saved(name, spec.dtype, shape, row, spec.dim_order, spec.device)
+            elif (saved.dtype, saved.shape) == (spec.dtype, shape):
+                saved.numbers.extend(row)
+            else:
+                self._conflict(saved, spec.dtype, shape, layout.rank)
 
     def build(self) -> Index:
-        """The index; the builder is empty afterwards."""
-        tensors = {}
-        for name, (dtype, shape, _) in self._kinds.items():
-            rows = torch.frombuffer(self._rows.pop(name), dtype=torch.int64)
-            rows = rows.view(-1, 2 + 2 * len(shape))
-            tensors[name] = Saved(name, dtype, shape, rows, *self._hints[name])
+        """The index; nothing may be added afterwards."""
         return Index(
             world=self._world,
-            tensors=tensors,
+            tensors=self._tensors,
             aliases=self._aliases,
             absent=tuple(sorted(set(range(self._world)) - self._present)),
             conflicts=self._conflicts,
         )
 
-    def _conflict(
-        self,
-        name: str,
-        one: tuple[str, tuple[int, ...], int],
-        other: tuple[str, tuple[int, ...], int],
-    ) -> None:
+    def _conflict(self, saved: Saved, dtype: str, shape: tuple[int, ...], rank: int) -> None:
         meanings = [
             f"{dtype}{list(shape)} in {shard_name(rank, self._world)}"
-            for dtype, shape, rank in (one, other)
+            for dtype, shape, rank in (
+                (saved.dtype, saved.shape, saved.numbers[0]),
+                (dtype, shape, rank),
+            )
         ]
-        self._conflicts.setdefault(name, " but ".join(meanings))
+        self._conflicts.setdefault(saved.name, " but ".join(meanings))
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A box of a global tensor."""
 
     offsets: tuple[int, ...]

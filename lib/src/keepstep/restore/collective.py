@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from keepstep.client.session import Link
 from keepstep.core.candidates import Candidates
 from keepstep.core.vote import Decision, choose, limit_of
 from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
@@ -159,18 +160,7 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        agent = self._connected()
-        agent.link.call(
-            "/v1/restored",
-            RestoredRequest(
-                lease=agent.link.lease,
-                epoch=agreed.epoch,
-                tier=agreed.tier,
-                seconds=seconds,
-            ),
-            dict,
-            timeout_s=60.0,
-        )
+        begin_epoch(self._connected().link, agreed.epoch, agreed.tier, seconds=seconds)
 
     def _connected(self) -> Agent:
         if self._agent is None:
@@ -197,15 +187,10 @@ class Collective:
 
     def _asked(self, arrival: _Ballot) -> _Ballot:
         """With what this rank could restore."""
-        link = self._connected().link
-        request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
         try:
-            candidates = link.call(
-                "/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10
-            )
+            return replace(arrival, candidates=ask_candidates(self._connected().link))
         except SidecarError as error:
             return replace(arrival, error=str(error))
-        return replace(arrival, candidates=candidates)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]
@@ -218,3 +203,15 @@ class Collective:
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, mine)
         return everyone
+
+
+def ask_candidates(link: Link) -> Candidates:
+    """What a rank's sidecar can bring, once it has looked everywhere. Raises SidecarError."""
+    request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
+    return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
+
+
+def begin_epoch(link: Link, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
+    """Tell the sidecar which epoch begins, and where its parent came from. Raises SidecarError."""
+    request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
+    link.call("/v1/restored", request, dict, timeout_s=60.0)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from keepstep.client.session import Link
+from keepstep.client.slot import SlotMapping
 from keepstep.errors import (
     CoverageError,
     FormatError,
@@ -118,8 +119,10 @@ class Images:
         found: Sources,
         timeout_s: float = CHUNKS_S,
         tensors_of: TensorsOf = lambda _: {},
+        own: SlotMapping | None = None,
     ) -> None:
         """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
+        `own`: see `alone`.
 
         Raises CoverageError when there is no image at all, SidecarError, KeepstepError for a mapped
         file that is not what it should be (`find` asks for another copy then).
@@ -130,6 +133,7 @@ class Images:
         self.found = {one.rank: one for one in found.sources}
         self._id = found.id
         self._link = link
+        self._own = own
         self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
@@ -146,6 +150,24 @@ class Images:
             last = last if last == layout.parameters else layout.parameters
             self._parameters[layout.rank] = last
         self.index: Index = builder.build()
+
+    @classmethod
+    def of_slot(cls, link: Link, slot: SlotMapping, control: ControlPage) -> Images:
+        """This rank's own image alone, in a slot that was checked."""
+        layout = slot.layout
+        source = Source(
+            rank=layout.rank,
+            tier=Tier.MEMORY,
+            bytes=layout.size_bytes,
+            extras_bytes=control.extras_bytes,
+            path=slot.path,
+        )
+        return cls(link, Sources(id=control.id, world=layout.world, sources=(source,)), own=slot)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is this rank's own image only, because it has all that is needed."""
+        return self._own is not None
 
     @classmethod
     def find(
@@ -249,7 +271,7 @@ class Images:
     def close(self) -> None:
         """Let go of the window and of what is mapped; nothing can be read any more."""
         self._mapped.clear()
-        self._window = None
+        self._window = self._own = None
 
     def _layouts(self) -> Iterator[Layout]:
         distant = [one.rank for one in self.found.values() if not one.path]
@@ -260,6 +282,9 @@ class Images:
             yield from self._headers(distant[at : at + _HEADERS_AT_ONCE])
 
     def _map(self, source: Source) -> Layout:
+        if self._own is not None:
+            self._mapped[source.rank] = torch.frombuffer(self._own.memory, dtype=torch.uint8)
+            return self._own.layout
         try:
             flat, view = map_image(source.path)
             layout = Layout.parse(view, size_bytes=len(view))

@@ -1,15 +1,15 @@
-"""What modules, optimizers, dicts and schedulers want from a step that others saved.
+"""What modules, optimizers, dicts and schedulers get from a step: the one way back.
 
-Tensors come by name and box, from whatever images hold them. Values (parameter groups, a
-scheduler's counters, plain dicts) come from the saved rank of the same number, or stand-ins of it.
-Everything is compared before anything is changed: a MismatchError lists all differences at once.
+Tensors come by name and box, from whatever images hold them: from this rank's own alone, where it
+fits (`alone`), else from those of all ranks that saved. Values (parameter groups, a scheduler's
+counters, plain dicts) come from the saved rank of the same number, or stand-ins of it. All is
+compared before anything is changed: a MismatchError lists all differences at once.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from keepstep.client import pages
 from keepstep.image import extras
 from keepstep.restore import transfer
-from keepstep.restore.boxes import Saved
+from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
 from keepstep.restore.optimizers import OptimizerLoader
 from keepstep.restore.pairing import group_numbers
 from keepstep.restore.plan import Want, make
 from keepstep.restore.targets import (
-    Here,
     Live,
     Names,
+    Path,
     SavedTree,
     Target,
     base_of,
@@ -35,8 +35,10 @@ from keepstep.restore.targets import (
     raise_differences,
     target_of,
 )
+from keepstep.state import sharding
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
+    Node,
     Taken,
     arrays_of,
     build,
@@ -45,6 +47,7 @@ from keepstep.state.leaves import (
     is_extra,
     leaves_of,
     parse,
+    plain_tensors,
     put_back,
     values_of,
 )
@@ -52,7 +55,7 @@ from keepstep.state.wrappers import is_zero, tree_of, unwrap
 
 
 class Loader:
-    """One rank's share of a restore into another world or layout.
+    """One rank's share of a restore.
 
     `plan` changes nothing; `unused` says what it left aside; `copy` fills tensors, and `finish`
     hands each component its values. `rng`: the random states of the saved rank of the same number,
@@ -67,30 +70,38 @@ class Loader:
         *,
         rank: int,
         reader: int | None = None,
+        trusted: bool = False,
+        kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reader`: see `plan.make`."""
+        """`reader`: see `plan.make`. `kept`: what is no tensor in this rank's own image, where that
+        was decoded already."""
         self._components = components
         self._images = images
-        self._rank, self._reader = rank, reader
+        self._rank, self._reader, self._trusted = rank, reader, trusted
         self.names = Names(images.index, images.stand_in(rank))
         self._taken = taken
-        self._targets: list[Target] = []
+        self._targets: list[Tensor] = []
         self._wants: list[Want] = []
         self._finishers: list[Callable[[], None]] = []
         self._differences: list[str] = []
         self._trees: dict[int, dict[str, SavedTree]] = {}
-        self._values: dict[int, dict[str, Any]] = {}
+        self._kept: dict[int, Mapping[str, Any]] = {} if kept is None else {rank: kept}
         self._made: dict[str, Tensor] = {}
         self._filled: dict[str, tuple[str, Saved | None]] = {}
         self.rng: dict[str, Any] | None = None
 
-    def plan(self, *, trusted: bool) -> None:
+    @property
+    def alone(self) -> bool:
+        """Whether this rank's own image is all there is: then it must hold what is here, and
+        nothing else."""
+        return self._images.alone
+
+    def plan(self) -> None:
         """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError."""
-        self._trusted = trusted
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
         if own == self._rank:
-            self.rng = self._kept(own).get("rng")
+            self.rng = self._extras(own).get("rng")
         for name in sorted(trees.keys() - self._components.keys()):
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         # modules first: what a dict has of them, too, must not keep their tensors from them
@@ -100,6 +111,9 @@ class Loader:
                 self._component(name, component, trees[name], live[name])
             else:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
+        if self.alone:
+            for name in self._unused():
+                self.differ(_missing(name))
         raise_differences(self._differences)
         self._plan = make(
             self._wants,
@@ -109,28 +123,31 @@ class Loader:
             reader=self._reader,
         )
         # before any rank begins to copy: all ranks of the node then know of each other
-        self._images.announce(transfer.chunk_runs(self._plan, self.targets, self._images))
+        self._images.announce(transfer.chunk_runs(self._plan, self._targets, self._images))
+
+    def _unused(self) -> list[str]:
+        """Names that a module here could hold and does not."""
+        keyed = tuple(f"{name}." for name in self._components if not self._is_no_module(name))
+        return sorted(one for one in self.names.unused if one.startswith(keyed))
 
     def unused(self) -> bytes:
-        """Names that a module or optimizer here could hold and does not, compressed."""
-        keyed = tuple(
-            f"{name}."
-            for name, component in self._components.items()
-            if isinstance(unwrap(component), nn.Module)
-        )
-        left = sorted(one for one in self.names.bases - self.names.used if one.startswith(keyed))
-        return zlib.compress("\n".join(left).encode("utf-8", "surrogatepass"))
+        """Names of which some rank must have a place, compressed; empty where this rank's own image
+        was compared with what it has."""
+        if self.alone:
+            return b""
+        return zlib.compress("\n".join(self._unused()).encode("utf-8", "surrogatepass"))
 
     @property
     def targets(self) -> list[Tensor]:
         """What `copy` fills."""
-        return [one.tensor for one in self._targets]
+        return self._targets
 
     def copy(self) -> int:
         """Fill all tensors; returns the bytes. Raises SidecarError: then some of them are changed,
         see `transfer.run`."""
         try:
-            return transfer.run(self._plan, self.targets, self._images)
+            with torch.no_grad():
+                return transfer.run(self._plan, self._targets, self._images)
         except BaseException:
             self._images.retract()
             raise
@@ -147,9 +164,7 @@ class Loader:
         """Note a difference between checkpoint and model."""
         self._differences.append(text)
 
-    def want(self, target: Target) -> None:
-        """Fill `target`, if the checkpoint has it, and as it is here."""
-        saved = self.names.find(target.name, whole=target.whole)
+    def _want(self, target: Target, saved: Saved | None) -> None:
         dtype = target.tensor.dtype
         if saved is None:
             here = describe(target.shape, dtype)
@@ -160,49 +175,90 @@ class Loader:
                 f" {describe(target.shape, dtype)} here"
             )
         else:
-            self._targets.append(target)
-            self._wants.append(Want(saved.name, target.box, own=target.own))
+            self._targets.append(target.tensor)
+            box = Box(target.offsets, tuple(target.tensor.shape))
+            self._wants.append(Want(saved.name, box, own=target.own))
 
-    def kept(
-        self, name: str, here: Here | None, device: torch.device | None = None
-    ) -> Tensor | None:
+    def kept(self, name: str, here: Target | None) -> Tensor | None:
         """In place where the live tensor is like the saved one, else a new one instead of it."""
         if here is None:
-            return self.fresh(name, device)
-        target = here.target
-        saved = self.names.find(name, whole=target.whole)
-        if saved is not None and target.whole:
+            return self.fresh(name)
+        saved = self.names.find(name, whole=here.whole)
+        first, other = self._first(here, name, saved)
+        if saved is not None and first != name and other is saved:  # tied, and filled already
+            return here.live
+        if saved is not None and here.whole:
             dtype = DTYPE_OF[saved.dtype]
-            same = saved.shape == target.shape and dtype == target.tensor.dtype
-            _, other = self._filled.setdefault(target.name, (name, saved))
-            if not same or (other is not None and other.name != saved.name):
-                return self.fresh(name, target.tensor.device)
-        self.want(replace(target, name=name))
+            same = saved.shape == here.shape and dtype == here.tensor.dtype
+            if not same or self._are_two(saved, other):
+                return self.fresh(name, here.tensor.device)
+        self._want(here._replace(name=name), saved)
         return here.live
 
     def fresh(
-        self, name: str, device: torch.device | None = None, *, own: bool = True
+        self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
     ) -> Tensor | None:
-        """A new tensor to be filled with all of a saved one; None when there is none. `own`: see
-        `Want`."""
+        """A new tensor, see `made`, for the saved one of that name; None when there is none."""
         saved = self.names.find(name)
         if saved is None:
             self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
+        return self.made(saved, device, like=like)
+
+    def made(
+        self,
+        saved: Saved,
+        device: torch.device | None,
+        *,
+        like: Tensor | None = None,
+        own: bool = True,
+    ) -> Tensor:
+        """A new tensor to be filled: with a box of the saved one where a DTensor `like` of its
+        shape is here, else with all of it. `own`: see `Want`."""
+        if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
+            sharing = sharding.sharing_of(like, saved.name)
+            local = self._new(saved, tuple(sharding.local_of(like).shape), sharing.offsets, device)
+            return sharding.like(like, local)
         tensor = self._made.get(saved.name)
         if tensor is None:
-            tensor = self._made[saved.name] = self.empty(saved, saved.shape, device)
-            self.want(Target(name, tensor, (0,) * tensor.dim(), tuple(saved.shape), own=own))
+            at = (0,) * len(saved.shape)
+            tensor = self._made[saved.name] = self._new(saved, saved.shape, at, device, own=own)
         return tensor
 
-    def empty(
-        self, saved: Saved, shape: tuple[int, ...], device: torch.device | None = None
+    def _new(
+        self,
+        saved: Saved,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        device: torch.device | None,
+        *,
+        own: bool = False,
     ) -> Tensor:
-        """A new tensor for (a box of) a saved one."""
+        """A new tensor for a box of a saved one."""
         device = device_of(saved.device) if device is None else device
         tensor = empty(shape, saved.dim_order, dtype=DTYPE_OF[saved.dtype], device=device)
         pages.prefer_huge_pages(tensor)
+        self._targets.append(tensor)
+        self._wants.append(Want(saved.name, Box(offsets, shape), own=own))
         return tensor
+
+    def _first(self, target: Target, name: str, saved: Saved | None) -> tuple[str, Saved | None]:
+        """What the live tensor gets already, under another of its names; else this."""
+        return self._filled.setdefault(target.first, (name, saved))
+
+    def _are_two(self, one: Saved, other: Saved | None) -> bool:
+        """Whether a rank that has both has not found them to be one, and they differ as far as can
+        be seen. Stages of a pipeline may each have a copy of a tied weight; those are equal."""
+        if other is None or one.name == other.name:
+            return False
+        here, there = _spans(one), _spans(other)
+        return not all(
+            self._same_bytes(rank, here[rank], there[rank]) for rank in here.keys() & there.keys()
+        )
+
+    def _same_bytes(self, rank: int, one: slice, other: slice) -> bool:
+        flat = self._images.flat(rank)
+        return flat is not None and torch.equal(flat[one], flat[other])
 
     def tree(self, rank: int, name: str) -> SavedTree | None:
         """A component's tree in the image of a saved rank."""
@@ -214,42 +270,34 @@ class Loader:
         if rank not in self._trees:
             branches = parse(self._images.skeleton(rank))
             self._trees[rank] = {
-                name: SavedTree(node, lambda: values_of(self._kept(rank)))
+                name: SavedTree(node, lambda: values_of(self._extras(rank)))
                 for name, node in branches.items()
             }
         return self._trees[rank]
 
-    def _kept(self, rank: int) -> dict[str, Any]:
+    def _extras(self, rank: int) -> Mapping[str, Any]:
         """What is no tensor in the image of a saved rank."""
-        if rank not in self._values:
+        if rank not in self._kept:
             kept = extras.decode(self._images.extras(rank), trusted=self._trusted)
             values_of(kept)  # or it is not made as ours are
-            self._values[rank] = kept
-        return self._values[rank]
+            self._kept[rank] = kept
+        return self._kept[rank]
 
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)
 
     def _live(self) -> dict[str, Live]:
-        """What each component has now, by name; tied tensors have one target."""
-        targets = {
-            leaf.name: Here(target_of(leaf), leaf.live, base_of(leaf.name)[0])
-            for leaf in self._taken.tensors
-            if not leaf.fresh
-        }
-        targets |= {
-            alias: replace(targets[first], name=base_of(alias)[0])
-            for alias, first in self._taken.aliases.items()
-            if first in targets
-        }
-        return {
-            str(name): {
-                path: targets[leaf[1]]
-                for path, leaf in leaves_of(node)
-                if leaf[0] == "t" and leaf[1] in targets
-            }
-            for name, node in self._taken.skeleton[1]
-        }
+        """What each component has now, by the keys that lead to it."""
+        leaves = {leaf.name: leaf for leaf in self._taken.tensors if not leaf.fresh}
+        aliases = self._taken.aliases
+        live: dict[str, Live] = {}
+        for component, node in self._taken.skeleton[1]:
+            of_component: Live = {}
+            live[component] = of_component
+            for path, (kind, name) in leaves_of(node):
+                if kind == "t" and (leaf := leaves.get(str(aliases.get(name, name)))) is not None:
+                    of_component[path] = target_of(leaf, name)
+        return live
 
     # --- components ----------------------------------------------------------------------------
 
@@ -260,10 +308,10 @@ class Loader:
             self._optimizer(name, component, saved, live)
         elif isinstance(component, dict):
             tree = self._tree(saved, live)
-            self._finishers.append(lambda: put_back(name, component, tree()))
+            self.finish_with(lambda: put_back(name, component, tree))
         else:
             tree = self._tree(saved, {})
-            self._finishers.append(lambda: component.load_state_dict(tree()))
+            self.finish_with(lambda: component.load_state_dict(tree))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
@@ -271,55 +319,93 @@ class Loader:
         groups = group_numbers(saved.without_tensors())
         if groups is None:  # a state_dict of its own making: only its load_state_dict knows
             tree = self._tree(saved, live)
-            self._finishers.append(lambda: optimizer.load_state_dict(tree()))
+            self.finish_with(lambda: optimizer.load_state_dict(tree))
         else:
             movable = not is_zero(self._components[name])
             loader = OptimizerLoader(
                 self, self._images, name, optimizer, self._components, movable=movable
             )
-            loader.plan(saved, live, rank=self._images.stand_in(self._rank))
+            loader.plan(saved, groups, live, rank=self._images.stand_in(self._rank))
 
     def _module(self, module: nn.Module, saved: SavedTree, live: Live) -> None:
+        own = {plain.data_ptr() for plain in _memory_of(module)}
+        copies: dict[Any, Tensor | None] = {}
+        keys = {path[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "v" or is_extra(path)}
         for path, here in live.items():
             if is_extra(path):
                 continue
-            saved_as = self.names.find(here.name, whole=here.target.whole)
-            first = self._filled.setdefault(here.target.name, (here.name, saved_as))
-            if first[0] == here.name:
-                self.want(replace(here.target, name=here.name))
-            elif saved_as is not None and _are_two(saved_as, first[1]):
-                self.differ(
-                    f"{here.name}: one tensor with {first[0]} here, but not in the checkpoint"
-                )
-        keys = {path[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "v" or is_extra(path)}
-        if keys:  # extra state: only the module knows where it belongs
-            nodes = tuple((key, node) for key, node in saved.node[1] if key in keys)
-            tree = self._tree(SavedTree(("d", nodes), lambda: saved.values), {})
-            self._finishers.append(lambda: module.load_state_dict({**tree_of(module), **tree()}))
+            if here.tensor.data_ptr() in own or not here.tensor.numel():
+                self._fill(here)
+            elif len(path) == 1:  # of a state_dict's own making: load_state_dict knows the way back
+                copies[path[0]] = self._like(here.name, here)
+            else:
+                keys.add(path[0])
 
-    def _tree(self, saved: SavedTree, live: Live) -> Callable[[], Any]:
+        def tensor(path: Path, name: str) -> Tensor | None:
+            here = None if is_extra(path) else live.get(path)
+            if here is None:
+                return self.fresh(name)
+            return here.live if here.tensor.data_ptr() in own else self._like(name, here)
+
+        nodes = tuple((key, node) for key, node in saved.node[1] if key in keys - copies.keys())
+        more = self.built(saved, ("d", nodes), tensor)
+        if nodes or copies:  # beside them what is filled by then: load_state_dict wants all
+            self.finish_with(lambda: module.load_state_dict({**tree_of(module), **copies, **more}))
+
+    def _like(self, name: str, here: Target) -> Tensor | None:
+        return self.fresh(name, here.tensor.device, like=here.live)
+
+    def _fill(self, here: Target) -> None:
+        """A tensor of a module, where it is."""
+        saved = self.names.find(here.name, whole=here.whole)
+        first, other = self._first(here, here.name, saved)
+        if first == here.name:
+            self._want(here, saved)
+        elif saved is not None and self._are_two(saved, other):
+            self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
+
+    def _tree(self, saved: SavedTree, live: Live) -> Any:
         """A saved tree: tensors in place where there are some, else new ones."""
-        arrays = set(arrays_of(saved.node))
+        arrays = {base_of(name)[0] for name in arrays_of(saved.node)}
+        return self.built(
+            saved,
+            saved.node,
+            lambda path, name: self.kept(name, None if name in arrays else live.get(path)),
+        )
+
+    def built(
+        self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
+    ) -> Any:
+        """A part of a saved tree, over tensors that `copy` fills; `tensor` makes them."""
+        leaves = list(leaves_of(node))
         made = {
-            leaf[1]: self.kept(base_of(leaf[1])[0], None if leaf[1] in arrays else live.get(path))
-            for path, leaf in leaves_of(saved.node)
-            if leaf[0] == "t"
+            leaf[1]: tensor(path, base_of(leaf[1])[0]) for path, leaf in leaves if leaf[0] == "t"
         }
-        tree = build(saved.node, made.__getitem__, saved.values.__getitem__)  # or it makes no sense
-        return lambda: tree
+        values = saved.values if len(made) < len(leaves) else []
+        return build(node, made.__getitem__, values.__getitem__)  # or it makes no sense
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Do this once all tensors are filled."""
         self._finishers.append(finish)
 
 
-def _are_two(one: Saved, other: Saved | None) -> bool:
-    """Whether a rank that has both has not found them to be one. Stages of a pipeline may each
-    have a copy of a tied weight; those are equal."""
-    if other is None or one.name == other.name:
-        return False
-    ranks = [set(it.ranks[(it.sizes > 0).all(1)].tolist()) for it in (one, other)]
-    return bool(ranks[0] & ranks[1])
+def _memory_of(module: nn.Module) -> Iterator[Tensor]:
+    """The plain tensors that its parameters and buffers lie in."""
+    for one in (*module.parameters(), *module.buffers()):
+        for _, plain in plain_tensors(one, ""):
+            yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+
+
+def _spans(saved: Saved) -> dict[int, slice]:
+    """The bytes of a saved tensor in the image of each rank that has any."""
+    itemsize = DTYPE_OF[saved.dtype].itemsize
+    sizes = (saved.sizes.prod(dim=1) * itemsize).tolist()
+    rows = zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True)
+    return {rank: slice(begin, begin + size) for rank, begin, size in rows if size}
+
+
+def _missing(name: str) -> str:
+    return f"{name}: in the checkpoint, missing here"
 
 
 def check_unused(everyone: Sequence[bytes]) -> None:
@@ -328,4 +414,4 @@ def check_unused(everyone: Sequence[bytes]) -> None:
     for one in everyone:
         names = set(zlib.decompress(one).decode("utf-8", "surrogatepass").split("\n")) - {""}
         left = names if left is None else left & names
-    raise_differences([f"{one}: in the checkpoint, missing here" for one in sorted(left or ())])
+    raise_differences([_missing(one) for one in sorted(left or ())])

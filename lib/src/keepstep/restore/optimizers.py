@@ -9,7 +9,7 @@ that no module here knows keeps its number as its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from keepstep.restore.boxes import Saved
 from keepstep.restore.images import Images
 from keepstep.restore.pairing import (
+    SavedParameter,
     bring_in_order,
-    group_numbers,
     is_capturable,
     live_numbers,
     load_exactly,
@@ -27,9 +27,9 @@ from keepstep.restore.pairing import (
     saved_parameters,
     state_device,
 )
-from keepstep.restore.targets import Live, Path, SavedTree, Target, base_of, describe_saved
+from keepstep.restore.targets import Live, Path, SavedTree, describe_saved
 from keepstep.state import sharding
-from keepstep.state.leaves import Node, build, leaves_of
+from keepstep.state.leaves import Node
 
 if TYPE_CHECKING:
     from keepstep.restore.load import Loader
@@ -59,16 +59,15 @@ class OptimizerLoader:
             self._called.setdefault(id(parameter), []).append(path)
         self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self._at = {id(one): at for at, one in enumerate(self._parameters)}
-        self._state: list[tuple[Any, bool, Callable[[], Any]]] = []
+        self._state: list[tuple[Any, bool, Any]] = []
         self._found: set[int] = set()
 
-    def plan(self, saved: SavedTree, live: Live, *, rank: int) -> None:
+    def plan(self, saved: SavedTree, groups: _Groups, live: Live, *, rank: int) -> None:
         """Compare and plan; the loader notes the differences. `saved`: of saved rank `rank`, whose
-        values this one takes."""
-        groups = group_numbers(saved.without_tensors()) or []
+        values this one takes; `groups`: the numbers of the parameters in each."""
         told = self._told(rank, saved)
         numbers = live_numbers(self._parameters, groups, told, self._names)
-        self._check_parameters()
+        self._check_parameters(groups, told, numbers)
         order = self._order(groups, numbers)
         if order is None:
             return
@@ -79,20 +78,24 @@ class OptimizerLoader:
                 self._parameter(numbers[key], saved, node, live)
             elif type(key) is not int or not 0 <= key < count:
                 self._other(key, saved, node, live)
-        self._state_of_others(live)
+        if not self._loader.alone:
+            self._state_of_others(live)
         position = {at: number for number, at in numbers.items()}
         members = [self._members(at, position) for at in order]
         options = self._options(saved, branches["param_groups"], live, order)
-        self._loader.finish_with(lambda: self._finish(options(), order, members))
+        self._loader.finish_with(lambda: self._finish(options, order, members))
 
     # --- who is who ----------------------------------------------------------------------------
 
-    def _told(self, rank: int, saved: SavedTree) -> dict[int, Any]:
+    def _told(self, rank: int, saved: SavedTree) -> dict[int, SavedParameter]:
         told = self._images.parameters(rank, self._name)
         return saved_parameters(self._name, saved.node, told)
 
-    def _check_parameters(self) -> None:
-        """Against what any of the images says: each may have only a part of the parameters."""
+    def _check_parameters(
+        self, groups: _Groups, told: Mapping[int, SavedParameter], numbers: Mapping[int, int]
+    ) -> None:
+        """Against what any of the images says: each may have only a part of the parameters. This
+        rank's own alone has all of them, and no others."""
         shapes = dict(self._images.all_parameters(self._name))
         for at, parameter in enumerate(self._parameters):
             names = self._called.get(id(parameter), [str(at)])
@@ -105,6 +108,13 @@ class OptimizerLoader:
                 self._loader.differ(
                     f"{self._name}: its parameter {saved_as}: {list(shapes[saved_as])} in the"
                     f" checkpoint, {list(parameter.shape)} here"
+                )
+        if self._loader.alone:
+            for number in (one for group in groups for one in group if one not in numbers):
+                name = told[number].name if number in told else None
+                self._loader.differ(
+                    f"{self._name}: has the parameter {name or number} in the checkpoint, but not"
+                    " here"
                 )
 
     def _order(self, groups: _Groups, numbers: Mapping[int, int]) -> list[int] | None:
@@ -203,15 +213,41 @@ class OptimizerLoader:
 
     def _parameter(self, at: int, saved: SavedTree, node: Node, live: Live) -> None:
         """The state of one parameter, from its node in a saved tree."""
+        parameter = self._parameters[at]
+        sharded, home = sharding.is_dtensor(parameter), self._home(parameter)
 
         def tensor(path: Path, name: str) -> Tensor | None:
             here = live.get(("state", at, *path))
             if here is not None:
                 return self._loader.kept(name, here)
-            return self._fresh(at, name, counter=path == ("step",))
+            found = self._loader.names.find(name)
+            if found is None:
+                return self._loader.fresh(name)  # which says so
+            if sharded and self._is_unplaced(name, found, parameter):
+                return None
+            device = state_device(
+                found.device,
+                parameter.device,
+                home=home,
+                counter=path == ("step",) and not is_capturable(self._optimizer, at),
+            )
+            # replicas of what is not sharded are bit-equal: all ranks of a node take the same one
+            like = parameter if sharded else None
+            return self._loader.made(found, device, like=like, own=sharded)
 
         self._found.add(at)
-        self._state.append((at, True, self._builder(saved, node, tensor)))
+        self._state.append((at, True, self._loader.built(saved, node, tensor)))
+
+    def _is_unplaced(self, name: str, saved: Saved, parameter: Tensor) -> bool:
+        """Whether nobody can tell what of this state belongs here; then it is a difference."""
+        if self._loader.alone or saved.shape in ((), tuple(parameter.shape)):
+            return False
+        self._loader.differ(
+            f"{name}: {describe_saved(saved)} in the checkpoint, for a parameter of"
+            f" {list(parameter.shape)} that is sharded here: take one optimizer step before"
+            " restore(), so that its place is known"
+        )
+        return True
 
     def _other(self, key: Any, saved: SavedTree, node: Node, live: Live) -> None:
         """State that is of no parameter, under a key that the optimizer has chosen."""
@@ -219,67 +255,23 @@ class OptimizerLoader:
         def tensor(path: Path, name: str) -> Tensor | None:
             return self._loader.kept(name, live.get(("state", key, *path)))
 
-        self._state.append((key, False, self._builder(saved, node, tensor)))
+        self._state.append((key, False, self._loader.built(saved, node, tensor)))
 
-    def _options(
-        self, saved: SavedTree, node: Node, live: Live, order: Sequence[int]
-    ) -> Callable[[], list[dict[str, Any]]]:
+    def _options(self, saved: SavedTree, node: Node, live: Live, order: Sequence[int]) -> Any:
         """The groups of the checkpoint; a learning rate may be a tensor."""
 
         def tensor(path: Path, name: str) -> Tensor | None:
             return self._loader.kept(name, live.get(("param_groups", order[path[0]], *path[1:])))
 
-        return self._builder(saved, node, tensor)
-
-    def _builder(
-        self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
-    ) -> Callable[[], Any]:
-        made = {
-            leaf[1]: tensor(path, base_of(leaf[1])[0])
-            for path, leaf in leaves_of(node)
-            if leaf[0] == "t"
-        }
-        values = saved.values if any(leaf[0] == "v" for _, leaf in leaves_of(node)) else []
-        tree = build(node, made.__getitem__, values.__getitem__)  # or it makes no sense
-        return lambda: tree
-
-    def _fresh(self, at: int, name: str, *, counter: bool) -> Tensor | None:
-        parameter = self._parameters[at]
-        saved = self._loader.names.find(name)
-        if saved is None:
-            return self._loader.fresh(name)  # which says so
-        device = state_device(
-            saved.device,
-            parameter.device,
-            home=self._home(parameter),
-            counter=counter and not is_capturable(self._optimizer, at),
-        )
-        if not sharding.is_dtensor(parameter):
-            # replicas of it are bit-equal: all ranks of a node take the same one
-            return self._loader.fresh(name, device, own=False)
-        if saved.shape == tuple(parameter.shape):
-            return self._placed_as(parameter, name, saved, device)
-        if saved.shape:
-            self._loader.differ(
-                f"{name}: {describe_saved(saved)} in the checkpoint, for a parameter of"
-                f" {list(parameter.shape)} that is sharded here: take one optimizer step before"
-                " restore(), so that its place is known"
-            )
-            return None
-        return self._loader.fresh(name, device)
+        return self._loader.built(saved, node, tensor)
 
     def _home(self, parameter: Tensor) -> str | None:
         """Where the parameter was when it was saved."""
-        found = (self._images.index.find(one) for one in self._called.get(id(parameter), ()))
-        return next((one.device for one in found if one is not None), None)
-
-    def _placed_as(
-        self, parameter: Tensor, name: str, saved: Saved, device: torch.device
-    ) -> Tensor:
-        made = self._loader.empty(saved, tuple(sharding.local_of(parameter).shape), device)
-        offsets = sharding.sharing_of(parameter, name).offsets
-        self._loader.want(Target(name, made, offsets, tuple(parameter.shape)))
-        return sharding.like(parameter, made)
+        for name in self._called.get(id(parameter), ()):
+            found = self._images.index.find(name)
+            if found is not None:
+                return found.device
+        return None
 
     def _finish(
         self,
@@ -290,7 +282,7 @@ class OptimizerLoader:
         bring_in_order(self._optimizer, order, members)
         numbers = {id(one): at for at, one in enumerate(one for row in members for one in row)}
         state = {
-            numbers[id(self._parameters[key])] if of_parameter else key: made()
+            numbers[id(self._parameters[key])] if of_parameter else key: made
             for key, of_parameter, made in self._state
         }
         merged = []

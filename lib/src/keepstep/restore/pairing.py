@@ -11,21 +11,20 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keepstep.image import Parameters
-from keepstep.restore.targets import base_of
+from keepstep.restore.targets import Path, base_of
 from keepstep.state.leaves import Node, device_of, leaves_of
 from keepstep.state.wrappers import unwrap
 
 log = logging.getLogger("keepstep")
 
 _CPU = torch.device("cpu")
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,73 +33,6 @@ class SavedParameter:
 
     name: str | None
     shape: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """`differences`: why the two do not go together; else each saved number has a live one, and
-    each saved group a live one of the same parameters."""
-
-    optimizer: torch.optim.Optimizer
-    differences: Sequence[str]
-    _live: Sequence[Tensor] = ()
-    _saved: Sequence[Sequence[int]] = ()
-    _numbers: Mapping[int, int] = field(default_factory=dict)
-    _groups: Sequence[int] = ()
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        *,
-        groups: Sequence[Sequence[int]],
-        saved: Mapping[int, SavedParameter],
-        names: Mapping[str, Tensor],
-        movable: bool,
-    ) -> Pairing:
-        """`groups`: of the checkpoint, the numbers in each. `names`: of the parameters here, see
-        `parameter_names`. `movable`: whether the groups here may be brought into another order."""
-        live = [one for group in optimizer.param_groups for one in group["params"]]
-        numbers = live_numbers(live, groups, saved, names)
-        differences = list(_differences(live, groups, saved, names, numbers))
-        if differences:
-            return cls(optimizer, differences)
-        order = _order(optimizer, groups, numbers)
-        if order is None:
-            here = [len(group["params"]) for group in optimizer.param_groups]
-            text = (
-                f"parameter groups of {[len(one) for one in groups]} parameters in the checkpoint,"
-                f" of {here} here, or of other parameters"
-            )
-            return cls(optimizer, [text])
-        if not movable and order != list(range(len(order))):
-            return cls(optimizer, ["its parameter groups come in another order than here"])
-        return cls(optimizer, [], live, groups, numbers, order)
-
-    def path(self, path: _Path) -> _Path:
-        """Where a saved path of the optimizer's tree is here."""
-        if path[0] == "state" and self._is_number(path):
-            return "state", self._numbers[path[1]], *path[2:]
-        if path[0] == "param_groups" and len(path) > 1:
-            return "param_groups", self._groups[path[1]], *path[2:]
-        return path
-
-    def parameter(self, path: _Path) -> Tensor | None:
-        """The parameter whose state a saved path is; None for anything else."""
-        return self._live[self._numbers[path[1]]] if self._is_number(path) else None
-
-    def capturable(self, path: _Path) -> bool:
-        """Whether by convention the step counter of that parameter lies on its device."""
-        return is_capturable(self.optimizer, self._numbers[path[1]])
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its state, numbered as it was saved."""
-        members = [[self._live[self._numbers[one]] for one in group] for group in self._saved]
-        bring_in_order(self.optimizer, self._groups, members)
-        load_exactly(self.optimizer, state)
-
-    def _is_number(self, path: _Path) -> bool:
-        return len(path) > 2 and path[0] == "state" and path[1] in self._numbers
 
 
 def bring_in_order(
@@ -180,7 +112,7 @@ def saved_parameters(
     }
 
 
-def _parameter_of(component: str, tensor: str, path: _Path) -> str | None:
+def _parameter_of(component: str, tensor: str, path: Path) -> str | None:
     """The parameter after which a tensor of an optimizer's state is named; `path`: in its tree."""
     name = base_of(tensor)[0].rstrip("~")
     begin, end = f"{component}.state.", "." + ".".join(map(str, path[2:]))
@@ -217,48 +149,6 @@ def live_numbers(
             unnamed.append(number)
     taken = set(numbers.values())
     return numbers | {one: one for one in unnamed if one < len(live) and one not in taken}
-
-
-def _differences(
-    live: Sequence[Tensor],
-    groups: Iterable[Sequence[int]],
-    saved: Mapping[int, SavedParameter],
-    names: Mapping[str, Tensor],
-    numbers: Mapping[int, int],
-) -> Iterable[str]:
-    unknown = SavedParameter(None, None)
-    for number in (one for group in groups for one in group):
-        one = saved.get(number, unknown)
-        if number not in numbers:
-            yield f"has the parameter {one.name or number} in the checkpoint, but not here"
-        elif one.shape not in (None, tuple(live[numbers[number]].shape)):
-            yield (
-                f"its parameter {one.name or number}: {list(one.shape or ())} in the checkpoint,"
-                f" {list(live[numbers[number]].shape)} here"
-            )
-    called = {id(parameter): name for name, parameter in names.items()}
-    for number in sorted(set(range(len(live))) - set(numbers.values())):
-        name = called.get(id(live[number]), str(number))
-        yield f"has the parameter {name} here, but not in the checkpoint"
-
-
-def _order(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Sequence[int]], numbers: Mapping[int, int]
-) -> list[int] | None:
-    """The live group for each saved one; None if they do not hold the same parameters."""
-    left = []
-    first = 0
-    for here in optimizer.param_groups:
-        left.append(set(range(first, first + len(here["params"]))))
-        first += len(here["params"])
-    order: list[int] = []
-    for saved in groups:
-        wanted = {numbers[one] for one in saved}
-        found = next((at for at, one in enumerate(left) if one == wanted and at not in order), None)
-        if found is None:
-            return None
-        order.append(found)
-    return order if len(order) == len(left) else None
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +28,7 @@ _SHOWN = 20
 _RANKS_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """A box to fill. `own`: the value of the same rank is better than an equal one of another, as
     for buffers, which differ a little between replicas."""
 
@@ -53,27 +54,39 @@ class Piece:
     at: tuple[int, ...]
 
 
+class Whole(NamedTuple):
+    """A want that is one saved box of an image in memory: the simplest piece, and all of them where
+    a rank goes on from its own image."""
+
+    rank: int
+    begin: int
+    want: int
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All pieces. A row of `columns`: rank, begin, want, then the four tuples of `Piece`, padded in
-    front to `dims`. Rows are sorted by rank and begin: the order of the files, and the same on all
-    ranks, so that those of a node can share what they read."""
+    """All pieces: the `wholes`, and the rows of `columns`: rank, begin, want, then the four tuples
+    of `Piece`, padded in front to `dims`. Rows are sorted by rank and begin: the order of the
+    files, and the same on all ranks, so that those of a node can share what they read."""
 
     wants: Sequence[Want]
     columns: Tensor
     dims: int
+    wholes: Sequence[Whole] = ()
 
     def pieces(self) -> Iterator[Piece]:
+        """All of them."""
+        for rank, begin, want in self.wholes:
+            sizes = self.wants[want].box.sizes
+            at = (0,) * len(sizes)
+            yield Piece(rank, begin, want, sizes, at, sizes, at)
+        yield from self.parts()
+
+    def parts(self) -> Iterator[Piece]:
         """The rows as objects, made as they are asked for."""
         for rows in self.columns.split(4096):
             for row in rows.tolist():
                 yield self._piece(row)
-
-    @property
-    def ranks(self) -> list[int]:
-        """Whose images are read."""
-        ranks: list[int] = self.columns[:, 0].unique().tolist()
-        return ranks
 
     def _piece(self, row: list[int]) -> Piece:
         dims = len(self.wants[row[2]].box.sizes)
@@ -92,8 +105,8 @@ def make(
     nearness: Sequence[int],
     reader: int | None = None,
 ) -> Plan:
-    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer. `reader`: the rank
-    of which every rank of this node takes the order among equal boxes; None: this one.
+    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer, 0 in memory.
+    `reader`: the rank whose order among equal boxes every rank of this node takes; None: this one.
 
     Raises CoverageError that names every box that nobody holds, held twice, or contradictory.
     """
@@ -101,12 +114,13 @@ def make(
     for number, want in enumerate(wants):
         planner.add(number, want)
     planner.raise_problems()
-    dims = max((len(want.box.sizes) for want in wants), default=0)
-    columns = [_padded(rows, dims) for rows in planner.rows]
-    joined = torch.cat(columns) if columns else torch.empty(0, 3 + 4 * dims, dtype=torch.int64)
+    if not planner.rows:
+        return Plan(wants, torch.empty(0, 3, dtype=torch.int64), 0, planner.wholes)
+    dims = max(len(want.box.sizes) for want in wants)
+    joined = torch.cat([_padded(rows, dims) for rows in planner.rows])
     order = joined[:, 1].argsort(stable=True)
     order = order[joined[:, 0][order].argsort(stable=True)]
-    return Plan(wants, joined[order], dims)
+    return Plan(wants, joined[order], dims, planner.wholes)
 
 
 def _padded(rows: Tensor, dims: int) -> Tensor:
@@ -121,12 +135,24 @@ def _padded(rows: Tensor, dims: int) -> Tensor:
 class _Planner:
     def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
         self.rows: list[Tensor] = []
+        self.wholes: list[Whole] = []
+        self._nearness = nearness
         self._index = index
-        saved = torch.arange(index.world, dtype=torch.int64)
-        turn = (saved - reader) % index.world
-        self._order = torch.tensor(nearness, dtype=torch.int64) * index.world + turn
-        self._own_order = torch.where(saved == rank % index.world, -1, self._order)
+        self._rank, self._reader = rank, reader
         self._problems: list[str] = []
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Of each saved rank: the lowest is read."""
+        world = self._index.world
+        turn = (torch.arange(world, dtype=torch.int64) - self._reader) % world
+        return torch.tensor(self._nearness, dtype=torch.int64) * world + turn
+
+    @cached_property
+    def _own_order(self) -> Tensor:
+        order = self._order.clone()
+        order[self._rank % self._index.world] = -1
+        return order
 
     def add(self, number: int, want: Want) -> None:
         if want.box.empty:
@@ -137,6 +163,10 @@ class _Planner:
             return
         if saved.name in self._index.conflicts:
             self._problems.append(f"{saved.name}: {self._index.conflicts[saved.name]}")
+            return
+        only = saved.only(want.box)
+        if only is not None and not self._nearness[only[0]]:
+            self.wholes.append(Whole(*only, number))
             return
         hit, lows, highs = intersect(saved, want.box)
         order = (self._own_order if want.own else self._order)[saved.ranks[hit]]

@@ -1,9 +1,9 @@
 """One rank's way back to a step that all ranks chose, in stages that all of them go through.
 
-A rank whose own image fits its live tensors maps that image and copies it (*direct*). Any other
-assembles its state from the images of all ranks that saved the step (`keepstep.restore`): after
-a change of world size or of layout, where its own image holds only its part of a replica, or where
-its own image is lost and a twin's is not. Ranks may differ in that; what counts is that all come to
+A rank whose own image fits its live tensors goes on from that alone (*direct*). Any other assembles
+its state from the images of all ranks that saved the step: after a change of world size or of
+layout, where its own image holds only its part of a replica, or where its own image is lost and a
+twin's is not. Ranks may differ in that; what counts is that all come to
 the same step. Nothing is changed before every rank knows that it can get all that it needs, and
 no component gets its values before every rank has filled its tensors: what a failure in between
 leaves behind are tensors that the next attempt fills, or nobody can train on (`Torn`).
@@ -12,9 +12,10 @@ leaves behind are tensors that the next attempt fills, or nobody can train on (`
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +26,7 @@ from keepstep.client.session import RESTORE_S, Link
 from keepstep.client.slot import SlotMapping
 from keepstep.core.vote import Decision
 from keepstep.errors import ForeignError, ImageError, MismatchError, RestoreError, SidecarError
-from keepstep.image import Layout, TensorSpec, check_control, extras
-from keepstep.restore import in_place
+from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused
 from keepstep.state import rng
@@ -42,6 +42,18 @@ _BAD_SLOTS = 3
 """More than these, and the step is left out: a sidecar that hands out the same slot again."""
 
 Stage = Callable[[Sequence[Any]], Any]
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A plan is many small objects and no garbage: to look for some in between only takes time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Restore:
@@ -74,9 +86,9 @@ class Restore:
         self._rank, self._rng, self._trusted = rank, rng, trusted
         self._torn, self._reader = torn, reader
         self._slot: SlotMapping | None = None
-        self._loader: Loader | in_place.Loading
+        self._control: ControlPage
+        self._loader: Loader
         self._kept: dict[str, Any] = {}
-        self._rng_state: dict[str, Any] = {}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -121,6 +133,7 @@ class Restore:
         )
         return self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
 
+    @_without_collections()
     def _map(self, path: str) -> None:
         """Map a slot and read all that is no tensor. Raises ImageError or OSError when it is not
         the image that it should be, MismatchError for one of `keepstep.dcp`."""
@@ -133,39 +146,46 @@ class Restore:
         begin = slot.layout.extras_begin
         text = bytes(slot.memory[begin : begin + control.extras_bytes])
         self._kept = extras.decode(text, trusted=self._trusted)
-        self._slot = slot
+        values_of(self._kept)
+        self._control, self._slot = control, slot
 
+    @_without_collections()
     def _plan(self, _: Sequence[Any]) -> bytes:
         """Returns the names that this rank has no place for."""
         taken = self._take()
-        unused = b""
-        if self._slot is not None and fits(self._slot.layout, taken):
-            self._loader = self._plan_direct(self._slot, taken)
-        else:
-            self._loader = loader = self._plan_assembly(taken)
-            unused = loader.unused()
-        # all else lives on only where it is filled: it gives way to what the step holds
+        slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
+        self._loader = loader = Loader(
+            self._components,
+            taken,
+            self._all_images() if slot is None else self._own_image(slot),
+            rank=self._rank,
+            reader=self._reader,
+            trusted=self._trusted,
+            kept=None if slot is None else self._kept,
+        )
+        loader.plan()
+        self._torn.check(self._id, self._lasting(taken), loader.targets)
+        return loader.unused()
+
+    def _lasting(self, taken: Taken) -> Iterator[Tensor]:
+        """Tensors of modules. All else lives on only where it is filled: it gives way to what the
+        step holds."""
         modules = {
             name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
         }
-        live = (one.whole for path, one in taken.by_path.items() if path[0] in modules)
-        self._torn.check(self._id, live, self._loader.targets)
-        return unused
+        for path, one in taken.by_path.items():
+            if path[0] in modules:
+                yield one.whole
 
-    def _plan_assembly(self, taken: Taken) -> Loader:
-        images = Images.find(self._link, self._id, self._timeout_s)
-        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
-        loader = Loader(self._components, taken, images, rank=self._rank, reader=self._reader)
-        loader.plan(trusted=self._trusted)
-        self._rng_state = loader.rng or {}
-        return loader
-
-    def _plan_direct(self, slot: SlotMapping, taken: Taken) -> in_place.Loading:
-        plan = in_place.plan(self._components, slot, values_of(self._kept), taken)
-        self._rng_state = self._kept.get("rng", {})
+    def _own_image(self, slot: SlotMapping) -> Images:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             slot.register()
-        return plan
+        return Images.of_slot(self._link, slot, self._control)
+
+    def _all_images(self) -> Images:
+        images = Images.find(self._link, self._id, self._timeout_s)
+        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        return images
 
     def _copy(self, unused: Sequence[Any]) -> None:
         # a rank that went on from its own image has compared all names with it already
@@ -178,8 +198,8 @@ class Restore:
         self._loader.finish()
         after_loading(self._components)
         if self._rng:
-            rng.apply(self._rng_state)
-        if self._rng and not self._rng_state and not self._direct:
+            rng.apply(self._loader.rng or {})
+        if self._rng and not self._loader.rng and not self._direct:
             log.warning(
                 "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
                 " random generators is out of reach, they stay as they are",
@@ -192,7 +212,7 @@ def fits(layout: Layout, taken: Taken) -> bool:
     """Whether an image of this rank alone can fill the live tensors.
 
     Not where it holds only this rank's part of a replica. Differences that are no matter of layout
-    (another shape of the whole tensor, another dtype) are left to the comparison in `in_place`.
+    (another shape of the whole tensor, another dtype) are left to the comparison in `Loader`.
     """
     for leaf, spec in zip(taken.tensors, taken.specs, strict=True):
         entry = layout.entries.get(layout.aliases.get(spec.name, spec.name))

@@ -9,59 +9,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from keepstep.errors import MismatchError
 from keepstep.image import Section, local_name
-from keepstep.restore.boxes import Box, Index, Saved
+from keepstep.restore.boxes import Index, Saved
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import Node, TensorLeaf, build, check_values
 
+_MARK = "@rank-"
 _LOCAL = re.compile(r"^(.*)@rank-(\d{5,})$", re.DOTALL)
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """A local tensor, and which box of the global tensor `shape` it is."""
+class Target(NamedTuple):
+    """A local tensor, and which box of the global tensor `shape` it is.
+
+    `name`: that it would be saved under; `first`: the name of the first of those that are tied to
+    one tensor. `live`: what the user has, a DTensor perhaps; None for a new one. `own`: see `Want`.
+    """
 
     name: str
+    first: str
     tensor: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     own: bool = False
-
-    @property
-    def box(self) -> Box:
-        """What to fill."""
-        return Box(self.offsets, tuple(self.tensor.shape))
+    live: Tensor | None = None
 
     @property
     def whole(self) -> bool:
         """Whether all of the global tensor is here."""
-        return tuple(self.tensor.shape) == self.shape
+        return self.tensor.shape == self.shape
 
 
-def target_of(leaf: TensorLeaf) -> Target:
-    """All of a leaf that lies here, also where this rank stages only a part of it."""
-    name, _ = base_of(leaf.name)
+def target_of(leaf: TensorLeaf, name: str) -> Target:
+    """All of a leaf that lies here, also where this rank stages only a part of it; under `name`,
+    which is not the leaf's own where it is tied to another one."""
+    first = base_of(leaf.name)[0]
     return Target(
-        name=name,
-        tensor=leaf.whole.detach(),
+        name=first if name == leaf.name else base_of(name)[0],
+        first=first,
+        tensor=leaf.whole,
         offsets=leaf.whole_offsets,
         shape=tuple(leaf.whole.shape) if leaf.sharing is None else leaf.sharing.global_shape,
         own=leaf.section is Section.REST,
+        live=leaf.live,
     )
 
 
 def base_of(name: str) -> tuple[str, int | None]:
     """A stored name without its rank, and that rank if it has one."""
-    match = _LOCAL.match(name)
+    match = _LOCAL.match(name) if _MARK in name else None
     return (match[1], int(match[2])) if match else (name, None)
 
 
@@ -72,25 +75,32 @@ class Names:
     def __init__(self, index: Index, rank: int) -> None:
         self._index = index
         self._rank = rank
-        self.used: set[str] = set()
+        self._used: set[str] = set()
         self._locals: dict[str, list[int]] = {}
         for name in (*index.tensors, *index.aliases):
-            base, owner = base_of(name)
-            if owner is not None:
-                self._locals.setdefault(base, []).append(owner)
+            if _MARK in name:
+                base, owner = base_of(name)
+                if owner is not None:
+                    self._locals.setdefault(base, []).append(owner)
 
     @property
     def bases(self) -> set[str]:
         """All names, without ranks."""
         return {base_of(one)[0] for one in self._index.tensors}
 
+    @property
+    def unused(self) -> set[str]:
+        """Those of `bases` that nothing was found by."""
+        left = {base_of(one)[0] for one in self._index.tensors.keys() - self._used}
+        return left - {base_of(one)[0] for one in self._used} if left else left
+
     def find(self, name: str, *, whole: bool = True) -> Saved | None:
         """`whole` False: only a box of it is wanted here and others by other ranks, which must all
         come from the same rank's tensor."""
-        saved = self._own(name) if whole else None
+        saved = self._own(name) if whole and self._locals else None
         saved = saved or self._index.find(name) or self._anybody(name)
         if saved is not None:
-            self.used.add(base_of(saved.name)[0])
+            self._used.add(saved.name)
         return saved
 
     def _own(self, name: str) -> Saved | None:
@@ -115,17 +125,7 @@ def describe_saved(saved: Saved) -> str:
 Path = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Here:
-    """A live tensor of a component: what is to be filled, the object that the user has (a DTensor
-    perhaps), and the name that it would be saved under, which of a tied one is not the target's."""
-
-    target: Target
-    live: Tensor
-    name: str
-
-
-Live = dict[Path, Here]
+Live = dict[Path, Target]
 """A component's tensors by the keys that lead to them."""
 
 

@@ -45,19 +45,23 @@ def run(
     must restore another step, or stop.
     """
     dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
-    total = _mapped(plan, targets, images, dtypes)
-    distant = (one for one in plan.pieces() if images.flat(one.rank) is None)
+    total = _wholes(plan, targets, images, dtypes) + _mapped(plan, targets, images, dtypes)
+    distant = (one for one in plan.parts() if images.flat(one.rank) is None)
     for load, frame in images.stream(loads(distant, dtypes)):
         for want, block in load.parts:
             source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
             total += put(_place(targets[want], block), source)
-    for target in targets:
-        if copying.is_plain(target):
-            # memmove is no torch operation: whoever watches versions must see the change
-            torch.autograd.graph.increment_version(target)
+    cut = set(plan.columns[:, 2].tolist())
+    _note_moves(targets[number] for number in cut if copying.is_plain(targets[number]))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return total
+
+
+def _note_moves(targets: Iterable[Tensor]) -> None:
+    """memmove is no torch operation: whoever watches versions must see the change."""
+    for target in targets:
+        torch.autograd.graph.increment_version(target)
 
 
 def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
@@ -82,6 +86,8 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
 def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: StepImages) -> tuple[ChunkRun, ...]:
     """The chunks that `run` may ask for, in its order: no less, and hardly more."""
     columns, dims = plan.columns, plan.dims
+    if not len(columns):
+        return ()
     element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
     stride = element[columns[:, 2]]
     first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
@@ -138,11 +144,34 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
     return tensor
 
 
+def _wholes(
+    plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
+) -> int:
+    """By address, as far as memory is plain: a view of each costs more than many of the copies."""
+    total, moves, copies, moved = 0, [], [], []
+    flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
+    addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}
+    for rank, begin, want in plan.wholes:
+        target, dtype = targets[want], dtypes[want]
+        size = target.numel() * dtype.itemsize
+        total += size
+        if target.dtype == dtype and copying.is_plain(target):
+            moves.append(copying.Move(target.data_ptr(), addresses[rank] + begin, size))
+            moved.append(target)
+        else:
+            flat, shape = flats[rank], tuple(target.shape)
+            assert flat is not None, "wholes are in memory"
+            copies.append(copying.Copy(target, flat[begin : begin + size].view(dtype).view(shape)))
+    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+    _note_moves(moved)
+    return total
+
+
 def _mapped(
     plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
 ) -> int:
     total, moves, copies = 0, [], []
-    for piece in plan.pieces():
+    for piece in plan.parts():
         flat = images.flat(piece.rank)
         if flat is None:
             continue
