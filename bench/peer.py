@@ -29,6 +29,7 @@ from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
+from tests.tiers import reading
 from tests.volume.images import empty_slot
 
 CHUNK = 8 << 20
@@ -106,7 +107,7 @@ async def ours(node: Node, slot: Any, found: Any, files: Files) -> tuple[float, 
         view = empty_slot(slot.layout)
         view[:] = bytes(len(view))  # slots are populated ahead of time
         began = time.perf_counter()
-        await node.depot.load(remotes[0], view)
+        await reading.load(node.depot, remotes[0], view)
         return sent, time.perf_counter() - began
     finally:
         buddy.kill()

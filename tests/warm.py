@@ -41,6 +41,7 @@ TRAINER = (
     "torch._dynamo",
     "torch.distributed.launcher.api",
     "torch.distributed.fsdp",
+    "torch.profiler",
     "keepstep.checkpointer",
     "keepstep.dcp",
 )

@@ -16,6 +16,7 @@ from keepstep.steps import Epoch
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
@@ -64,11 +65,17 @@ def write_step(
 
 @asynccontextmanager
 async def running(
-    config: ArchiveConfig, *, run: str = RUN, epochs: tuple[Epoch, ...] = (EPOCH,), **more: Any
+    config: ArchiveConfig,
+    *,
+    run: str = RUN,
+    epochs: tuple[Epoch, ...] = (EPOCH,),
+    facts: RunFacts | None = None,
+    **more: Any,
 ) -> AsyncIterator[ArchiveDepot]:
     """A depot that works until the block ends."""
     more = {"retry_s": QUICKLY, **more}
     depot = ArchiveDepot(config, open_store(config), run=run, epochs=lambda: epochs, **more)
+    depot.begin(facts or RunFacts())
     work = asyncio.ensure_future(depot.run())
     try:
         yield depot

@@ -19,9 +19,11 @@ from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
+from tests.tiers import reading
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
 
 
@@ -34,7 +36,9 @@ def test_a_committed_step_is_archived_with_its_record_last(
 ) -> None:
     async def scenario() -> None:
         news: list[bool] = []
-        async with running(config(archive_dir), changed=lambda: news.append(True)) as depot:
+        async with running(
+            config(archive_dir), facts=RunFacts(changed=lambda: news.append(True))
+        ) as depot:
             shards = write_step(local, 10)
             commit(depot, shards)
             assert await depot.drain(timeout_s=10)
@@ -83,14 +87,14 @@ def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
             assert await depot.drain(timeout_s=20)
             held = await depot.look()
             remote = held.shards[1]
-            layout = await depot.layout(remote)
+            layout = (await reading.manifest(depot, remote)).layout
             slot = empty_slot(layout)
-            control = await depot.load(remote, slot)
+            control = await reading.load(depot, remote, slot)
             assert bytes(slot) == shards[1].path.read_bytes()
-            assert control == await depot.control(remote)
+            assert control == (await reading.manifest(depot, remote)).control
             begin, end = chunk_bounds(layout, 1)
             piece = memoryview(bytearray(end - begin))
-            await depot.chunks(remote, [(1, piece)])
+            await reading.chunks(depot, remote, [(1, piece)])
             assert piece == slot[begin:end]
 
     asyncio.run(scenario())
@@ -105,13 +109,13 @@ def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
             assert await depot.drain(timeout_s=10)
             remote = (await depot.look()).shards[0]
             flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
-            layout = await depot.layout(remote)
+            layout = (await reading.manifest(depot, remote)).layout
             slot = empty_slot(layout)
             with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
-                await depot.load(remote, slot)
+                await reading.load(depot, remote, slot)
             assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
             with pytest.raises(DigestError, match="chunk 0"):
-                await depot.chunks(remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
+                await reading.chunks(depot, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
 
     asyncio.run(scenario())
 
@@ -258,7 +262,9 @@ def test_old_steps_go_record_first_and_the_newest_stays(local: Volume, archive_d
 
     async def scenario() -> None:
         pinned = {step_id(120)}
-        async with running(config(archive_dir, retention=policy), pinned=lambda: pinned) as depot:
+        async with running(
+            config(archive_dir, retention=policy), facts=RunFacts(pinned=lambda: pinned)
+        ) as depot:
             for step in (100, 110, 120, 130):
                 commit(depot, write_step(local, step))
                 assert await depot.drain(timeout_s=10)
@@ -278,7 +284,7 @@ def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
     async def scenario() -> None:
         nonlocal pinned
         settings = config(archive_dir, retention=Retention(last=1))
-        async with running(settings, pinned=lambda: pinned) as depot:
+        async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as depot:
             for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
                 if step == 40:
                     pinned = {step_id(10)}
@@ -324,10 +330,10 @@ def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
             commit(depot, write_step(local, 10))
             assert await depot.drain(timeout_s=10)
             remote = (await depot.look()).shards[0]
-            layout = await depot.layout(remote)
+            layout = (await reading.manifest(depot, remote)).layout
             shutil.rmtree(archive_dir)
             with pytest.raises(StorageError, match=str(archive_dir)):
-                await depot.load(remote, empty_slot(layout))
+                await reading.load(depot, remote, empty_slot(layout))
 
     asyncio.run(scenario())
 

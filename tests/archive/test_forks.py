@@ -11,11 +11,13 @@ import pytest
 from keepstep.image import check_control
 from keepstep.steps import Answer, Tier
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.fork import parse
+from keepstep_sidecar.config.restore_from import parse
 from keepstep_sidecar.tiers.archive.fork import AncestorDepot
 from keepstep_sidecar.tiers.archive.store import open_store
+from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
+from tests.tiers import reading
 from tests.volume.images import RUN, step_id
 
 
@@ -46,14 +48,14 @@ def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_t
             (1, 2, Tier.ARCHIVE),
         }
         for shard in found.shards:
-            layout = await ancestor.layout(shard)
+            layout = (await reading.manifest(ancestor, shard)).layout
             view = memoryview(mmap.mmap(-1, shard.size_bytes))
-            control = await ancestor.load(shard, view)
+            control = await reading.load(ancestor, shard, view)
             check_control(control, layout, run="second", id=step_id(10))
             assert bytes(view[layout.control_begin :]) == control.to_bytes()
         assert await store.list_below("") == before
 
-        ancestor.outgrown = lambda: True
+        ancestor.begin(RunFacts(outgrown=lambda: True))
         assert (await ancestor.look()).answer is Answer.NONE
         await ancestor.close()
 

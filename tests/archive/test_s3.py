@@ -18,8 +18,8 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
-from tests.archive.test_directory import flip
 from tests.harness import until
+from tests.tiers import reading
 from tests.volume.images import RUN, empty_slot, step_id
 
 SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image
@@ -38,15 +38,14 @@ def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucke
             held = await depot.look()
             assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
             for remote in held.shards:
-                slot = empty_slot(await depot.layout(remote))
-                await depot.load(remote, slot)
+                slot = empty_slot((await reading.manifest(depot, remote)).layout)
+                await reading.load(depot, remote, slot)
                 assert bytes(slot) == shards[remote.rank].path.read_bytes()
             status = depot.status()
-            assert (
-                status.sent_bytes
-                == status.received_bytes
-                == sum(one.size_bytes for one in held.shards)
-            )
+            size_bytes = sum(one.size_bytes for one in held.shards)
+            assert status.sent_bytes == size_bytes
+            headers = 3 * len(held.shards) * (64 << 10)  # read first, with what follows them
+            assert size_bytes <= status.received_bytes < size_bytes + headers
 
     asyncio.run(scenario())
     names = sorted(path.name for path in in_bucket(bucket, 10).iterdir())
@@ -105,8 +104,8 @@ def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
             faults.drop_after = None
             assert await depot.drain(timeout_s=30)
             remote = (await depot.look()).shards[0]
-            slot = empty_slot(await depot.layout(remote))
-            await depot.load(remote, slot)
+            slot = empty_slot((await reading.manifest(depot, remote)).layout)
+            await reading.load(depot, remote, slot)
             assert bytes(slot) == shards[0].path.read_bytes()
 
     asyncio.run(scenario())
@@ -165,14 +164,14 @@ def test_other_bytes_than_were_sent_are_never_given_out(local: Volume, bucket: B
             commit(depot, write_step(local, 10))
             assert await depot.drain(timeout_s=20)
             remote = (await depot.look()).shards[0]
-            layout = await depot.layout(remote)
+            layout = (await reading.manifest(depot, remote)).layout
             bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
             slot = empty_slot(layout)
             with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
-                await depot.load(remote, slot)
+                await reading.load(depot, remote, slot)
             assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
             bucket.proxy.faults.flip = None
-            await depot.load(remote, slot)
+            await reading.load(depot, remote, slot)
 
     asyncio.run(scenario())
 
@@ -262,19 +261,6 @@ def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
             assert [id.step for id in sorted((await depot.look()).complete)] == [3, 4, 5]
         written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
         assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
-
-    asyncio.run(scenario())
-
-
-def test_a_flipped_bit_at_rest_in_the_bucket_is_found(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10))
-            assert await depot.drain(timeout_s=20)
-            remote = (await depot.look()).shards[1]
-            flip(bucket.directory / "runs" / remote.key, at=PAGE_BYTES * 4)
-            with pytest.raises(DigestError, match="chunk 0"):
-                await depot.load(remote, empty_slot(await depot.layout(remote)))
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ import pytest
 from keepstep.core.ledger import EpochStarted, Ledger
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.config.fork import Fork, parse
+from keepstep_sidecar.config.restore_from import Fork, parse
 from keepstep_sidecar.tiers.archive.index import families
 from keepstep_sidecar.volume.run_record import RunRecord
 

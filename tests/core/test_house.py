@@ -7,10 +7,11 @@ import pytest
 from scripts import house
 
 
-@pytest.mark.parametrize("name", ["floors", "cycles", "files in the sidecar's root"])
+@pytest.mark.parametrize("name", ["floors", "cycles", "files"])
 def test_the_house_stands(name: str) -> None:
-    (figure,) = (one for one in house.figures() if one.name.startswith(name))
-    assert figure.met, f"{figure.value} {figure.name}, at most {figure.most}"
+    for figure in house.figures():
+        if figure.name.startswith(name):
+            assert figure.met, f"{figure.value} {figure.name}, at most {figure.most}"
 
 
 def test_a_circle_is_seen_and_a_chain_is_counted() -> None:

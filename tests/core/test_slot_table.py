@@ -80,3 +80,16 @@ def test_slots_that_are_made_in_the_background_are_used_as_they_come() -> None:
     assert table.assign() is None
     assert table.add() == 0
     assert table.assign() == 0
+
+
+def test_while_slots_are_being_made_none_of_the_newest_two_images_is_given_up() -> None:
+    table = _staged(2, 1, 2)
+    assert table.assign(growing=True) is None, "a crash would find no step in common"
+    table.add()
+    assert table.assign(growing=True) == 2
+    table.seal(2, _id(3))
+    assert table.assign(growing=True) == 0, "the third newest"
+
+
+def test_when_no_more_slots_come_one_of_the_newest_two_is_given_up_rather_than_a_save() -> None:
+    assert _staged(2, 1, 2).assign() == 0

@@ -41,7 +41,7 @@ from keepstep.wire.reports import ReportReply
 from keepstep_operator.reconcile import reports_api
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_sidecar.api import server
-from keepstep_sidecar.cli.run_dir import Options, Service, load_service, places_of, save_service
+from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.peer import handlers
@@ -388,20 +388,42 @@ _HOME = pathlib.Path(_FOLDER.name)
 
 
 def _service() -> dict[str, Any]:
-    places = places_of(_HOME, "demo", (_HOME / "demo",))
-    places.home.mkdir(parents=True)
-    save_service(Service(places=places, options=Options()))
-    body: dict[str, Any] = json.loads(places.record.read_text())
-    return body
+    """As a keepstep of e774dd7 wrote it."""
+    home = _HOME / "older"
+    home.mkdir(parents=True)
+    return {
+        "run": "older",
+        "volumes": [str(_HOME)],
+        "memory": str(run_dir.memory_of(_HOME, "older")),
+        "options": {"slots": 4, "memory_limit_bytes": None, "keep_every": "60.0s", "linger_s": 9.0,
+                    "archive": {"url": "s3://b", "every": 1, "endpoint": None, "region": None,
+                                "retention": {"last": 3, "every_s": 60.0, "every_steps": None}},
+                    "peers": {"listen": "h:1", "peers": ["i:1"], "replicas": 1, "files": {
+                              "certificate": "/c", "key": "/k", "authorities": "/a"}}},
+        "home": {"path": str(home), "device": home.stat().st_dev, "inode": home.stat().st_ino},
+    }  # fmt: skip
 
 
-SERVICE = _service()
+def _record() -> bytes:
+    kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive_url="s3://b")
+    kept.home.mkdir(parents=True)
+    run_dir.save(kept)
+    return kept.record.read_bytes()
+
+
+SERVICE, RECORD = _service(), _record()
 
 
 def read_service(data: bytes) -> object:
     """`service.json`, from a file."""
-    (_HOME / "demo" / "service.json").write_bytes(data)
-    return load_service(_HOME, "demo")
+    (_HOME / "older" / "service.json").write_bytes(data)
+    return run_dir.load(_HOME, "older")
+
+
+def read_record(data: bytes) -> object:
+    """`sidecar.toml`, from a file."""
+    (_HOME / "demo" / "sidecar.toml").write_bytes(data)
+    return run_dir.load(_HOME, "demo")
 
 
 def read_manifest(data: bytes) -> object:
@@ -437,6 +459,8 @@ def targets() -> tuple[Target, ...]:
                refusals=(ImageError,), bytewise=(json_of(STEP_RECORD),), reseal=reseal_step_record),
         Target(name="service.json", parse=read_service, refusals=(UsageError,),
                bytewise=(json_of(SERVICE),), reseal=reseal_json(SERVICE)),
+        Target(name="sidecar.toml", parse=read_record, refusals=(UsageError,),
+               bytewise=(RECORD,)),
         Target(name="skeleton", parse=read_skeleton,
                refusals=(FormatError,), bytewise=(SKELETON.encode(),),
                reseal=reseal_json(json.loads(SKELETON)), times=40),

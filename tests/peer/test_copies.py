@@ -9,10 +9,11 @@ import pytest
 
 from keepstep.image import verify_image
 from keepstep.steps import Answer
-from keepstep_sidecar.tiers.tier import Acquainted, Depot, Keeper
+from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
+from tests.tiers import reading
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]
@@ -24,16 +25,6 @@ async def sent(here: Node, buddy: Node, *steps: int) -> None:
         _, found = here.write(step, rank=0)
         here.depot.durable(found)
         await until(lambda step=step: (step, 0) in buddy.copies())
-
-
-async def test_the_depot_is_what_the_service_expects(node: Make) -> None:
-    one = node(0)
-    depot: Depot = one.depot
-    assert isinstance(one.depot, Keeper)
-    assert isinstance(one.depot, Acquainted)
-    assert depot.status().backlog == 0
-    async with running(one):
-        pass
 
 
 @pytest.mark.parametrize("parameters", [6000, BIG])
@@ -59,28 +50,11 @@ async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
         (remote,) = seen.shards
         assert (remote.step_id, remote.rank, remote.root) == (found.step_id, 0, found.root)
         view = empty_slot(slot.layout)
-        control = await here.depot.load(remote, view)
+        control = await reading.load(here.depot, remote, view)
         assert same(view, slot)
         assert verify_image(view, slot.layout, run=RUN, id=found.step_id) == control
-        assert await here.depot.layout(remote) == slot.layout
-        assert await here.depot.control(remote) == control
-
-
-async def test_chunks_of_what_another_pod_holds_itself_are_read(node: Make) -> None:
-    here, other = node(0), node(1)
-    here.knows(other)
-    async with running(here, other):
-        slot, _ = other.write(5, rank=1, parameters=BIG)
-        (remote,) = (await here.depot.look()).shards
-        last = slot.layout.chunk_count - 1
-        end = slot.layout.digests_begin
-        wanted = [
-            (last, memoryview(bytearray(end - last * (8 << 20)))),
-            (1, memoryview(bytearray(8 << 20))),
-        ]
-        await here.depot.chunks(remote, wanted)
-        assert wanted[0][1] == slot.view[last * (8 << 20) : end]
-        assert wanted[1][1] == slot.view[8 << 20 : 16 << 20]
+        assert (await reading.manifest(here.depot, remote)).layout == slot.layout
+        assert (await reading.manifest(here.depot, remote)).control == control
 
 
 async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
@@ -94,7 +68,7 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
         (remote,) = (await buddy.depot.look()).shards
         assert remote.where == "this pod"
         view = empty_slot(slot.layout)
-        await buddy.depot.load(remote, view)
+        await reading.load(buddy.depot, remote, view)
         assert same(view, slot)
 
 
@@ -179,7 +153,7 @@ async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: 
     async with running(again):
         await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
         assert not await again.depot.make_room(1 << 60), "it knows of no commit"
-        again.depot.commit = lambda: step_id(2)
+        again.depot.begin(RunFacts(commit=lambda: step_id(2)))
         assert await again.depot.make_room(1 << 60)
         assert again.copies() == [(2, 0)]
 

@@ -16,6 +16,7 @@ from keepstep_sidecar.volume import faults
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import BIG, Node, running, same
+from tests.tiers import reading
 from tests.volume.images import empty_slot
 
 POINTS = [point for point in faults.POINTS if point.startswith("peer.")]
@@ -83,7 +84,7 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
         seen = await here.depot.look()
         assert seen.answer is Answer.STEPS
         view = empty_slot(slot.layout)
-        await here.depot.load(seen.shards[0], view)
+        await reading.load(here.depot, seen.shards[0], view)
         assert same(view, slot)
 
 

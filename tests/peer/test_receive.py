@@ -59,7 +59,7 @@ def keeper(tmp_path: Path) -> Iterator[Volume]:
 def sealed(volume: Volume, rank: int) -> tuple[ShardName, bytes, bytes]:
     """Name, manifest and first chunk of a shard."""
     slot = staged(make_layout(rank=rank), 1)
-    data = volume.write(slot.view, slot.layout, slot.control).path.read_bytes()
+    data = volume.write(slot.view, slot.layout, slot.control).shard.path.read_bytes()
     begin, end = len(slot.layout.header), slot.layout.digests_begin
     manifest = data[:begin] + data[end:]
     return ShardName(id=step_id(1), rank=rank, world=2), manifest, data[: min(end, CHUNK_BYTES)]
@@ -135,7 +135,7 @@ def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
     sender: Volume, keeper: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in (0, 1):
-        path = sender.write(*_slot(rank)).path
+        path = sender.write(*_slot(rank)).shard.path
         target = keeper.root / "peers" / str(step_id(1)) / shard_name(rank, 2)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
@@ -179,9 +179,9 @@ def test_a_shard_has_one_name(name: str) -> None:
 class Announced:
     """A connection that announces a large body and sends next to nothing of it."""
 
-    def __init__(self, size: int, desk: handlers.Desk) -> None:
+    def __init__(self, size: int, context: handlers.ServerContext) -> None:
         self.headers = {"Content-Length": str(size)}
-        self.command, self.path, self.desk = "POST", "/v1/copies", desk
+        self.command, self.path, self.context = "POST", "/v1/copies", context
         self._may_be_large = False
         self.asked: list[int] = []
         self.rfile = SimpleNamespace(read=self._read)
@@ -195,9 +195,9 @@ class Announced:
 
 
 def test_a_body_takes_no_memory_that_was_only_announced() -> None:
-    desk = handlers.Desk(None, None)  # type: ignore[arg-type]
-    one = Announced(150 << 20, desk)
+    context = handlers.ServerContext(None, None)  # type: ignore[arg-type]
+    one = Announced(150 << 20, context)
     with pytest.raises(ConnectionError):
         handlers.Handler._body(one, handlers._LARGEST_MANIFEST)  # type: ignore[arg-type]
     assert max(one.asked) <= 1 << 20
-    assert not desk.large.acquire(blocking=False), "one large body at a time"
+    assert not context.large.acquire(blocking=False), "one large body at a time"

@@ -162,6 +162,6 @@ def test_the_command_says_what_went_and_needs_to_be_told_what(tmp_path: Path) ->
     assert "nothing was removed" in done.stderr
     done = subprocess.run([*program, "--clean"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--clean needs at least one DIR" in done.stderr
+    assert "Missing argument 'DIR...'" in done.stderr
     done = subprocess.run([*program, "--clean", "--prepare", "/x"], capture_output=True, text=True)
     assert "choose one of" in done.stderr

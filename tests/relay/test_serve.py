@@ -23,6 +23,7 @@ from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running, same
+from tests.tiers import reading
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 HELPER = 100_000_007
@@ -36,7 +37,7 @@ def authority(tmp_path: Path) -> Authority:
 @contextlib.asynccontextmanager
 async def serving(shelf: Shelf, authority: Authority) -> AsyncIterator[Peer]:
     credentials = FileCredentials(authority.files(HELPER))
-    server = Server("127.0.0.1:0", credentials, shelf.desk)
+    server = Server("127.0.0.1:0", credentials, shelf.context)
     server.start()
     try:
         yield Peer(node_rank=HELPER, address=f"127.0.0.1:{server.port}")
@@ -83,7 +84,7 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
         (remote,) = seen.shards
         assert (remote.step_id, remote.rank, remote.tier) == (found.step_id, 1, Tier.PEER)
         view = empty_slot(slot.layout)
-        await depot.load(remote, view)
+        await reading.load(depot, remote, view)
         assert same(view, slot)
     assert _files(directory) == before, "nothing was written, locked or moved"
     await depot.close()
@@ -116,7 +117,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
     shelf = Shelf([directory], run=RUN)
     assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
     newest = Wanted(ranks={0: (found.step_id,)}, committed=found.step_id)
-    assert shelf.desk.copies.want(newest, sender=0) == 0
+    assert shelf.context.copies.want(newest, sender=0) == 0
     assert len(shelf.look().shards) == 2
 
 
@@ -127,7 +128,7 @@ def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> N
     told = report(shelf.look(), address="10.0.0.9:9465", started_at=1.0, sequence=3)
     (one,) = told.ranks
     assert told.ready
-    assert [held.id for held in one.peer] == [first.id, second.id]
+    assert [held.id for held in one.peer] == [first.step_id, second.step_id]
     assert [held.root for held in one.peer] == [first.root, second.root]
     assert (one.alive, one.local, one.local_answer) == (False, (), Answer.NONE)
     assert one.peer_answer is Answer.STEPS

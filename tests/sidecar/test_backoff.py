@@ -8,9 +8,10 @@ from typing import Any
 
 from operator_host import make_identity
 
+from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.report.reporter import Look, Reporter, trust
 
 
 async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
@@ -18,13 +19,12 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
 ) -> None:
     waiting, changes = False, Changes()
     unused: Any = None
+    ca = make_identity(tmp_path / "tls").pem
     reporter = Reporter(
-        Reporting(
-            url="https://localhost:1",
-            ca=make_identity(tmp_path / "tls").pem,
-            token_file=tmp_path / "token",
-        ),
+        Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
         Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
+        trust=trust(ca),
+        operator=Operator(changes, present=True),
         obey=unused,
         changes=changes,
     )

@@ -142,6 +142,8 @@ def _as_trainer(shared: Path, groups: list[int], answer: Connection) -> None:
 
 def test_a_trainer_of_another_user_fills_slots_when_it_has_the_group(shared: Path) -> None:
     # loaded before the fork: the other users may not read this Python's files
+    import keepstep_sidecar.app
+    import keepstep_sidecar.config.sidecar  # noqa: F401
 
     context = get_context("fork")
     ready, child = context.Pipe(duplex=False)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import LeaseRequest
-from keepstep_sidecar.commit.run_view import SILENT_AFTER_S, RunView
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.leases import local_world, sees_all
 from keepstep_sidecar.report.reporter import Rhythm
@@ -80,46 +79,3 @@ def test_a_rank_that_the_job_controller_gave_to_the_container_is_the_only_one_th
     environment = {"RANK": "2", "WORLD_SIZE": "4"}
     assert local_world(lease(rank=2), environment=environment, alone=False) == 1
     assert local_world(lease(rank=3), environment=environment, alone=False) == 0
-
-
-# --- overview ------------------------------------------------------------------------------------
-
-
-def heard(*, committed: int = 10, retire: tuple[int, ...] = ()) -> RunView:
-    run_view = RunView(told=True, clock=lambda: 0.0)
-    run_view.hear(
-        ReportReply(committed={"local": step(committed)}, retire=tuple(map(step, retire)))
-    )
-    return run_view
-
-
-def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_operators_word() -> None:
-    run_view = heard(committed=10, retire=(8, 9, 10, 11))
-    assert run_view.retired([step(number) for number in (9, 10, 11)]) == [step(9)]
-
-
-def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None:
-    run_view = heard(committed=10)
-    run_view.hear(ReportReply())
-    assert run_view.commit == step(10)
-
-
-def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
-    None
-):
-    now = 0.0
-    run_view = RunView(told=True, clock=lambda: now)
-    alone = RunView(told=False, clock=lambda: now)
-    now = SILENT_AFTER_S + 1
-    assert run_view.silent
-    assert not alone.silent
-    run_view.hear(ReportReply())
-    assert not run_view.silent
-
-
-def test_pinned_steps_stay_whatever_happens() -> None:
-    run_view = RunView(told=True, clock=lambda: 0.0)
-    run_view.hear(ReportReply(committed={"local": step(10)}, pinned=(step(5), step(11))))
-    held = [step(number) for number in (4, 5, 10, 11, 12, 13, 14)]
-    assert run_view.unwatched(held, commit=run_view.commit) == [step(12)]
-    assert run_view.crowded_out(held, commit=run_view.commit) == [step(4), step(12)]

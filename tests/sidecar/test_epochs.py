@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from keepstep.core.retention import Retention
+from committers import make_committer
+
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import Remotes
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.source import LocalReader
-from keepstep_sidecar.tiers.tier import Inventory
+from keepstep_sidecar.tiers.tier import Depot, Inventory
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -24,7 +21,7 @@ ONE = EpochId(1, "0000000a")
 NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
 
 
-class Quicker:
+class Quicker(Depot):
     """Another pod, whose trainer began the epoch before ours."""
 
     tier = Tier.PEER
@@ -35,27 +32,14 @@ class Quicker:
     def status(self) -> Any:
         return SimpleNamespace(where="there")
 
-    def forget(self, ids: Collection[StepId]) -> None:
-        """Holds nothing."""
-
-    def in_use(self, id: StepId) -> bool:
-        return False
-
 
 def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path: Path) -> None:
     volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        committer = Committer(
-            volumes,
-            SlotPool(tmp_path / "memory", run="run"),
-            keep=Retention(),
-            executor=threads,
-            changes=Changes(),
-            busy=lambda id: False,
-            reader=LocalReader(volumes, loads=threads, chunks=threads),
-            remotes=Remotes([Quicker()]),  # type: ignore[list-item]
-        )
+        remotes = Remotes([Quicker()])
+        slots = SlotPool(tmp_path / "memory", run="run")
+        committer = make_committer(volumes, slots, threads, remotes=remotes)
 
         async def story() -> None:
             await committer.scan()

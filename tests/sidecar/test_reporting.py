@@ -405,8 +405,8 @@ def test_reports_come_on_change_and_not_more_often_than_the_operator_allows(
 # --- with nobody to tell -------------------------------------------------------------------------
 
 HURRIED = """
-from keepstep_sidecar.commit import run_view
-run_view.SILENT_AFTER_S = 0.0
+from keepstep.core import node
+node.SILENT_AFTER_S = 0.0
 from keepstep_sidecar.__main__ import main
 main()
 """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer
 
+from keepstep.client.http import UnixConnection
 from keepstep.errors import SidecarError, UsageError
 from keepstep.wire import trainer as protocol
-from keepstep_sidecar.cli.calls import _Connection
 from keepstep_sidecar.config.sidecar import check_run
 from tests.harness import SidecarProcess
 
@@ -81,7 +81,7 @@ def _message(kind: Any, *, lease: str, number: int) -> Any:
 
 
 def _post(sidecar: SidecarProcess, route: str, message: Any) -> int:
-    connection = _Connection(sidecar.socket, 10.0)
+    connection = UnixConnection(str(sidecar.socket), 10.0)
     try:
         connection.request("POST", route, json.dumps(message))
         response = connection.getresponse()

@@ -11,23 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from committers import make_committer, write
 from trainer import FakeTrainer
 
-from keepstep.core.retention import Retention
 from keepstep.errors import StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.inventory import Remotes
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.source import LocalReader
 from keepstep_sidecar.volume import scan as scan_module
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import SidecarProcess, eventually
-from tests.volume.images import RUN, make_layout, staged
+from tests.volume.images import RUN
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -43,24 +40,7 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
 def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        yield Committer(
-            volumes,
-            SlotPool(tmp_path / "memory", run=RUN),
-            keep=Retention(last=9),
-            executor=threads,
-            changes=Changes(),
-            busy=lambda id: False,
-            reader=LocalReader(volumes, loads=threads, chunks=threads),
-            remotes=Remotes(),
-            told=True,
-        )
-
-
-def write(committer: Committer, number: int) -> None:
-    """The only rank makes a step durable."""
-    slot = staged(make_layout(world=1), number)
-    written = committer.volumes.write(slot.view, slot.layout, slot.control)
-    committer.wrote(written.shard)
+        yield make_committer(volumes, SlotPool(tmp_path / "memory", run=RUN), threads, told=True)
 
 
 class Held:
@@ -164,12 +144,12 @@ def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
     def trips(fd: int, path: Path, **_: object) -> object:
         if "000000002" in str(path):
             raise KeyError(fd)
-        return found(fd, path, run=RUN, published=False)
+        return read(fd, path, run=RUN)
 
-    found = scan_module._found
+    read = scan_module.read_manifest
     for number in (1, 2, 3):
         write(committer, number)
-    monkeypatch.setattr(scan_module, "_found", trips)
+    monkeypatch.setattr(scan_module, "read_manifest", trips)
     asyncio.run(committer.scan())
     assert sorted(id.step for id in committer.stock.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 from keepstep.steps import Answer, Epoch, EpochId, Tier
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.api.waiting import Votes
+from keepstep_sidecar.api.restoring import Votes
 from keepstep_sidecar.commit.inventory import Remotes
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.commit.run_view import RunView
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory
+from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory
 
 MET = Epoch(EpochId(1, "0000000a"))
 
 
-class Peers:
+class Peers(Depot):
     """Answers when it is let, with what it knew when it was asked."""
 
     tier = Tier.PEER
+    meets_pods = True
     address = "10.0.0.1:9465"
     introduced = True
 
@@ -55,7 +54,7 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
 
 async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
     peers = Peers()
-    remotes = Remotes([peers])  # type: ignore[list-item]
+    remotes = Remotes([peers])
     before = asyncio.create_task(remotes.look())
     await _let_begin(before)
     peers.known = (MET,)
@@ -74,7 +73,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     """Also that of a rank which holds something: it may be old."""
     peers = Peers()
     peers.answers.set()
-    remotes = Remotes([peers])  # type: ignore[list-item]
+    remotes = Remotes([peers])
 
     async def look_beyond(*, anew: bool = False) -> None:
         await remotes.look(anew=anew)
@@ -83,7 +82,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         remotes=remotes,
         look_beyond=look_beyond,
         scanned_at=0.0,
-        run_view=RunView(told=True, clock=time.monotonic),
+        operator_answers=True,
     )
     changes = Changes()
     beyond = RemoteTiers(committer, changes)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from keepstep.errors import ImageError, StorageError
-from keepstep.image import PAGE_BYTES, verify_image
+from keepstep.image import PAGE_BYTES, ControlPage, verify_image
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.tiers.source import LocalOrigin, LocalReader, Origin, RemoteOrigin
+from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Depot
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.archive.conftest import commit, write_step
@@ -24,13 +25,28 @@ from tests.peer.nodes import BIG, running, same
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged
 
 STEP = 5
+T = TypeVar("T")
+
+
+async def read(source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
+    """`work` with the source open, as a restore does it."""
+
+    def opened(cancel: Cancel) -> T:
+        with transfer.opened(source, cancel) as found:
+            return work(found)
+
+    return await transfer.run(None, opened)
+
+
+async def load(source: ShardSource, view: memoryview) -> ControlPage:
+    return await transfer.run(None, lambda cancel: transfer.load(source, view, cancel=cancel))
 
 
 @dataclass(frozen=True)
 class Lying:
     """A shard of rank 0 of two, in one place. `path`: its bytes there."""
 
-    source: Origin
+    source: ShardSource
     path: Path
     slot: Slot
 
@@ -42,18 +58,17 @@ def _slot() -> Slot:
     return staged(make_layout(rank=0, world=2, parameters=BIG), STEP)
 
 
-async def _seen(depot: Depot) -> RemoteOrigin:
+async def _seen(depot: Depot) -> ShardSource:
     shards = (await depot.look()).shards
-    return RemoteOrigin(remote=next(one for one in shards if one.rank == 0), depot=depot)
+    (source,) = depot.sources(next(one for one in shards if one.rank == 0))
+    return source
 
 
 @asynccontextmanager
 async def on_a_drive(request: pytest.FixtureRequest) -> AsyncIterator[Lying]:
     volume = request.getfixturevalue("local")
     found = write_step(volume, STEP, parameters=BIG)[0]
-    with ThreadPoolExecutor(2) as threads:
-        reader = LocalReader(VolumeSet([volume]), loads=threads, chunks=threads)
-        yield Lying(LocalOrigin(found=found, reader=reader), found.path, _slot())
+    yield Lying(local_source(VolumeSet([volume]), found), found.path, _slot())
 
 
 @asynccontextmanager
@@ -110,11 +125,13 @@ async def test_it_says_what_it_is_and_gives_header_and_seal(
 ) -> None:
     async with place(request) as lying:
         source, slot = lying.source, lying.slot
-        assert (source.id, source.rank, source.world) == (slot.id, 0, 2)
-        assert source.bytes == slot.layout.size_bytes
-        assert source.twins == slot.layout.twins
-        assert await source.layout() == slot.layout
-        control = await source.control()
+        shard = source.shard
+        assert (shard.step_id, shard.rank, shard.world) == (slot.id, 0, 2)
+        assert (shard.size_bytes, shard.twins) == (slot.layout.size_bytes, slot.layout.twins)
+        manifest = await read(source, lambda opened: opened.manifest)
+        assert manifest.layout == slot.layout
+        assert manifest.shard.root == shard.root
+        control = manifest.control
         assert (control.run, control.id, control.rank) == (RUN, slot.id, 0)
         assert control.root is not None
 
@@ -125,7 +142,7 @@ async def test_the_whole_image_comes_verified_with_its_seal(
 ) -> None:
     async with place(request) as lying:
         view = empty_slot(lying.slot.layout)
-        control = await lying.source.load(view)
+        control = await load(lying.source, view)
         assert same(view, lying.slot)
         assert verify_image(view, lying.slot.layout, run=RUN, id=lying.slot.id) == control
 
@@ -137,7 +154,7 @@ async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureReq
         last = layout.chunk_count - 1
         sizes = {last: layout.digests_begin - last * CHUNK, 1: CHUNK}
         wanted = [(index, empty_buffer(size)) for index, size in sizes.items()]
-        await lying.source.chunks(wanted)
+        await read(lying.source, lambda opened: transfer.fill(opened, wanted))
         for index, buffer in wanted:
             begin = index * CHUNK
             assert buffer == lying.slot.view[begin : begin + sizes[index]]
@@ -156,7 +173,7 @@ async def test_a_flipped_byte_is_found_and_leaves_no_seal(
         flip(lying.path, CHUNK + 5)
         view = empty_slot(lying.slot.layout)
         with pytest.raises((ImageError, StorageError)):
-            await lying.source.load(view)
+            await load(lying.source, view)
         assert bytes(view[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
 
 
@@ -166,8 +183,9 @@ async def test_a_flipped_byte_is_found_in_its_chunk(
 ) -> None:
     async with place(request) as lying:
         flip(lying.path, CHUNK + 5)
+        wanted = [(1, empty_buffer(CHUNK))]
         with pytest.raises((ImageError, StorageError)):
-            await lying.source.chunks([(1, empty_buffer(CHUNK))])
+            await read(lying.source, lambda opened: transfer.fill(opened, wanted))
 
 
 @everywhere
@@ -178,7 +196,7 @@ async def test_what_is_gone_is_an_error_that_leaves_no_seal(
         lying.path.unlink()
         view = empty_slot(lying.slot.layout)
         with pytest.raises((ImageError, StorageError)):
-            await lying.source.load(view)
+            await load(lying.source, view)
         assert bytes(view[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
 
 

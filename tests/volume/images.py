@@ -5,9 +5,17 @@ from __future__ import annotations
 import mmap
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.source import FileSource
+from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 
 RUN = "gpt"
 EPOCH = Epoch(EpochId(1, "1f9c2d7a"))
@@ -67,3 +75,20 @@ def staged(
     )
     view[layout.control_begin :] = control.to_bytes()
     return Slot(view, layout, control)
+
+
+def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPage:
+    """A shard's image into a slot, as a restore brings it there."""
+    each = volumes if isinstance(volumes, VolumeSet) else VolumeSet([volumes])
+    name = ShardName.parse(path)
+    source = FileSource(
+        shard=Shard(
+            step_id=name.id, rank=name.rank, world=name.world, size_bytes=path.stat().st_size
+        ),
+        tier=Tier.LOCAL,
+        where=str(path),
+        run=each.volumes[0].run,
+        open=lambda: each.opened(path),
+        verified_loads=each.volumes[0].verify is Verify.FULL,
+    )
+    return transfer.load(source, view)

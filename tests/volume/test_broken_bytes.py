@@ -14,7 +14,7 @@ from keepstep.image import PAGE_BYTES
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.volume import Volume
-from tests.volume.images import CHUNK, Slot, empty_slot, make_layout, staged, step_id
+from tests.volume.images import CHUNK, Slot, empty_slot, load, make_layout, staged, step_id
 
 REGIONS: dict[str, Callable[[Slot], int]] = {
     "first byte": lambda slot: 0,
@@ -47,12 +47,12 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("region", REGIONS)
 def test_a_flipped_bit_is_found_when_loading(volume: Volume, slot: Slot, region: str) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     flip(path, REGIONS[region](slot))
     view = empty_slot(slot.layout)
     view[-PAGE_BYTES:] = slot.view[-PAGE_BYTES:]
     with pytest.raises(ImageError, match=str(path)):
-        volume.load(path, view)
+        load(volume, path, view)
     assert not path.exists()
     assert volume.quarantined() == 1
     assert view[-PAGE_BYTES:] == bytes(PAGE_BYTES), "a broken image must not look sealed"
@@ -62,7 +62,7 @@ def test_a_flipped_bit_is_found_when_loading(volume: Volume, slot: Slot, region:
 def test_a_scan_sets_aside_what_it_can_see_is_broken(
     volume: Volume, slot: Slot, region: str
 ) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     volume.publish(slot.id)
     path = volume.root / str(slot.id) / path.name
     flip(path, REGIONS[region](slot))
@@ -77,18 +77,18 @@ def test_a_scan_sets_aside_what_it_can_see_is_broken(
 
 def test_the_error_names_the_chunk_and_its_tensors(volume: Volume) -> None:
     big = staged(make_layout(parameters=2_300_000), 1)
-    path = volume.write(big.view, big.layout, big.control).path
+    path = volume.write(big.view, big.layout, big.control).shard.path
     flip(path, CHUNK + 12345)
     view = empty_slot(big.layout)
     with pytest.raises(DigestError, match=r"chunk 1 .* optimizer\.exp_avg, model") as caught:
-        volume.load(path, view)
+        load(volume, path, view)
     assert caught.value.chunk == 1
     assert caught.value.tensors == ("optimizer.exp_avg", "model.weight")
     assert view[-PAGE_BYTES:] == bytes(PAGE_BYTES), "a broken image must not look sealed"
 
 
 def test_a_broken_shard_makes_room_for_a_new_one(volume: Volume, slot: Slot) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     flip(path, slot.layout.size_bytes - 1)
     assert volume.write(slot.view, slot.layout, slot.control).seconds > 0
     assert len(volume.scan().shards) == 1
@@ -99,10 +99,10 @@ def test_the_quarantined_file_is_told_by_its_name_and_never_read_again(
     volume: Volume, slot: Slot
 ) -> None:
     for number in (1, 2):
-        path = volume.write(slot.view, slot.layout, slot.control).path
+        path = volume.write(slot.view, slot.layout, slot.control).shard.path
         flip(path, slot.layout.extras_begin)
         with pytest.raises(DigestError):
-            volume.load(path, empty_slot(slot.layout))
+            load(volume, path, empty_slot(slot.layout))
         name = f"0001.1f9c2d7a-000000001.rank-00000-of-00002.digest.{number}"
         assert (volume.root / "quarantine" / name).stat().st_size == slot.layout.size_bytes
     assert volume.scan().shards == ()
@@ -125,7 +125,7 @@ def test_the_quarantined_file_is_told_by_its_name_and_never_read_again(
 def test_a_file_of_another_size_is_set_aside(
     volume: Volume, slot: Slot, size_of: Callable[[object], int]
 ) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     os.truncate(path, size_of(slot.layout))
     (problem,) = volume.scan().problems
     assert isinstance(problem.error, ImageError)
@@ -133,7 +133,7 @@ def test_a_file_of_another_size_is_set_aside(
 
 
 def test_a_shard_under_another_name_is_foreign(volume: Volume, slot: Slot) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     other_rank = path.rename(path.with_name(shard_name(1, 2)))
     other_step = volume.root / "pending" / str(step_id(9))
     other_step.mkdir()
@@ -147,7 +147,7 @@ def test_the_shard_of_another_run_is_foreign(
 ) -> None:
     stranger = Volume(tmp_path / "bert", run="bert")
     theirs = staged(make_layout(), 1, run="bert")
-    path = stranger.write(theirs.view, theirs.layout, theirs.control).path
+    path = stranger.write(theirs.view, theirs.layout, theirs.control).shard.path
     stranger.close()
     step = volume.root / "pending" / path.parent.name
     step.mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_an_image_that_was_only_staged_is_no_shard(volume: Volume, slot: Slot) -
 
 
 def test_a_shard_of_a_newer_keepstep_is_left_where_it_is(volume: Volume, slot: Slot) -> None:
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     volume.publish(slot.id)
     path = volume.root / str(slot.id) / path.name
     page = replace(slot.control, format_version=99).to_bytes()
@@ -177,6 +177,6 @@ def test_a_shard_of_a_newer_keepstep_is_left_where_it_is(volume: Volume, slot: S
     assert isinstance(problem.error, VersionError)
     assert problem.moved_to is None
     with pytest.raises(VersionError):
-        volume.load(path, empty_slot(slot.layout))
+        load(volume, path, empty_slot(slot.layout))
     assert path.exists()
     assert volume.quarantined() == 0

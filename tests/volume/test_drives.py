@@ -18,7 +18,7 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.prepare import prepare
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from tests.volume.images import RUN, empty_slot, make_layout, staged
+from tests.volume.images import RUN, empty_slot, load, make_layout, staged
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
     volume.retire(first.id)
     written = volume.write(third.view, layout, third.control)
     view = empty_slot(layout)
-    volume.load(written.shard.path, view)
+    load(volume, written.shard.path, view)
     assert view[: layout.digests_begin] == third.view[: layout.digests_begin]
     volume.close()
 
@@ -115,7 +115,7 @@ def test_a_drive_that_is_full_to_the_last_block_can_still_be_restored_from(
         fill(file)
     volume = Volume(drive / RUN, run=RUN)
     (shard,) = volume.scan().shards
-    volume.load(shard.path, empty_slot(slot.layout))
+    load(volume, shard.path, empty_slot(slot.layout))
     later = staged(slot.layout, 2)
     with pytest.raises(NoSpaceError):
         volume.write(later.view, later.layout, later.control)
@@ -148,7 +148,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
     assert volume.engine_reason == f"O_DIRECT refused: {os.strerror(errno.EINVAL)}"
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
-    volume.load(written.shard.path, empty_slot(slot.layout))
+    load(volume, written.shard.path, empty_slot(slot.layout))
     volume.close()
 
 
@@ -176,7 +176,7 @@ def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., 
     )
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
-    volume.load(written.shard.path, empty_slot(slot.layout))
+    load(volume, written.shard.path, empty_slot(slot.layout))
 
 
 def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.Monke
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
     view = empty_slot(slot.layout)
-    volume.load(written.shard.path, view)
+    load(volume, written.shard.path, view)
     assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
     volume.close()
 

@@ -16,7 +16,7 @@ from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.paths import is_step
 from keepstep_sidecar.volume.volume import Volume
-from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
+from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 
 REPOSITORY = Path(__file__).parents[2]
 WRITE_POINTS = tuple(name for name in faults.POINTS if name.startswith("write."))
@@ -45,7 +45,7 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     for (rank, step), shard in found.items():
         wanted = staged(make_layout(rank=rank), step)
         view = empty_slot(wanted.layout)
-        volume.load(shard.path, view)
+        load(volume, shard.path, view)
         assert view[: wanted.layout.digests_begin] == wanted.view[: wanted.layout.digests_begin]
     for line in promised:
         if line.startswith("durable"):
@@ -131,11 +131,11 @@ def test_an_error_while_reading_sets_the_copy_aside(
     volume: Volume, armed: Callable[[str], None]
 ) -> None:
     slot = staged(make_layout(), 1)
-    path = volume.write(slot.view, slot.layout, slot.control).path
+    path = volume.write(slot.view, slot.layout, slot.control).shard.path
     armed("load.read:eio")
     view = empty_slot(slot.layout)
     with pytest.raises(StorageError, match="use another copy"):
-        volume.load(path, view)
+        load(volume, path, view)
     assert view[slot.layout.control_begin :] == bytes(4096)
     assert (volume.quarantined(), volume.scan().shards) == (1, ())
 

@@ -22,7 +22,7 @@ from keepstep_sidecar.volume.paths import is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
-from tests.volume.images import EPOCH, RUN, Slot, empty_slot, make_layout, staged, step_id
+from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 from tests.volume.powercut import Crash, Entry, Recorder, crashes, without_syncs_after
 
 WORLD = 2
@@ -128,7 +128,7 @@ def _not_bit_equal(volume: Volume, scan: Scan) -> list[str]:
     for shard in scan.shards:
         slot = SLOTS[shard.rank, shard.step_id.step]
         view = empty_slot(slot.layout)
-        volume.load(shard.path, view)
+        load(volume, shard.path, view)
         if view[: slot.layout.digests_begin] != slot.view[: slot.layout.digests_begin]:
             wrong.append(f"not what was staged: {shard.path}")
     return wrong

@@ -17,7 +17,7 @@ from keepstep.steps import shard_name
 from keepstep_sidecar.volume.direct_io import Engine, Pace
 from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.volume import Volume, Written
-from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged, step_id
+from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
 THREE_CHUNKS = 2_300_000
 """Parameters that make an image of two whole chunks and a part."""
@@ -36,7 +36,7 @@ def test_what_was_staged_comes_back_bit_equal(
     slot = staged(make_layout(parameters=parameters), 7)
     written = write(volume, slot)
     view = empty_slot(slot.layout)
-    control = volume.load(written.shard.path, view)
+    control = load(volume, written.shard.path, view)
     assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
     assert verify_image(view, slot.layout) == control
     assert replace(control, root=None, sections=None, written_at=None) == slot.control
@@ -61,8 +61,8 @@ def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     first = scan.shards[2]
     assert first.root == written[step_id(2)].shard.root
     assert first == written[step_id(2)].shard
-    assert (first.world, first.run, first.layout) == (2, RUN, slots[1].layout)
-    assert first.bytes == first.path.stat().st_size == slots[1].layout.size_bytes
+    assert (first.world, first.layout) == (2, slots[1].layout)
+    assert first.size_bytes == first.path.stat().st_size == slots[1].layout.size_bytes
     assert survey(volume.root, run=RUN) == scan
 
 
@@ -90,7 +90,7 @@ def test_publishing_what_is_not_there_says_so(volume: Volume) -> None:
 
 def test_losing_a_shard_hides_the_step_and_writing_it_again_shows_it(volume: Volume) -> None:
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
-    paths = [write(volume, slot).path for slot in slots]
+    paths = [write(volume, slot).shard.path for slot in slots]
     shown = volume.publish(step_id(1))
     volume.quarantine(paths[1], "digest")
     assert shown is not None
@@ -112,14 +112,15 @@ def test_a_shard_written_beside_a_published_step_joins_it(volume: Volume) -> Non
 def test_a_shard_that_is_durable_already_is_left_as_it_is(volume: Volume) -> None:
     slot = staged(make_layout(), 1)
     first = write(volume, slot)
-    inode = first.path.stat().st_ino
+    inode = first.shard.path.stat().st_ino
     again = write(volume, slot)
-    assert (again.root, again.seconds, again.path.stat().st_ino) == (first.root, 0.0, inode)
+    assert (again.shard, again.seconds) == (first.shard, 0.0)
+    assert again.shard.path.stat().st_ino == inode
 
 
 def test_a_retired_step_is_gone_but_whoever_maps_it_keeps_it(volume: Volume) -> None:
     slot = staged(make_layout(), 1)
-    path = write(volume, slot).path
+    path = write(volume, slot).shard.path
     with path.open("rb") as reader:
         freed = volume.retire(step_id(1))
         assert freed >= slot.layout.size_bytes
@@ -146,7 +147,7 @@ def test_arguments_that_do_not_belong_together_are_refused(volume: Volume) -> No
 def test_a_slot_of_the_wrong_size_is_refused_and_the_shard_stays(volume: Volume) -> None:
     written = write(volume, staged(make_layout(), 1))
     with pytest.raises(UsageError, match="a slot of"):
-        volume.load(written.shard.path, empty_slot(make_layout(parameters=9000)))
+        load(volume, written.shard.path, empty_slot(make_layout(parameters=9000)))
     assert written.shard.path.exists()
 
 

@@ -21,7 +21,7 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from tests.volume.images import EPOCH, RUN, Slot, empty_slot, make_layout, staged, step_id
+from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 from tests.volume.test_broken_bytes import flip
 
 WORLD = 3
@@ -58,13 +58,13 @@ def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., 
     volumes = VolumeSet([full, open_volume("two", capacity_bytes=size + size // 2)])
     for step, number in ((1, 0), (2, 1)):
         slot = staged(make_layout(world=WORLD), step)
-        path = volumes.write(slot.view, slot.layout, slot.control).path
+        path = volumes.write(slot.view, slot.layout, slot.control).shard.path
         assert path.is_relative_to(volumes.volumes[number].root)
     slot = staged(make_layout(world=WORLD), 3)
     with pytest.raises(NoSpaceError, match=str(full.root)):
         volumes.write(slot.view, slot.layout, slot.control)
     full.retire(step_id(1))
-    path = volumes.write(slot.view, slot.layout, slot.control).path
+    path = volumes.write(slot.view, slot.layout, slot.control).shard.path
     assert path.is_relative_to(full.root)
     assert not full.failed
 
@@ -86,7 +86,7 @@ def test_a_step_that_loses_a_shard_disappears_from_every_volume(volumes: VolumeS
     broken = volumes.scan().shards[1].path
     flip(broken, slots[1].layout.extras_begin)
     with pytest.raises(DigestError):
-        volumes.load(broken, empty_slot(slots[1].layout))
+        load(volumes, broken, empty_slot(slots[1].layout))
     assert [(s.rank, s.published) for s in volumes.scan().shards] == [(0, False), (2, False)]
     volumes.write(slots[1].view, slots[1].layout, slots[1].control)
     assert volumes.publish(step_id(1)) is not None

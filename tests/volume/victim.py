@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar.volume.volume import Volume
-from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
+from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 
 
 def main(root: Path) -> None:
@@ -25,7 +25,7 @@ def main(root: Path) -> None:
         volume.publish(step_id(step))
         print(f"published {step}", flush=True)
     path = volume.root / str(step_id(2)) / shard_name(0, 2)
-    volume.load(path, empty_slot(make_layout()))
+    load(volume, path, empty_slot(make_layout()))
     print("retiring", flush=True)
     volume.retire(step_id(1))
     print("losing", flush=True)

@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import functools
-import json
 import os
-import signal
-import time
+import ssl
 from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from aiohttp import web
-
-from keepstep.errors import ImageError, KeepstepError, StorageError, UsageError
-from keepstep.steps import Epoch, StepId
+from keepstep.core.schedule import Grid
+from keepstep.errors import ImageError, StorageError, UsageError
+from keepstep.steps import Epoch
 from keepstep_sidecar import connections, log
-from keepstep_sidecar.api.server import application, public_application
+from keepstep_sidecar.api.listening import listen
+from keepstep_sidecar.api.restoring import Restoring
+from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import volume_status
-from keepstep_sidecar.concurrency import Tasks
-from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_file import make_way
-from keepstep_sidecar.report import report
+from keepstep_sidecar.api.waiting import Progress
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.commit.run_view import Operator
+from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.config.sidecar import Config, Reporting
+from keepstep_sidecar.leases import Leases, Owner
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.allocator import Allocator
+from keepstep_sidecar.memory.budget import Sizing
+from keepstep_sidecar.memory.claim import Claim
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.report import report, reporter
 from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.restore.chunks import Windows
+from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.restore.prefetch import Loader
+from keepstep_sidecar.restore.restorer import Restorer
+from keepstep_sidecar.restore.sources import Reads
 from keepstep_sidecar.tiers.tier import Depot
-from keepstep_sidecar.volume.volume import Ownership, Volume
+from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
-_SHUTDOWN_S = 3.0
-_WATCH_S = 1.0
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_MOST_SCRAPES, _SCRAPE_S = 16, 10.0
-"""Connections to the metrics port, and how long each may last: anybody can open them."""
+_MOST_READS = 32
+"""Images and groups of chunks that are read at a time, from wherever."""
+
 _UMASK = 0o007
 """Trainers of the same group may connect and fill slots; nobody else may look."""
 
@@ -52,78 +60,6 @@ def serve(config: Config) -> None:
         asyncio.run(_serve(config, claim))
     finally:
         claim.leave()
-
-
-class Claim:
-    """This process's right to the memory directory: one sidecar at a time.
-
-    Trainers can write there, too. So a name may be a link to a file of ours: nothing is followed,
-    and files are replaced, never rewritten.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._directory = config.memory_dir
-        self._lock: Ownership | None = None
-        self._above: int | None = None
-
-    def take(self) -> None:
-        """Own the directory, made anew if need be, and the name of the socket. Raises UsageError
-        naming another sidecar, or a directory that is not ours to use."""
-        try:
-            self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
-            self._check_owner()
-            self._own(self._directory / "sidecar.pid")
-            self._describe(self._directory / "sidecar.json")
-            make_way(self._config.socket)
-        except OSError as error:
-            text = f"cannot use the memory directory {self._directory}: {error}"
-            raise UsageError(text) from error
-
-    def _check_owner(self) -> None:
-        """Where everybody may write, another user could have made what was removed."""
-        above = self._directory.parent.stat().st_uid
-        if self._above not in (None, above) and above != os.geteuid():
-            raise PermissionError(errno.EPERM, f"{self._directory.parent} is another user's now")
-        self._above = above
-
-    @property
-    def held(self) -> bool:
-        """Whether nobody else could come."""
-        return self._lock is not None and self._lock.held
-
-    def _own(self, path: Path) -> None:
-        if self.held:
-            return
-        make_way(path, keep_own=True)
-        try:
-            taken = Ownership(path)
-        except StorageError as error:
-            raise UsageError(f"the memory directory {error}") from error
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = taken
-
-    def _describe(self, path: Path) -> None:
-        about = {"config": asdict(self._config), "pid": os.getpid(), "started_at": time.time()}
-        unfinished = path.with_name(f".{path.name}.new")
-        make_way(unfinished)
-        with os.fdopen(os.open(unfinished, _CREATE, 0o660), "w") as file:
-            json.dump(about, file, default=str, indent=1)
-        make_way(path, keep_own=True)
-        unfinished.replace(path)
-
-    def leave(self) -> None:
-        """Remove what is ours; the directory too when no slots are left in it."""
-        left = any(self._directory.glob("rank-*"))
-        for name in ("sidecar.sock", "sidecar.pid", *(() if left else ("sidecar.json",))):
-            with contextlib.suppress(OSError):
-                (self._directory / name).unlink()
-        if self._lock is not None:
-            self._lock.release()
-        if not left and not os.path.ismount(self._directory):
-            with contextlib.suppress(OSError):  # others have something there
-                self._directory.rmdir()
 
 
 def _open_volumes(config: Config) -> VolumeSet:
@@ -157,20 +93,138 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 async def _serve(config: Config, claim: Claim) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
-        depots = _depots(
-            config,
-            volumes,
-            epochs=lambda: service.committer.epochs(),
-            pinned=lambda: service.committer.pinned(),
-        )
-        service = Service(config, volumes, tasks, depots)
-        service.reporter = _reporter(service)
+        service, reports = build(config, volumes, tasks)
         try:
             service.start()
-            await _listen(service, tasks, claim)
+            if reports is not None:
+                tasks.keep(reports.run, "report")
+            await listen(service, tasks, claim)
         finally:
-            await service.beyond.close()
+            await service.remote_tiers.close()
             await asyncio.to_thread(service.close)
+
+
+def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter | None]:
+    """All parts, in the order in which an image passes them; nothing is set afterwards."""
+    drives = len(volumes.volumes)
+    names, readers = _threads("names", 1), _threads("read", _MOST_READS)
+    writers = [_threads(f"write-{number}", 1) for number in range(drives)]
+    changes = Changes()
+    trust = _trust(config.reporting)
+    operator = Operator(changes, present=trust is not None)
+    leases = Leases(changes)
+    slots = SlotPool(config.memory_dir, run=config.run)
+    allocator = Allocator(config.memory_dir, changes)
+    sizing = Sizing(config, slots, allocator=allocator, leases=leases)
+    committer = Committer(
+        volumes,
+        slots,
+        remotes=Remotes(
+            _depots(
+                config,
+                volumes,
+                epochs=lambda: committer.epochs(),
+            )
+        ),
+        names=names,
+        writers=writers,
+        changes=changes,
+        spawn=tasks.spawn,
+        keep=config.keep,
+        grid=Grid(config.persist_base),
+        told=config.reporting is not None,
+        wish=config.wish,
+    )
+    remote_tiers = RemoteTiers(committer, changes)
+    nearest = Fetcher(slots, committer, readers)
+    reads = Reads(slots, committer, leases, nearest)
+    windows = Windows(
+        slots,
+        leases,
+        nearest,
+        memory_dir=config.memory_dir,
+        limit_bytes=config.memory_limit_bytes,
+    )
+    loader = Loader(
+        slots,
+        committer,
+        nearest,
+        changes=changes,
+        grow=sizing.grow,
+        leased=lambda rank: leases.of(rank) is not None,
+    )
+    restorer = Restorer(
+        slots, committer, loader, reads, windows, changes=changes, restores=leases.restores
+    )
+    saving = Saving(
+        config,
+        slots=slots,
+        committer=committer,
+        allocator=allocator,
+        sizing=sizing,
+        leases=leases,
+        restorer=restorer,
+        changes=changes,
+    )
+    service = Service(
+        config=config,
+        tasks=tasks,
+        changes=changes,
+        operator=operator,
+        volumes=volumes,
+        executors=(readers, *writers, names),
+        leases=leases,
+        owner=Owner(changes),
+        slots=slots,
+        allocator=allocator,
+        committer=committer,
+        remote_tiers=remote_tiers,
+        reads=reads,
+        windows=windows,
+        restorer=restorer,
+        saving=saving,
+        restoring=Restoring(
+            saving,
+            slots=slots,
+            committer=committer,
+            remote_tiers=remote_tiers,
+            restorer=restorer,
+            operator=operator,
+            changes=changes,
+        ),
+        progress=Progress(
+            saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
+        ),
+    )
+    if config.reporting is None or trust is None:
+        return service, None
+    look = Look(
+        measure=lambda: volume_status(service),
+        report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
+        news=report.news,
+        urgent=lambda: report.urgent(service),
+    )
+    return service, Reporter(
+        config.reporting,
+        look,
+        trust=trust,
+        operator=operator,
+        obey=service.obey,
+        changes=changes,
+    )
+
+
+def _threads(name: str, count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+
+def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
+    """Of the operator, where there is one that can be trusted."""
+    try:
+        return None if reporting is None else reporter.trust(reporting.ca)
+    except UsageError as error:  # training does not wait for a better certificate
+        warn("no reports", reason=str(error))
+        return None
 
 
 def _depots(
@@ -178,14 +232,13 @@ def _depots(
     volumes: VolumeSet,
     *,
     epochs: Callable[[], tuple[Epoch, ...]],
-    pinned: Callable[[], frozenset[StepId] | None],
 ) -> list[Depot]:
     """What is configured beyond this machine; nothing of it is even imported without."""
     depots: list[Depot] = []
     if config.archive is not None:
         from keepstep_sidecar.tiers.archive import tier
 
-        depots += tier.depots(config, epochs=epochs, pinned=pinned)
+        depots += tier.depots(config, epochs=epochs)
     if config.peers is not None:
         from keepstep_sidecar.tiers.peer import tier as peers
 
@@ -193,115 +246,3 @@ def _depots(
             peers.depot(config.peers, volumes, run=config.run, reporting=config.reporting)
         )
     return depots
-
-
-def _reporter(service: Service) -> Reporter | None:
-    """Who tells the operator, where there is one that can be trusted."""
-    if (config := service.config.reporting) is None:
-        return None
-    look = Look(
-        measure=lambda: volume_status(service),
-        report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
-        news=report.news,
-        urgent=lambda: report.urgent(service),
-    )
-    try:
-        return Reporter(config, look, obey=service.obey, changes=service.changes)
-    except UsageError as error:  # training does not wait for a better certificate
-        warn("no reports", reason=str(error))
-        return None
-
-
-class _Door:
-    """The trainers' socket: what listens, and under which name."""
-
-    def __init__(self, runner: web.AppRunner, path: Path) -> None:
-        self._runner = runner
-        self._path = path
-        self._site: web.UnixSite | None = None
-        self._made: os.stat_result | None = None
-
-    async def open(self) -> None:
-        """Listen, under a new name; connections stay as they are. Raises OSError."""
-        if self._site is not None:
-            await self._site.stop()
-        make_way(self._path)
-        self._site = web.UnixSite(self._runner, str(self._path))
-        await self._site.start()
-        with contextlib.suppress(FileNotFoundError):  # removed at once: it will be made again
-            self._made = self._path.lstat()
-
-    @property
-    def there(self) -> bool:
-        """Whether the name still leads here. Raises OSError when that cannot be told."""
-        try:
-            found = self._path.lstat()
-        except FileNotFoundError:
-            return False
-        return self._made is not None and os.path.samestat(self._made, found)
-
-
-async def _watch(service: Service, claim: Claim, door: _Door) -> None:
-    """Make again what somebody else removed: the memory directory, the socket, slots."""
-    trouble = ""
-    while not service.ending:
-        await asyncio.sleep(_WATCH_S)
-        try:
-            if not (service.ending or (claim.held and door.there)):
-                warn("socket removed by somebody else", path=str(service.config.socket))
-                claim.take()
-                await door.open()
-                say("listening again")
-            await service.mend_memory()
-            trouble = ""
-        except (KeepstepError, OSError) as error:
-            if str(error) != trouble:
-                warn("memory not made again", reason=str(error))
-            trouble = str(error)
-
-
-async def _listen(service: Service, tasks: Tasks, claim: Claim) -> None:
-    """Serve the socket (and metrics over TCP) until the service ends."""
-    runner = _runner(application(service, tasks))
-    public = _runner(public_application(service))
-    await runner.setup()
-    await public.setup()
-    await _listen_publicly(public, service.config.metrics_port, tasks)
-    door = _Door(runner, service.config.socket)
-    await door.open()
-    tasks.keep(functools.partial(_watch, service, claim, door), "watch memory")
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
-    say("listening", socket=str(service.config.socket), pid=os.getpid())
-    try:
-        await service.ended()
-    finally:
-        await runner.cleanup()
-        await public.cleanup()
-        say("ended")
-
-
-def _runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
-
-
-async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
-    """Metrics are worth no failure: a port that is taken is said, and training goes on."""
-    if port is None:
-        return
-    try:
-        listening = connections.listen(port)
-    except OSError as error:
-        warn("no metrics", port=port, reason=str(error))
-        return
-    strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
-        lambda transport: transport.abort(),
-        most=_MOST_SCRAPES,
-        most_each=_MOST_SCRAPES // 2,
-        seconds=_SCRAPE_S,
-    )
-    assert runner.server is not None
-    tasks.spawn(connections.serve(runner.server, listening, strangers), "serve metrics")

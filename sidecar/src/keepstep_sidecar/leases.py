@@ -68,6 +68,11 @@ class Leases:
         """The live lease of a rank."""
         return self._by_rank.get(rank)
 
+    def restores(self, rank: int) -> bool:
+        """Whether the rank is about to restore, or will be when its trainer comes."""
+        lease = self.of(rank)
+        return lease is None or not lease.training
+
     def require(self, token: str) -> Lease:
         """The live lease with this token. Raises SidecarError `no-lease`."""
         if lease := self._by_token.get(token):

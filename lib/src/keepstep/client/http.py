@@ -29,7 +29,9 @@ T = TypeVar("T")
 _ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory": NoMemoryError}
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over the socket at `path`. Raises SidecarAbsent when nobody listens there."""
+
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
@@ -53,7 +55,7 @@ class Client:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._connection: _UnixConnection | None = None
+        self._connection: UnixConnection | None = None
         self._ended = False
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float = 10.0) -> T:
@@ -107,7 +109,7 @@ class Client:
         if self._ended:
             raise SidecarAbsent("the connection to the sidecar was closed", code="absent")
         if self._connection is None:
-            self._connection = _UnixConnection(self.path, timeout_s)
+            self._connection = UnixConnection(self.path, timeout_s)
         connection = self._connection
         connection.timeout = timeout_s
         if connection.sock is not None:
@@ -136,7 +138,7 @@ class Lease:
         trainer holds this rank."""
         self.lost = Gate()
         self._on_lost = on_lost
-        self._connection = _UnixConnection(path, timeout_s)
+        self._connection = UnixConnection(path, timeout_s)
         try:
             self._connection.request(
                 "POST", "/v1/lease", to_json(request), {"Content-Type": "application/json"}

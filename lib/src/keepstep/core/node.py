@@ -9,7 +9,7 @@ an action that was not carried out is returned again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class Slots(Protocol):
     @property
     def settled(self) -> bool: ...
 
-    def tables(self) -> Iterable[SlotTable]: ...
+    def tables(self) -> Sequence[SlotTable]: ...
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ class Node:
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
         self.run_view = RunView(told=told, began=began)
-        self.deferred = False
-        """Something would have been retired, were it not in use."""
+        self.deferred: tuple[StepId, ...] = ()
+        """What would have been retired, were it not in use."""
         self._slots = slots
         self._serves = Serves(frozenset(), 0)
         self._in_use = in_use
@@ -284,6 +284,18 @@ class Node:
         """The newest step that is known to be committed, and not dead."""
         return max(self.commits(), default=None)
 
+    def common(self) -> StepId | None:
+        """The newest step that every rank here has in a slot."""
+        ranks = [self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()]
+        held = [{id for table in tables for id in table.sealed()} for tables in ranks if tables]
+        return max(set.intersection(*held), default=None) if held else None
+
+    def _protect(self) -> None:
+        common = self.common()
+        for slots in self._slots.values():
+            for table in slots.tables():
+                table.protect(() if common is None else (common,))
+
     # --- writing -------------------------------------------------------------------------
 
     def _plan(
@@ -297,6 +309,7 @@ class Node:
             case Copied():
                 return ()  # a write begins at `Sealed`: the planner knows whole images only
             case Sealed(rank, id):
+                self._protect()
                 return self.planner.sealed(rank, id) if self._may_write(id) else ()
             case Overwritten(rank, id):
                 return self.planner.overwritten(rank, id)
@@ -310,6 +323,7 @@ class Node:
 
     def _serve(self, serves: Serves) -> Iterator[Write]:
         """When the ranks changed, what they hold is planned anew."""
+        self._protect()
         waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
         if (serves.ranks, waits) == (self._serves.ranks, waited):
             return
@@ -384,7 +398,7 @@ class Node:
         shown = [Publish(id) for id in self.commits() if id in here and id not in self._shown]
         doomed = [id for id in self._doomed(here, now) if id in here]
         free = [id for id in doomed if not (self.busy(id) or self._in_use(id))]
-        self.deferred = len(free) < len(doomed)
+        self.deferred = tuple(id for id in doomed if id not in free)
         return (*shown, *map(self._retire, free))
 
     def _here(self) -> set[StepId]:

@@ -98,12 +98,16 @@ class SlotTable:
 
     # --- filling -------------------------------------------------------------------------
 
-    def assign(self) -> int | None:
+    def assign(self, *, growing: bool = False) -> int | None:
         """The slot to fill next, or None: wait until a seal, release or unpin, then ask again.
 
         The image that it held, if any, is in `slots[i].id`: it is as good as overwritten.
+        `growing`: more slots are being made; rather wait for one than give up one of the newest two
+        images, as a crash would find no step in common.
         """
         if self.assigned is not None or (victim := self._victim()) is None:
+            return None
+        if growing and self._slots[victim].live in self.sealed()[-2:]:
             return None
         self._slots[victim] = replace(self._slots[victim], state=SlotState.ASSIGNED)
         return victim

@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 
+from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
 from keepstep.core.slot_table import SlotState
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
@@ -25,13 +26,19 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
 )
-from keepstep_sidecar import __version__, leases
+from keepstep_sidecar import __version__
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.persister import Persister
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, Leases
+from keepstep_sidecar.leases import (
+    Lease,
+    Leases,
+    check_rank,
+    common_version,
+    local_world,
+    parse_layout,
+)
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
@@ -39,48 +46,49 @@ from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 
 
-class Trainers:
+class Saving:
     """The trainer's side of the protocol, apart from restore and waits."""
 
     def __init__(
         self,
         config: Config,
         *,
-        keeper: SlotPool,
+        slots: SlotPool,
         committer: Committer,
-        persister: Persister,
-        maker: Allocator,
+        allocator: Allocator,
+        sizing: Sizing,
+        leases: Leases,
+        restorer: Restorer,
         changes: Changes,
     ) -> None:
-        self.leases = Leases(changes)
+        self.leases = leases
         self.counters: dict[int, RankCounters] = {}
         self.library = ""
         self.refused: dict[int, str] = {}
         self.changed_at = time.monotonic()
-        self.restorer: Restorer
         self._config = config
-        self._keeper = keeper
+        self._slots = slots
         self._committer = committer
-        self._persister = persister
-        self._maker = maker
+        self._allocator = allocator
         self._changes = changes
         self._last: dict[int, Lease] = {}
-        self._sizing = Sizing(config, keeper)
+        self._sizing = sizing
+        self._restorer = restorer
 
     # --- lease -------------------------------------------------------------------------------
 
     async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
         """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
-        leases.check_rank(request)
+        check_rank(request)
         try:
-            version = leases.common_version(request)
+            version = common_version(request)
         except SidecarError as error:
             self.refused[request.rank] = str(error)
             self._changes.ring()
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        ranks_here = leases.local_world(
+        ranks_here = local_world(
             request, environment=os.environ, alone=self._config.reporting is None
         )
         request = replace(request, local_world=ranks_here)
@@ -104,7 +112,7 @@ class Trainers:
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back what its predecessor filled."""
-        slots = self._keeper.rank(lease.rank)
+        slots = self._slots.rank(lease.rank)
         before = self._last.get(lease.rank)
         self._last[lease.rank] = lease
         same = before is not None and before.attempt == lease.attempt
@@ -116,16 +124,16 @@ class Trainers:
             elif same or await self.leases.certain_death(before):
                 self._take_back(lease.rank)
             else:
-                self._keeper.unlink([slot_set.abandon(index)])
-                self._maker.fill(slot_set)
+                self._slots.unlink([slot_set.abandon(index)])
+                self._allocator.fill(slot_set)
         if before is not None:
             self.leases.unwatch(before)
-        slots.world = self._keeper.world = lease.world
-        held = self._keeper.settle(
+        slots.world = self._slots.world = lease.world
+        held = self._slots.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
         self.plan_persists()
-        self._persister.settled(lease.rank)
+        self._committer.feed(Settled(lease.rank))
         self._changes.ring()
         return held
 
@@ -135,29 +143,29 @@ class Trainers:
             return
         self.changed_at = time.monotonic()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
-        self.restorer.let_go(lease.rank)
-        self._persister.gone(lease.rank)
+        self._restorer.let_go(lease.rank)
+        self._committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
 
     def _take_back(self, rank: int) -> None:
-        kept = self._keeper.take_back(rank)
+        kept = self._slots.take_back(rank)
         if kept is not None and not self._committer.ledger.is_dead(kept):
-            self._persister.sealed(rank, kept)
+            self._committer.feed(Sealed(rank, kept))
         self._changes.ring()
 
     def plan_persists(self) -> None:
         """The ranks of this machine: those with a trainer, and those with something in memory."""
-        ranks = {rank for rank, slots in self._keeper.ranks.items() if slots.slot_sets}
+        ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
-            (one.current.wanted for one in self._keeper.ranks.values() if one.current),
+            (one.current.wanted for one in self._slots.ranks.values() if one.current),
             default=self._config.slots,
         )
-        self._persister.plan_for(
-            (rank for rank in ranks if not worlds or rank < max(worlds)), slots=fewest
-        )
+        if self._committer.scanned:  # until then nobody knows what is durable already
+            here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
+            self._committer.feed(Serves(here, fewest))
 
     # --- layout ------------------------------------------------------------------------------
 
@@ -167,14 +175,14 @@ class Trainers:
         Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
         """
         lease = self.leases.require(request.lease)
-        layout = leases.parse_layout(request.header)
+        layout = parse_layout(request.header)
         if (layout.rank, layout.world) != (lease.rank, lease.world):
             raise refuse(
                 "bad-image",
                 f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
                 f" {lease.rank} of {lease.world}",
             )
-        slots = self._keeper.rank(lease.rank)
+        slots = self._slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
         try:
             slots.warning = self._sizing.fit(slots, slot_set, lease)
@@ -183,7 +191,7 @@ class Trainers:
             self._changes.ring()
             raise
         slots.slot_sets[layout.id] = slots.current = slot_set
-        self._maker.fill(slot_set)
+        self._allocator.fill(slot_set)
         self.plan_persists()
         return LayoutAccepted(
             layout=layout.id,
@@ -192,17 +200,12 @@ class Trainers:
             warning=slots.warning,
         )
 
-    def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
-        """One more slot to restore into, unless one is on its way already."""
-        lease = self.leases.of(slots.rank)
-        self._maker.grow(slot_set, most=self._sizing.most(slots, slot_set, lease))
-
     # --- slots -------------------------------------------------------------------------------
 
     async def slot(self, request: SlotRequest) -> SlotGranted:
         """The next slot to fill; waits for one. Asked again, the same one."""
         lease = self.leases.require(request.lease)
-        slots = self._keeper.rank(lease.rank)
+        slots = self._slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
             raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
         granted = SlotGranted(slot=None)
@@ -230,7 +233,7 @@ class Trainers:
         if assigned is None:
             return SlotGranted(slot=None)
         if assigned.lost is not None and slots.find(assigned.lost) is None:
-            self._persister.overwritten(slots.rank, assigned.lost)
+            self._committer.feed(Overwritten(slots.rank, assigned.lost))
         file = slot_set.files[assigned.index]
         return SlotGranted(slot=file.name, path=str(file.path), generation=assigned.generation)
 
@@ -242,7 +245,7 @@ class Trainers:
         lease = self.leases.require(request.lease)
         lease.training = True
         try:
-            slots, id = self._keeper.rank(lease.rank), StepId(request.epoch.id, request.step)
+            slots, id = self._slots.rank(lease.rank), StepId(request.epoch.id, request.step)
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
         slot_set, index = self._filled(slots, request, id)
@@ -277,17 +280,16 @@ class Trainers:
         counters.staged, counters.staged_at = id, time.time()
         self._committer.see_epoch(request.epoch)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
-        common = self._keeper.protect_common()
-        if common is not None and self._keeper.holds_old_layouts(slots):
-            alive = [rank for rank in self._keeper.ranks if self.leases.of(rank)]
-            self._keeper.drop_old_layouts(common, alive=alive)
-        self._persister.sealed(slots.rank, id)
+        self._committer.feed(Sealed(slots.rank, id))
+        if self._slots.holds_old_layouts(slots):
+            alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
+            self._slots.drop_old_layouts(self._committer.node.common(), alive=alive)
         self._changes.ring()
 
     def discard(self, request: DiscardRequest) -> SlotGranted:
         """The image is not valid; the slot is free. Returns the next one, as `staged` does."""
         lease = self.leases.require(request.lease)
-        slots = self._keeper.rank(lease.rank)
+        slots = self._slots.rank(lease.rank)
         found = slots.named(request.slot)
         if found is not None and found[0].fills(request.slot, request.generation) is not None:
             slot_set, index = found
@@ -309,11 +311,6 @@ class Trainers:
         lease = self.leases.require(request.lease)
         reasons = self.of(lease.rank).skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
-
-    def restores(self, rank: int) -> bool:
-        """Whether the rank is about to restore, or will be when its trainer comes."""
-        lease = self.leases.of(rank)
-        return lease is None or not lease.training
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""

@@ -60,15 +60,15 @@ def application(service: Service, tasks: Tasks) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/lease", routes.lease),
-            _post("/v1/layout", LayoutRequest, service.trainers.layout),
-            _post("/v1/slot", SlotRequest, service.trainers.slot),
-            _post("/v1/staged", StagedRequest, service.trainers.staged),
-            _post("/v1/discard", DiscardRequest, service.trainers.discard),
-            _post("/v1/release", ReleaseRequest, service.trainers.release),
-            _post("/v1/skipped", SkippedRequest, service.trainers.skipped),
-            _post("/v1/candidates", CandidatesRequest, service.candidates),
-            _post("/v1/restore", OpenRequest, service.open),
-            _post("/v1/restored", RestoredRequest, service.restored),
+            _post("/v1/layout", LayoutRequest, service.saving.layout),
+            _post("/v1/slot", SlotRequest, service.saving.slot),
+            _post("/v1/staged", StagedRequest, service.saving.staged),
+            _post("/v1/discard", DiscardRequest, service.saving.discard),
+            _post("/v1/release", ReleaseRequest, service.saving.release),
+            _post("/v1/skipped", SkippedRequest, service.saving.skipped),
+            _post("/v1/candidates", CandidatesRequest, service.restoring.candidates),
+            _post("/v1/restore", OpenRequest, service.restoring.open),
+            _post("/v1/restored", RestoredRequest, service.restoring.restored),
             _post("/v1/sources", SourcesRequest, service.reads.sources),
             _post("/v1/headers", HeadersRequest, service.reads.headers),
             _post("/v1/window", WindowRequest, service.windows.window),
@@ -142,7 +142,7 @@ class _Routes:
         service = self._service
         service.require_running()
         wanted = await _read(request, self._lease_decoder)
-        lease, granted = await service.trainers.lease(wanted, peer_pid=_peer_pid(request))
+        lease, granted = await service.saving.lease(wanted, peer_pid=_peer_pid(request))
         try:
             response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
             await response.prepare(request)
@@ -152,7 +152,7 @@ class _Routes:
         except ConnectionResetError:
             _log.debug("a lease's connection is gone")
         finally:
-            self._tasks.spawn(service.trainers.ended(lease), f"lease of rank {lease.rank} ended")
+            self._tasks.spawn(service.saving.ended(lease), f"lease of rank {lease.rank} ended")
         return response
 
     def _over(self, lease: Lease) -> bool:

@@ -1,8 +1,7 @@
-"""The sidecar without its socket: puts the parts together, and begins and ends their work.
+"""The sidecar without its socket: begins and ends the work of its parts.
 
 One event loop owns all state, so nothing here needs a lock; what blocks runs on threads of sized
-executors and touches no state. The parts decide nothing either: states and choices are those of
-`keepstep.core.slot_table`, `keepstep.core.persist_planner` and `keepstep.core.ledger`.
+executors and touches no state. The parts decide nothing either: that is `keepstep.core.node`'s.
 """
 
 from __future__ import annotations
@@ -10,54 +9,33 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from keepstep.core.candidates import Candidates
-from keepstep.core.readiness import NEVER, View
-from keepstep.core.schedule import Grid
+from keepstep.core.node import Serves
 from keepstep.errors import StorageError
-from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import ReportedRestore, ReportReply
-from keepstep.wire.trainer import (
-    CandidatesRequest,
-    Flushed,
-    FlushRequest,
-    Opened,
-    OpenRequest,
-    OwnerRequest,
-    RestoredRequest,
-    StopRequest,
-)
-from keepstep_sidecar.api.saving import Trainers
-from keepstep_sidecar.api.waiting import Progress, Votes
+from keepstep.wire.reports import ReportReply
+from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
+from keepstep_sidecar.api.restoring import Restoring
+from keepstep_sidecar.api.saving import Saving
+from keepstep_sidecar.api.waiting import Progress
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.inventory import Remotes
-from keepstep_sidecar.commit.persister import Persister
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Owner
+from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.chunks import Windows
-from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.prefetch import Loader
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import Reads
-from keepstep_sidecar.tiers.source import LocalReader
-from keepstep_sidecar.tiers.tier import Depot
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
 """How long the last report may take: after the flush, within the grace period."""
-
-_IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
-
-_RESTORES_KEPT = 16
 
 _WATCH_S = 1.0
 """How often it is seen whether directories and slots are still there."""
@@ -69,131 +47,50 @@ _RESCUE_S = 10.0
 """How long images in slots without names may take to their volume, before they are given up."""
 
 
-class Reports(Protocol):
-    """Whoever tells the operator. `tried_at`: when that first succeeded or failed, of the monotonic
-    clock. `heard_at`: the newest answer, Unix seconds."""
-
-    tried_at: float
-    heard_at: float | None
-
-    async def run(self) -> None:
-        """Report until `finish`."""
-
-    async def finish(self, *, timeout_s: float) -> None:
-        """Send the last report."""
-
-
+@dataclass(eq=False, kw_only=True)
 class Service:
-    """One run's sidecar on this machine."""
+    """One run's sidecar on this machine. `app.build` makes the parts."""
 
-    def __init__(
-        self, config: Config, volumes: VolumeSet, tasks: Tasks, depots: Sequence[Depot] = ()
-    ) -> None:
-        self.config = config
-        self.started_at = time.time()
-        self.changes = Changes()
-        self.ending = False
-        self.flushing = False
-        self.restores: list[ReportedRestore] = []
-        self.owner = Owner(self.changes)
-        self.reporter: Reports | None = None
-        self._tasks = tasks
-        self._volumes = volumes
-        self._names = ThreadPoolExecutor(1, thread_name_prefix="names")
-        self._writers = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"write-{number}")
-            for number, _ in enumerate(volumes.volumes)
-        ]
-        self._loads = ThreadPoolExecutor(len(volumes.volumes), thread_name_prefix="load")
-        self._chunks = ThreadPoolExecutor(
-            len(volumes.volumes) * config.io_threads, thread_name_prefix="chunk"
-        )
-        self.keeper = SlotPool(config.memory_dir, run=config.run)
-        self.maker = Allocator(config.memory_dir, self.changes)
-        self.persister = Persister(
-            self.keeper,
-            grid=Grid(config.persist_base),
-            executors=self._writers,
-            changes=self.changes,
-            spawn=tasks.spawn,
-        )
-        self.committer = Committer(
-            volumes,
-            self.keeper,
-            keep=config.keep,
-            executor=self._names,
-            changes=self.changes,
-            busy=self.persister.busy,
-            reader=LocalReader(volumes, loads=self._loads, chunks=self._chunks),
-            remotes=Remotes(depots),
-            told=config.reporting is not None,
-            wish=config.wish,
-        )
-        self.persister.committer = self.committer
-        self.beyond = RemoteTiers(self.committer, self.changes)
-        self.trainers = Trainers(
-            config,
-            keeper=self.keeper,
-            committer=self.committer,
-            persister=self.persister,
-            maker=self.maker,
-            changes=self.changes,
-        )
-        nearest = Fetcher(self.keeper, self.committer)
-        self.reads = Reads(self.keeper, self.committer, self.trainers.leases, nearest)
-        self.windows = Windows(
-            self.keeper,
-            self.trainers.leases,
-            nearest,
-            memory_dir=config.memory_dir,
-            limit_bytes=config.memory_limit_bytes,
-        )
-        self.restorer = Restorer(
-            self.keeper,
-            self.committer,
-            Loader(
-                self.keeper,
-                self.committer,
-                nearest,
-                changes=self.changes,
-                grow=self.trainers.grow,
-                leased=lambda rank: self.trainers.leases.of(rank) is not None,
-            ),
-            self.reads,
-            self.windows,
-            changes=self.changes,
-            restores=self.trainers.restores,
-        )
-        self.trainers.restorer = self.restorer
-        self.votes = Votes(self._vote_view, self.beyond.look, self.changes)
-        self.progress = Progress(
-            self.trainers,
-            keeper=self.keeper,
-            committer=self.committer,
-            persister=self.persister,
-            beyond=self.beyond,
-            changes=self.changes,
-        )
+    config: Config
+    tasks: Tasks
+    changes: Changes
+    operator: Operator
+    volumes: VolumeSet
+    executors: tuple[ThreadPoolExecutor, ...]
+    leases: Leases
+    owner: Owner
+    slots: SlotPool
+    allocator: Allocator
+    committer: Committer
+    remote_tiers: RemoteTiers
+    reads: Reads
+    windows: Windows
+    restorer: Restorer
+    saving: Saving
+    restoring: Restoring
+    progress: Progress
+    started_at: float = field(default_factory=time.time)
+    ending: bool = False
+    flushing: bool = False
 
     # --- begin and end -----------------------------------------------------------------------
 
     def start(self) -> None:
         """Adopt what is in memory, then look at the volumes and prefetch, in the background."""
         self.windows.start()
-        self.keeper.adopt_all()
-        for file in self.keeper.files():
-            self.maker.settle(file)
-        for number in range(self.maker.threads):
-            self._tasks.keep(self.maker.run, f"make slots {number}")
-        self._tasks.keep(self._look, "scan")
-        self._tasks.keep(self._watch_volumes, "watch volumes")
-        self.beyond.start(self._tasks, self.restorer.prefetch)
-        if self.reporter is not None:
-            self._tasks.keep(self.reporter.run, "report")
+        self.slots.adopt_all()
+        for file in self.slots.files():
+            self.allocator.settle(file)
+        for number in range(self.allocator.threads):
+            self.tasks.keep(self.allocator.run, f"make slots {number}")
+        self.tasks.keep(self._look, "scan")
+        self.tasks.keep(self._watch_volumes, "watch volumes")
+        self.tasks.keep(self.committer.sweep, "retire what was in use")
+        self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
         if self.config.linger_s is not None:
-            self._tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
+            self.tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
 
     async def _look(self) -> None:
         """Scan the volumes; a scan that fails is repeated, less and less often."""
@@ -207,11 +104,7 @@ class Service:
 
     async def _look_once(self) -> None:
         await self.committer.scan()
-        for slots in self.keeper.ranks.values():
-            for slot_set in slots.slot_sets.values():
-                slot_set.table.forget(self.committer.ledger.is_dead)
-        self.keeper.protect_common()
-        self.trainers.plan_persists()
+        self.saving.plan_persists()
         await self.restorer.prefetch()
 
     async def _watch_volumes(self) -> None:
@@ -220,9 +113,7 @@ class Service:
         while True:
             await asyncio.sleep(_WATCH_S)
             try:
-                mended = self.committer.scanned and await self.committer.blocking(
-                    self._volumes.mend
-                )
+                mended = self.committer.scanned and await self.committer.blocking(self.volumes.mend)
             except StorageError as error:
                 if str(error) != trouble:
                     warn("volume lost", reason=str(error))
@@ -231,7 +122,7 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
-                self.persister.plan_anew()
+                self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
 
     async def mend_memory(self) -> None:
@@ -240,27 +131,27 @@ class Service:
         Images that have lost only their names are made durable first. A trainer's lease ends: it
         comes back at once, and maps nothing any more that it had.
         """
-        if not (damaged := self.keeper.damaged()):
+        if not (damaged := self.slots.damaged()):
             return
         for slots in damaged:
-            self.keeper.drop_damaged(slots, cut_off_only=True)
+            self.slots.drop_damaged(slots, cut_off_only=True)
         if any(slots.sealed() for slots in damaged):
             await self.progress.flush(timeout_s=_RESCUE_S)
         if self.ending:
             return
         for slots in damaged:
-            self.keeper.make_directory(slots.rank)
-            self.keeper.drop_damaged(slots)
-            lease = self.trainers.leases.of(slots.rank)
+            self.slots.make_directory(slots.rank)
+            self.slots.drop_damaged(slots)
+            lease = self.leases.of(slots.rank)
             if lease is not None and lease.training:  # one that restores fills no slot yet
-                self._tasks.spawn(self.trainers.ended(lease), f"memory of rank {slots.rank} lost")
+                self.tasks.spawn(self.saving.ended(lease), f"memory of rank {slots.rank} lost")
             for slot_set in slots.slot_sets.values():
-                self.maker.fill(slot_set)
+                self.allocator.fill(slot_set)
         self.changes.ring()
 
     async def _linger(self, linger_s: float) -> None:
         def alone() -> bool:
-            return len(self.trainers.leases) == 0 and not self.owner.present
+            return len(self.leases) == 0 and not self.owner.present
 
         while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
             while not alone():
@@ -274,27 +165,28 @@ class Service:
             started = time.monotonic()
             await self.flush(FlushRequest(timeout_s=self.config.flush_timeout_s))
             left_s = self.config.flush_timeout_s - (time.monotonic() - started)
-            await self.beyond.drain(timeout_s=max(0.0, left_s), whole=False)
+            await self.remote_tiers.drain(timeout_s=max(0.0, left_s), whole=False)
+            await self.committer.refresh()  # nothing is in use any more
             await self._last_word()
             self._end()
 
     async def _last_word(self) -> None:
         """Tell the operator what the flush has made durable, and note what it answers."""
-        if self.reporter is not None:
-            await self.reporter.finish(timeout_s=_LAST_WORD_S)
-            await self.committer.notes.take(at_once=True)
+        await self.operator.finish(timeout_s=_LAST_WORD_S)
+        await self.committer.notes.take(at_once=True)
 
     async def stop(self, request: StopRequest) -> Flushed:
         """End this sidecar; `forget` frees its memory."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
-            await self.beyond.drain(timeout_s=request.timeout_s)
+            await self.remote_tiers.drain(timeout_s=request.timeout_s)
+            await self.committer.refresh()  # nothing is in use any more
         await self._last_word()
         if request.forget:
             await self.progress.drain(timeout_s=request.timeout_s)
-            await asyncio.to_thread(self.maker.stop)
-            self.keeper.forget_all()
+            await asyncio.to_thread(self.allocator.stop)
+            self.slots.forget_all()
         self._end()
         return flushed
 
@@ -309,11 +201,11 @@ class Service:
 
     def close(self) -> None:
         """Wait for what is being written, then let go of threads and volumes. Blocks."""
-        self.maker.stop()
+        self.allocator.stop()
         self.windows.stop()
-        for executor in (self._loads, self._chunks, *self._writers, self._names):
+        for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
-        self._volumes.close()
+        self.volumes.close()
 
     def require_running(self) -> None:
         """Raises SidecarError `stopping` once the end has begun."""
@@ -326,80 +218,13 @@ class Service:
 
     async def obey(self, reply: ReportReply) -> None:
         """What the operator answered to a report. A plan is fetched ahead of time, meanwhile."""
-        before = self.committer.run_view.plan
+        before = self.committer.run_view.word.plan
         await self.committer.hear(reply)
-        self.beyond.meet(
-            reply.peers, self._tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
+        self.remote_tiers.meet(
+            reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
         )
         if reply.plan is not None and reply.plan != before and self.committer.scanned:
-            self._tasks.spawn(self.restorer.prefetch(), "prefetch")
-
-    # --- restore -----------------------------------------------------------------------------
-
-    def _vote_view(self, rank: int) -> View:
-        held = any(one.tier in _IN_THE_POD for one in self.restorer.held(rank).values())
-        heard_at = -NEVER if self.reporter is None else self.reporter.tried_at
-        return self.beyond.view(held=held, heard_at=heard_at)
-
-    async def candidates(self, request: CandidatesRequest) -> Candidates:
-        """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
-        lease = self.trainers.leases.require(request.lease)
-        await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
-        if not self.committer.scanned:
-            raise refuse("starting", "the volumes are still being scanned; ask again")
-        return self.restorer.candidates(lease)
-
-    async def open(self, request: OpenRequest) -> Opened:
-        """Bring a step into a slot, verified; see `Restorer.open`."""
-        lease = self.trainers.leases.require(request.lease)
-        return await self.restorer.open(
-            lease, request.id, timeout_s=request.timeout_s, bad=request.bad
-        )
-
-    async def restored(self, request: RestoredRequest) -> None:
-        """All ranks agreed on this epoch. Durable on return."""
-        lease = self.trainers.leases.require(request.lease)
-        lost = self._beyond(lease.rank, request.epoch.parent)
-        await self.committer.start_epoch(request.epoch)
-        lease.training = True
-        self._note_restore(lease.rank, request, lost)
-        self.restorer.let_go(lease.rank)
-        dead = self.committer.ledger.is_dead
-        for slot_set in self.keeper.rank(lease.rank).slot_sets.values():
-            slot_set.table.forget(dead)
-        self.persister.forget(dead)
-        say(
-            "restored",
-            rank=lease.rank,
-            epoch=str(request.epoch.id),
-            seconds=request.seconds,
-            step=request.epoch.parent and str(request.epoch.parent),
-            tier=request.tier and str(request.tier),
-        )
-        self.changes.ring()
-
-    def _note_restore(self, rank: int, request: RestoredRequest, lost: int) -> None:
-        noted = ReportedRestore(
-            rank=rank,
-            epoch=self.committer.ancestry.named(request.epoch),
-            tier=request.tier,
-            seconds=request.seconds,
-            at=time.time(),
-            lost_steps=lost,
-        )
-        others = [
-            one for one in self.restores if (one.rank, one.epoch.id) != (rank, request.epoch.id)
-        ]
-        self.restores = [*others, noted][-_RESTORES_KEPT:]
-
-    def _beyond(self, rank: int, parent: StepId | None) -> int:
-        """How many steps the rank had staged here beyond the one that it goes on from."""
-        known = {*self.keeper.rank(rank).sealed(), self.trainers.of(rank).staged}
-        known |= {id for id, held in self.committer.shards.items() if rank in held}
-        if parent is None:
-            return 0
-        later = [id.step for id in known if id is not None and id.epoch == parent.epoch]
-        return max(0, max(later, default=0) - parent.step)
+            self.tasks.spawn(self.restorer.prefetch(), "prefetch")
 
     # --- flush -------------------------------------------------------------------------------
 
@@ -407,7 +232,7 @@ class Service:
         """Make the newest two common steps durable."""
         self.flushing = True
         try:
-            with self._volumes.pace.lifted():
+            with self.volumes.pace.lifted():
                 flushed = await self.progress.flush(timeout_s=request.timeout_s)
         finally:
             self.flushing = False

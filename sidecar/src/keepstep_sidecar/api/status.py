@@ -14,22 +14,22 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.memory.slot_file import locking, may_swap
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
-from keepstep_sidecar.tiers.source import RemoteOrigin
+from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.volume import Volume
 
 
 async def status(service: Service) -> Status:
     """The state now. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
-    committer, persister = service.committer, service.persister
-    ledger = committer.look()
+    committer = service.committer
+    planner, ledger = committer.node.planner, committer.look()
     marks = {
-        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.run_view.memory),
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.run_view.word.memory),
         Tier.LOCAL: committer.last_commit(),
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }
     newest = max(
-        (one.staged.step for one in service.trainers.counters.values() if one.staged), default=0
+        (one.staged.step for one in service.saving.counters.values() if one.staged), default=0
     )
     return Status(
         run=service.config.run,
@@ -42,17 +42,17 @@ async def status(service: Service) -> Status:
         epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.committed_at,
-        reported_at=service.reporter.heard_at if service.reporter is not None else None,
-        persist_every=persister.planner.grid.interval(newest),
+        reported_at=service.operator.heard_at,
+        persist_every=planner.grid.interval(newest),
         stage_every=service.config.stage_every,
-        persisted=persister.counts.persisted,
-        persist_skipped=persister.counts.skipped + persister.counts.abandoned,
-        persist_seconds=persister.totals.seconds,
-        persist_bytes=persister.totals.bytes,
+        persisted=planner.counts.persisted,
+        persist_skipped=planner.counts.skipped + planner.counts.abandoned,
+        persist_seconds=committer.totals.seconds,
+        persist_bytes=committer.totals.bytes,
         evicted=committer.evictions.count,
-        ranks=tuple(_rank(service, one) for _, one in sorted(service.keeper.ranks.items())),
+        ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
-        depots=service.beyond.statuses(),
+        depots=service.remote_tiers.statuses(),
         steps=tuple(_steps(service)),
         survives=survives(marks),
         warnings=warnings(service),
@@ -101,8 +101,8 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
 
 
 def _rank(service: Service, slots: RankSlots) -> RankStatus:
-    lease = service.trainers.leases.of(slots.rank)
-    counters = service.trainers.of(slots.rank)
+    lease = service.leases.of(slots.rank)
+    counters = service.saving.of(slots.rank)
     return RankStatus(
         rank=slots.rank,
         world=slots.world,
@@ -121,7 +121,7 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         blocked_s=counters.blocked_s,
         copy_s=counters.copy_s,
         warning=slots.warning,
-        waits=service.votes.waits.get(slots.rank, ""),
+        waits=service.restoring.votes.waits.get(slots.rank, ""),
     )
 
 
@@ -145,16 +145,16 @@ def _steps(service: Service) -> list[StepStatus]:
 
 
 def _step(service: Service, id: StepId) -> StepStatus:
-    committer, ranks = service.committer, service.keeper.ranks
+    committer, ranks = service.committer, service.slots.ranks
     local = committer.shards.get(id, {})
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
     sizes = {rank: slot_set.layout.size_bytes for rank, (slot_set, _) in memory.items()}
     sizes |= {rank: found.size_bytes for rank, found in local.items()}
     far = committer.remotes.of(id)
-    sizes = {rank: places[0].bytes for rank, places in far.items()} | sizes
+    sizes = {rank: places[0].shard.size_bytes for rank, places in far.items()} | sizes
     worlds = [found.world for found in local.values()]
     worlds += [slot_set.layout.world for slot_set, _ in memory.values()]
-    worlds += [places[0].world for places in far.values()]
+    worlds += [places[0].shard.world for places in far.values()]
     return StepStatus(
         id=id,
         world=max(worlds),
@@ -169,7 +169,7 @@ def _step(service: Service, id: StepId) -> StepStatus:
     )
 
 
-def _on(far: Mapping[int, Sequence[RemoteOrigin]], tier: Tier) -> tuple[int, ...]:
+def _on(far: Mapping[int, Sequence[ShardSource]], tier: Tier) -> tuple[int, ...]:
     return tuple(
         sorted(rank for rank, places in far.items() if any(one.tier is tier for one in places))
     )
@@ -177,7 +177,7 @@ def _on(far: Mapping[int, Sequence[RemoteOrigin]], tier: Tier) -> tuple[int, ...
 
 def locked(service: Service) -> str:
     """Whether slots can be swapped out, and what to do about it."""
-    files = list(service.keeper.files())
+    files = list(service.slots.files())
     if not files:
         return "no slots yet"
     reasons = {file.locked for file in files if file.locked}
@@ -195,16 +195,18 @@ def troubles(service: Service) -> tuple[str, ...]:
 
 def warnings(service: Service) -> tuple[str, ...]:
     """What somebody should look at, each once."""
-    found = [slots.warning for slots in service.keeper.ranks.values() if slots.warning]
+    found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer = service.committer
-    found += [service.persister.trouble, committer.evictions.warning, committer.unreadable]
+    found += [service.committer.trouble, committer.evictions.warning, committer.unreadable]
     found += committer.alarms
     found += [one.failed for one in service.committer.volumes.volumes]
-    found += service.trainers.refused.values()
-    found += [f"{one.where}: {one.trouble}" for one in service.beyond.statuses() if one.trouble]
+    found += service.saving.refused.values()
+    found += [
+        f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
+    ]
     found += [
         slot_set.failure
-        for slots in service.keeper.ranks.values()
+        for slots in service.slots.ranks.values()
         for slot_set in slots.slot_sets.values()
     ]
     return tuple(dict.fromkeys(one for one in found if one))

@@ -1,20 +1,17 @@
-"""Waiting: until a rank may vote; for steps to become staged, durable, committed; and the flush
-before an end."""
+"""Waiting for steps to become staged, durable, committed; and the flush before an end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from keepstep.core.readiness import Ready, View, Wait, readiness
+from keepstep.core.node import Flush, Settled
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.trainer import Flushed, Waited, WaitRequest
-from keepstep_sidecar.api.saving import Trainers
+from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.persister import Persister
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
@@ -25,95 +22,44 @@ _NEWEST = 2
 """Two: whatever dies in between, one of them was sealed by every rank."""
 
 
-_ASK_AGAIN_S = 0.5
-"""Peers and archive, while a vote waits for what they hold."""
-
-
-class Votes:
-    """Lets a rank vote when it is time. `waits`: why a rank's vote does not come yet."""
-
-    def __init__(
-        self,
-        view: Callable[[int], View],
-        ask_tiers: Callable[[], Awaitable[None]],
-        changes: Changes,
-    ) -> None:
-        """`view`: what is known now, for the vote of a rank."""
-        self.waits: dict[int, str] = {}
-        self._view = view
-        self._ask_tiers = ask_tiers
-        self._changes = changes
-
-    async def ready(self, rank: int, *, timeout_s: float) -> None:
-        """Return when the rank may vote, or after `timeout_s`."""
-        began = time.monotonic()
-        ends = began + timeout_s
-
-        def decide() -> Ready | Wait:
-            return readiness(time.monotonic(), self._view(rank), began)
-
-        try:
-            while isinstance(wait := decide(), Wait) and time.monotonic() < ends:
-                self._note(rank, wait.why)
-                await self._pause(wait, decide, min(wait.until, ends) - time.monotonic())
-        finally:
-            self.waits.pop(rank, None)
-
-    async def _pause(self, wait: Wait, decide: Callable[[], Ready | Wait], left_s: float) -> None:
-        if not wait.ask:
-            await self._changes.until(lambda: decide() != wait, timeout_s=left_s)
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await self._ask_tiers()
-        await self._changes.until(lambda: decide() == Ready(), timeout_s=min(left_s, _ASK_AGAIN_S))
-
-    def _note(self, rank: int, why: str) -> None:
-        if self.waits.get(rank) != why:
-            self.waits[rank] = why
-            self._changes.ring()
-
-
 class Progress:
     """Long polls on the state of steps."""
 
     def __init__(
         self,
-        trainers: Trainers,
+        saving: Saving,
         *,
-        keeper: SlotPool,
+        slots: SlotPool,
         committer: Committer,
-        persister: Persister,
-        beyond: RemoteTiers,
+        remote_tiers: RemoteTiers,
         changes: Changes,
     ) -> None:
-        self._trainers = trainers
-        self._keeper = keeper
+        self._saving = saving
+        self._slots = slots
         self._committer = committer
-        self._persister = persister
-        self._beyond = beyond
+        self._remote_tiers = remote_tiers
         self._changes = changes
         self.awaited = 0
         """Trainers that wait for a commit now."""
 
     async def wait(self, request: WaitRequest) -> Waited:
         """Until the step has the state. Raises SidecarError `bad-request` for no such state."""
-        lease = self._trainers.leases.require(request.lease)
+        lease = self._saving.leases.require(request.lease)
         reached = self._predicate(lease, request)
         if request.flush and not reached():
-            self._persister.flush({request.id})
-        counters = self._trainers.of(lease.rank)
+            self._committer.feed(Flush({request.id}))
+        counters = self._saving.of(lease.rank)
 
         def settled() -> bool:
             # a step that could not be written is not tried again: only a later one can help
-            failed = self._persister.failed == request.id == counters.staged
+            failed = self._committer.failed == request.id == counters.staged
             return reached() or failed or self._overtaken(lease.rank, request.id)
 
         deadline = time.monotonic() + request.timeout_s
         with self._counted(request):
             await self._changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
-            self._beyond.want(request.id)
+            self._remote_tiers.want(request.id)
             return await self._archived(deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
@@ -124,9 +70,9 @@ class Progress:
 
     async def _archived(self, left_s: float) -> Waited:
         """What is committed was told to the archive: wait until it has what it wants of it."""
-        if await self._beyond.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
+        if await self._remote_tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
             return Waited(reached=True)
-        behind = [one for one in self._beyond.statuses() if one.tier is Tier.ARCHIVE]
+        behind = [one for one in self._remote_tiers.statuses() if one.tier is Tier.ARCHIVE]
         reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
         return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
 
@@ -152,38 +98,38 @@ class Progress:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
             return lambda: self._committer.stock.was_durable(rank, id)
-        if state is State.ARCHIVED and not self._beyond.has(Tier.ARCHIVE):
+        if state is State.ARCHIVED and not self._remote_tiers.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self._committer.was_committed(id)
 
     def _overtaken(self, rank: int, id: StepId) -> bool:
         """It is neither in memory nor on a volume, and never will be."""
-        newest = self._trainers.of(rank).staged
+        newest = self._saving.of(rank).staged
         later = newest is not None and newest.epoch == id.epoch and newest > id
-        gone = later and not self._staged(rank, id) and not self._persister.busy(id)
+        gone = later and not self._staged(rank, id) and not self._committer.busy(id)
         return gone and not self._committer.stock.was_durable(rank, id)
 
     def _staged(self, rank: int, id: StepId) -> bool:
         return (
-            self._trainers.of(rank).staged == id
-            or self._keeper.rank(rank).find(id) is not None
+            self._saving.of(rank).staged == id
+            or self._slots.rank(rank).find(id) is not None
             or self._committer.stock.holds(rank, id) is not None
         )
 
     def _missing(self, id: StepId) -> str:
         """Why the step is not where it should be."""
-        if self._persister.trouble:
-            return self._persister.trouble
+        if self._committer.trouble:
+            return self._committer.trouble
         unstaged: list[int] = []
         unwritten: list[int] = []
-        for rank in sorted(self._keeper.ranks):
+        for rank in sorted(self._slots.ranks):
             if self._committer.stock.holds(rank, id) is None:
                 (unwritten if self._staged(rank, id) else unstaged).append(rank)
         if unstaged:
             return f"step {id} was not staged, or not kept, by ranks {unstaged}"
         if unwritten:
             return f"step {id} is staged, but not yet durable for ranks {unwritten}"
-        if self._committer.run_view.silent:
+        if self._committer.silent:
             return f"step {id} is durable here; nobody can tell whether it is on the other pods"
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
 
@@ -193,26 +139,26 @@ class Progress:
         if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
         self._settle_orphaned()
-        wanted = self._persister.planner.common()[-_NEWEST:]
-        self._persister.flush(newest=_NEWEST)
+        wanted = self._committer.node.planner.common()[-_NEWEST:]
+        self._committer.feed(Flush(newest=_NEWEST))
         left_s = deadline - asyncio.get_running_loop().time()
-        await self._changes.until(lambda: self._persister.idle, timeout_s=left_s)
+        await self._changes.until(lambda: self._committer.idle, timeout_s=left_s)
         durable = tuple(id for id in wanted if self._durable(id))
         missing = [id for id in wanted if id not in durable]
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
 
     def _settle_orphaned(self) -> None:
         """Ranks whose trainer never came back: what they left is final."""
-        for rank, slots in self._keeper.ranks.items():
-            if not slots.settled and self._trainers.leases.of(rank) is None:
+        for rank, slots in self._slots.ranks.items():
+            if not slots.settled and self._saving.leases.of(rank) is None:
                 slots.settled = True
-                self._persister.settled(rank)
-        self._trainers.plan_persists()
+                self._committer.feed(Settled(rank))
+        self._saving.plan_persists()
 
     def _durable(self, id: StepId) -> bool:
-        ranks = [rank for rank, slots in self._keeper.ranks.items() if slots.slot_sets]
+        ranks = [rank for rank, slots in self._slots.ranks.items() if slots.slot_sets]
         return all(self._committer.stock.holds(rank, id) is not None for rank in ranks)
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. False when the time is up."""
-        return await self._changes.until(lambda: self._persister.idle, timeout_s=timeout_s)
+        return await self._changes.until(lambda: self._committer.idle, timeout_s=timeout_s)

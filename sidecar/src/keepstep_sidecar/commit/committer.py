@@ -1,11 +1,14 @@
-"""What is durable on this machine, and what follows from it: commits, retirement, epochs.
+"""Executes what `core.node` decides: writes, publishes, retires; and tells it what happens.
 
-Hosts the ledger. Its duties as a host (docs/ledger.md): report what is there whenever that changes,
-record an epoch durably before the ledger hears of it, obey `Committed` and `Retire`. A commit is a
-property of storage: nothing here makes one, `publish` only shows it to stock readers.
+Its duties as a host (docs/ledger.md): list what is there whenever that changes, record an epoch
+durably before the ledger hears of it, do what the node says. A commit is a property of storage:
+nothing here makes one, `publish` only shows it to stock readers. In a run that spans several pods
+no node sees a complete step; what it then knows of commits comes from the operator (`run_view`).
 
-In a run that spans several pods this ledger never sees a complete step. What it then knows of
-commits, and what may be deleted, comes from the operator (`run_view`).
+A slot is pinned while it is written, so nobody fills it. One exception cannot be excluded, an image
+that a new sidecar found while its trainer was about to fill the slot; but a trainer zeroes the seal
+before it writes anything else, so a seal that is still there after the write proves that the bytes
+were whole, and a file without that proof is quarantined.
 """
 
 from __future__ import annotations
@@ -14,66 +17,80 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from keepstep.core.ledger import (
-    Alarm,
-    Committed,
-    EpochStarted,
-    Event,
-    Ledger,
-    LedgerConfig,
-    Reported,
-    Retire,
-    Standing,
-)
+from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
+from keepstep.core.node import Event, Full, Heard, Listed, Node, Publish, Wrote
+from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
-from keepstep.errors import KeepstepError, StorageError, VersionError
+from keepstep.core.schedule import Grid
+from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
+from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Ancestry, line
 from keepstep_sidecar.commit.eviction import Evictions
 from keepstep_sidecar.commit.inventory import Reach, Remotes, Stock, Telling
 from keepstep_sidecar.commit.restore_from import Rollback
-from keepstep_sidecar.commit.run_view import Notes, RunView
+from keepstep_sidecar.commit.run_view import Notes
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.source import LocalReader, Origin, RemoteOrigin
-from keepstep_sidecar.tiers.tier import Depot, Keeper
+from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.tiers.source import ShardSource
+from keepstep_sidecar.tiers.tier import Depot
 from keepstep_sidecar.volume.scan import LocalShard, Scan
+from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.writer import CUT_OFF
 
+Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
 _log = logging.getLogger("keepstep.sidecar")
 
+_SWEEP_S = 1.0
+"""How often it is seen whether what was kept because somebody reads it is still read."""
+
+
+@dataclass
+class WriteTotals:
+    """Since the start, over all ranks."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    failed: int = 0
+
 
 class Committer:
-    """The shards of this machine and the ledger over shards and slots.
+    """The shards of this machine, and the node that decides about them.
 
-    `busy`: steps that are being written now; they are not retired meanwhile.
+    `trouble`: why the last write failed, '' after one that went well; `failed`: its step.
     """
 
     def __init__(
         self,
         volumes: VolumeSet,
-        keeper: SlotPool,
+        slots: SlotPool,
         *,
-        keep: Retention,
-        executor: Executor,
-        changes: Changes,
-        busy: Callable[[StepId], bool],
-        reader: LocalReader,
         remotes: Remotes,
+        names: Executor,
+        writers: Sequence[Executor],
+        changes: Changes,
+        spawn: Spawn,
+        keep: Retention,
+        grid: Grid,
         told: bool = False,
         wish: Wish | None = None,
     ) -> None:
-        """`told`: an operator sees the whole run, and decides what is deleted. `wish`: what to go
-        back to."""
+        """`names`: of one thread, that changes names on the volumes. `writers`: one for each
+        volume, of one thread: a drive writes one image at a time, and none is idle while another
+        one has a queue. `told`: an operator sees the whole run, and decides what is deleted.
+        `wish`: what to go back to."""
         self.volumes = volumes
         self.stock = Stock()
         self.shards, self.published = self.stock.shards, self.stock.published
@@ -83,36 +100,142 @@ class Committer:
         self.scan_failed = ""
         self.scanned_at = NEVER
         self.epoch: Epoch | None = None
+        self.totals = WriteTotals()
+        self.trouble = ""
+        self.failed: StepId | None = None
         self.remotes = remotes
-        self.telling = Telling(keeper, self.stock, remotes)
+        self.telling = Telling(slots, self.stock, remotes)
         self.evictions = Evictions(keep)
-        self.reach = Reach(self.shards, keeper, remotes, reader)
-        self.ledger = Ledger(
-            LedgerConfig(
-                tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
-                retention={Tier.LOCAL: keep},
-            )
+        self.reach = Reach(self.shards, slots, remotes, volumes)
+        self.node = Node(
+            slots.ranks,
+            grid=grid,
+            tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
+            keep=keep,
+            told=told,
+            began=time.monotonic(),
+            in_use=self._in_use,
+            may_write=lambda id: self.ancestry.writes(id),
         )
-        self._executor = executor
-        self._changes = changes
-        self._busy = busy
-        self.run_view = RunView(told=told, clock=time.monotonic)
+        self.run_view = self.node.run_view
         self.notes = Notes(self.run_view, volumes, self.blocking)
         self.rollback = Rollback(wish, volumes.epochs)
-        self.ancestry = Ancestry(remotes, self._commits, self.epochs)
+        self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
+        self._slots = slots
+        self._names = names
+        self._writers = writers
+        self._changes = changes
+        self._spawn = spawn
         self._hooks = Hooks(remotes.depots)
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
+        self._ending: set[Write] = set()
+        self._retired = 0
         self._actions = asyncio.Lock()
 
-    async def blocking(self, work: Callable[[], T]) -> T:
-        """Run a blocking call on the one thread that changes names on the volumes."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    @property
+    def ledger(self) -> Ledger:
+        return self.node.ledger
 
     @property
     def scanned(self) -> bool:
         """Whether it is known what lies on the volumes."""
         return self.scanned_at != NEVER
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being written, and what was is committed where it can be."""
+        return not self._ending and self.node.idle
+
+    @property
+    def silent(self) -> bool:
+        """There is an operator, and it has not answered for long."""
+        return self.run_view.silent(time.monotonic())
+
+    @property
+    def operator_answers(self) -> bool:
+        """An operator is there, so that it will say when it has heard of all pods."""
+        return self.run_view.heard_at is not None and not self.silent
+
+    def busy(self, id: StepId) -> bool:
+        """Whether this step is on its way to the volumes."""
+        return self.node.busy(id) or any(write.id == id for write in self._ending)
+
+    async def blocking(self, work: Callable[[], T]) -> T:
+        """Run a blocking call on the one thread that changes names on the volumes."""
+        return await asyncio.get_running_loop().run_in_executor(self._names, work)
+
+    # --- events in, actions out --------------------------------------------------------------
+
+    def feed(self, event: Event) -> list[Publish | Retire]:
+        """Tell the node what happened. Writes begin at once; returns what else is to be done, which
+        may also wait: the node says it again."""
+        left: list[Publish | Retire] = []
+        for action in self.node.step(event, time.monotonic()):
+            match action:
+                case Write():
+                    self._spawn(self._write(action), f"write {action.id} {action.rank}")
+                case Alarm():
+                    warn("alarm", kind=str(action.kind), text=action.text)
+                    self.alarms[action.text] = None
+                case Committed():
+                    if action.tier is Tier.LOCAL:
+                        say("committed", step=str(action.id))
+                case _:
+                    left.append(action)
+        return left
+
+    async def refresh(self) -> None:
+        """List what is there, and do what follows."""
+        await self._carry_out(self.feed(self._listed()))
+
+    def look(self) -> Ledger:
+        """The ledger with the newest list, for questions; what the node asks for is done later."""
+        if self.telling.beyond_is_stale:  # `look_beyond` is just about to tell it
+            self.feed(self.telling.beyond())
+        self.feed(self._listed())
+        return self.ledger
+
+    def _listed(self) -> Listed:
+        ranks = self.telling.here().ranks
+        return Listed(ranks=ranks, published=self.stock.ever_published(), shown=self.published)
+
+    async def _carry_out(self, actions: Iterable[Publish | Retire]) -> None:
+        """Level-triggered: what fails here, or is in use by now, is decided anew the next time."""
+        async with self._actions:
+            commits = self.node.commits()
+            self.evictions.see(committed=sum(id in self.shards for id in commits))
+            here = [action for action in actions if action.id in self.shards]
+            for action in here:
+                if isinstance(action, Publish):
+                    await self._publish(action.id)
+            # before anything is deleted: the same word that tells of a commit may retire it
+            for id in self.node.commits():
+                if id in self.shards:
+                    self._hooks.committed(id, self.shards[id])
+            for action in here:
+                if isinstance(action, Retire) and not self._must_stay(action.id):
+                    await self._retire(action.id)
+
+    async def sweep(self) -> None:
+        """Delete what had to stay because somebody read it, once nobody does. Until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            if not all(map(self._must_stay, self.node.deferred)):
+                await self.refresh()
+
+    def _must_stay(self, id: StepId) -> bool:
+        return self.node.busy(id) or self._in_use(id)
+
+    def _in_use(self, id: StepId) -> bool:
+        """Somebody reads this step, or wants to go back to it."""
+        return self.rollback.names(id) or id in self._opening or self._hooks.in_use(id)
+
+    def opening(self, id: StepId, *, on: bool) -> None:
+        """This step is being read: it is not retired meanwhile. Counted."""
+        self._opening[id] += 1 if on else -1
+        if not self._opening[id]:
+            del self._opening[id]
 
     # --- what is there -----------------------------------------------------------------------
 
@@ -144,75 +267,57 @@ class Committer:
         elif aside:
             self.unreadable = "shards lie in quarantine (keepstep verify tells why)"
         for epoch in self.volumes.epochs():
-            self.ledger.apply(EpochStarted(epoch))
+            self.feed(EpochStarted(epoch))
         self.scanned_at = min(self.scanned_at, time.monotonic())
         self.telling.silent = bool(self.unreadable)
         self._hooks.durable(self.stock.all())
         await self.refresh()
         self._changes.ring()
 
-    async def look_beyond(self, *, anew: bool = False) -> None:
-        """Ask the depots what they hold; the ledger hears of it. `anew`: see `Remotes.look`."""
-        first = not self.remotes.looked
-        if not await self.remotes.look(anew=anew) and not first:
-            return
-        await self._tell(self.telling.beyond())
-        self._changes.ring()
-
-    async def distrust(self, origin: Origin, error: Exception) -> None:
-        """This copy could not be used; one on a volume was quarantined, and is looked for anew."""
-        if isinstance(origin, RemoteOrigin):
-            self.remotes.distrust(origin, error)
-            ranks = {origin.rank: self.remotes.report(origin.rank)}
-            self._remember(self.ledger.apply(Reported(ranks=ranks)))
-            self._changes.ring()
-        elif self.stock.holds(origin.rank, origin.id) is not None:
-            await self.scan()
-
     def _survey(self) -> tuple[Scan, int]:
         """What is there, and how many files are in quarantine afterwards."""
         scan = self.volumes.scan()
         return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
 
-    def ranks(self) -> list[int]:
-        """Every rank of which something is or was here."""
-        return self.telling.ranks()
+    async def look_beyond(self, *, anew: bool = False) -> None:
+        """Ask the depots what they hold; the ledger hears of it. `anew`: see `Remotes.look`."""
+        first = not self.remotes.looked
+        if not await self.remotes.look(anew=anew) and not first:
+            return
+        await self._carry_out(self.feed(self.telling.beyond()))
+        self._changes.ring()
 
-    async def refresh(self, *, grown: bool = False) -> None:
-        """Report to the ledger and do what it says. `grown`: a shard was added."""
-        await self._tell(self.telling.here())
-        if grown and self.run_view.silent:
-            async with self._actions:
-                held, commit = self._live(), self.last_commit()
-                await self._retire_all(self.run_view.unwatched(held, commit=commit))
-
-    def look(self) -> Ledger:
-        """The ledger with the newest report, for questions; what it asks for is done later."""
-        if self.telling.beyond_is_stale:  # `look_beyond` is just about to tell it
-            self._remember(self.ledger.apply(self.telling.beyond()))
-        self._remember(self.ledger.apply(self.telling.here()))
-        return self.ledger
-
-    # --- what happens ------------------------------------------------------------------------
+    async def distrust(self, source: ShardSource, error: Exception) -> None:
+        """This copy could not be used; one on a volume was quarantined, and is looked for anew."""
+        rank = source.shard.rank
+        if source.tier is not Tier.LOCAL:
+            self.remotes.distrust(source, error)
+            self.feed(Reported(ranks={rank: self.remotes.report(rank)}))
+            self._changes.ring()
+        elif self.stock.holds(rank, source.shard.step_id) is not None:
+            await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
         """The operator's answer: commits are published, and what nobody needs is deleted."""
-        before = (self.run_view.commit, self.run_view.plan)
-        self.run_view.hear(reply)
+        before = (self.run_view.commit, self.run_view.word.plan)
         self.rollback.hear(reply)
+        actions = self.feed(
+            Heard(
+                commit=reply.committed.get(str(Tier.LOCAL)),
+                commits=frozenset(reply.commits),
+                memory=reply.committed.get(str(Tier.MEMORY)),
+                plan=reply.plan,
+                pinned=frozenset(reply.pinned),
+                retire=frozenset(reply.retire),
+            )
+        )
         if self.scanned:
-            async with self._actions:
-                await self._publish_committed()
-                await self._retire_all(self.run_view.retired(list(self.shards)))
+            await self._carry_out(actions)
         await self.notes.take(at_once=False)
-        if before != (self.run_view.commit, self.run_view.plan):
+        if before != (self.run_view.commit, self.run_view.word.plan):
             self._changes.ring()
 
-    def wrote(self, shard: LocalShard) -> None:
-        """A shard is durable; `refresh` draws the conclusions."""
-        self.stock.add(shard)
-        self._hooks.durable((shard,))
-        self._changes.ring()
+    # --- epochs ------------------------------------------------------------------------------
 
     async def start_epoch(self, epoch: Epoch) -> None:
         """All ranks agreed on this epoch; durable on return. Raises StorageError."""
@@ -230,7 +335,7 @@ class Committer:
             await self.blocking(lambda: self.volumes.save_epochs(*known))
         self.epoch = epoch
         self.rollback.began(epoch)
-        await self._tell(EpochStarted(epoch))
+        await self._carry_out(self.feed(EpochStarted(epoch)))
         self._hooks.forget([id for id in self.shards if self.ledger.is_dead(id)])
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
@@ -245,96 +350,118 @@ class Committer:
         if self.epoch is None or self.epoch.id < epoch.id:
             self.epoch = epoch
 
-    def opening(self, id: StepId, *, on: bool) -> None:
-        """This step is being read: it is not retired meanwhile. Counted."""
-        self._opening[id] += 1 if on else -1
-        if not self._opening[id]:
-            del self._opening[id]
+    # --- Write -------------------------------------------------------------------------------
 
-    async def make_room(self, size_bytes: int, *, evictions: int) -> bool:
+    async def _write(self, write: Write) -> None:
+        self._ending.add(write)
+        try:
+            shard = await self._persist(write)
+            if shard is not None:
+                self.wrote(shard)
+            # with nothing awaited since it is known: the next image is pinned before its slot can
+            # be assigned
+            self.feed(Wrote(write.rank, write.id, shard is not None))
+            self._changes.ring()
+            if shard is not None:
+                await self.refresh()
+        finally:
+            self._ending.discard(write)
+            self._changes.ring()
+
+    async def _persist(self, write: Write) -> LocalShard | None:
+        """The shard, durable; None when it could not be made. The node must hear of the end,
+        whatever goes wrong."""
+        try:
+            return await self._written(write)
+        except Exception as error:
+            if str(error) != self.trouble:  # what stands in the way of every step is said once
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+            self.trouble, self.failed = str(error), write.id
+            self.totals.failed += 1
+            return None
+
+    async def _written(self, write: Write) -> LocalShard | None:
+        found = self._slots.rank(write.rank).find(write.id)
+        if found is None:
+            return None
+        slot_set, index = found
+        file, control = slot_set.files[index], slot_set.files[index].control()
+        if file.cut_off:
+            warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
+        elif control is not None and control.id == write.id:
+            written = await self._write_with_room(slot_set, index, control)
+            if file.control() == control:
+                self._count(written)
+                return written.shard
+            await self._quarantine(written)
+        return None
+
+    async def _write_with_room(
+        self, slot_set: SlotSet, index: int, control: ControlPage
+    ) -> Written:
+        view, layout = slot_set.files[index].view, slot_set.layout
+        while True:
+            retired = self._retired
+            writer = self._writers[self.volumes.lane(control.rank)]
+            try:
+                return await asyncio.get_running_loop().run_in_executor(
+                    writer, self.volumes.write, view, layout, control
+                )
+            except NoSpaceError:
+                if not await self._make_room(layout.size_bytes, retired=retired):
+                    raise
+
+    async def _quarantine(self, written: Written) -> None:
+        path = written.shard.path
+        warn("overwritten while it was written", path=str(path))
+        await self.blocking(lambda: self.volumes.quarantine(path, "overwritten"))
+
+    def _count(self, written: Written) -> None:
+        self.trouble = ""
+        self.totals.bytes += written.shard.size_bytes
+        self.totals.seconds += written.seconds
+        self.totals.cpu_s += written.cpu_s
+        say(
+            "durable",
+            rank=written.shard.rank,
+            step=str(written.shard.step_id),
+            bytes=written.shard.size_bytes,
+            seconds=round(written.seconds, 4),
+            level=logging.DEBUG,
+        )
+
+    def wrote(self, shard: LocalShard) -> None:
+        """A shard is durable; `refresh` draws the conclusions."""
+        self.stock.add(shard)
+        self._hooks.durable((shard,))
+        self._changes.ring()
+
+    async def _make_room(self, size_bytes: int, *, retired: int) -> bool:
         """Let go of copies kept for others, else of the fewest steps that nobody needs, so that so
         much can be written. False when there was nothing.
 
-        `evictions`: how many there had been when the write began that found no room. If there are
-        more now, somebody else has made room meanwhile.
+        `retired`: how many steps had gone when the write began that found no room. If there are
+        more now, there may be room again.
         """
         if await self._hooks.make_room(size_bytes):
             return True
         async with self._actions:
-            if self.evictions.count != evictions:
+            if self._retired != retired:
                 return True
             missing = size_bytes - await self.blocking(self.volumes.free_bytes)
-            doomed = self._least_wanted(missing)
+            self.look()
+            sizes = {
+                id: sum(shard.size_bytes for shard in held.values())
+                for id, held in self.shards.items()
+            }
+            doomed = [action.id for action in self.feed(Full(missing, sizes))]
             self.evictions.note(doomed)
-            retired = await self._retire_all(doomed)
+            for id in doomed:
+                await self._retire(id)
             self.evictions.count += len(doomed)
-            return retired
+            return bool(doomed)
 
-    def _least_wanted(self, missing_bytes: int) -> tuple[StepId, ...]:
-        pinned = self.run_view.pinned
-        surplus = self.look().expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))
-        unfinished = set(surplus).difference(self.ledger.committed(Tier.LOCAL))
-        if not surplus and self.run_view.told:
-            surplus = self.run_view.crowded_out(self._live(), commit=self.last_commit())
-        free = [id for id in surplus if not self._in_use(id)]
-        return self.evictions.choose(
-            self.shards,
-            free,
-            unfinished=unfinished,
-            missing_bytes=missing_bytes,
-            written_at=self.ledger.written_at(self.shards),
-        )
-
-    # --- the ledger's wishes -----------------------------------------------------------------
-
-    async def _tell(self, event: Event) -> None:
-        actions = [*self.ledger.apply(event)]
-        self._remember(actions)
-        async with self._actions:
-            if not self.run_view.told:
-                await self._retire_all(one.id for one in actions if isinstance(one, Retire))
-            await self._publish_committed()
-
-    async def _retire_all(self, ids: Iterable[StepId]) -> bool:
-        """Retire these steps, but those in use. False when there was nothing to do."""
-        self.evictions.see(committed=sum(id in self.shards for id in self._commits()))
-        doomed = [id for id in ids if id in self.shards and not self._in_use(id)]
-        for id in doomed:
-            await self._retire(id)
-        return bool(doomed)
-
-    def _in_use(self, id: StepId) -> bool:
-        wanted = self.rollback.names(id)
-        return wanted or self._busy(id) or id in self._opening or self._hooks.in_use(id)
-
-    def pinned(self) -> frozenset[StepId] | None:
-        """Steps that stay everywhere; None while the operator has not said."""
-        if not self.run_view.pins_known:
-            return None
-        return self.run_view.pinned.union(filter(self.rollback.names, self.reach.ids()))
-
-    def wanted(self) -> StepId | None:
-        """The step that a person wants to go back to, where it is known here."""
-        return self.rollback.resolve(self.ledger.whole(), self._restorable())
-
-    def _restorable(self) -> list[StepId]:
-        return [id for id in self.reach.ids() if self.ledger.lineage.restorable(id)]
-
-    def _remember(self, actions: Iterable[object]) -> None:
-        for action in actions:
-            if isinstance(action, Alarm):
-                warn("alarm", kind=str(action.kind), text=action.text)
-                self.alarms[action.text] = None
-            elif isinstance(action, Committed) and action.tier is Tier.LOCAL:
-                say("committed", step=str(action.id))
-
-    async def _publish_committed(self) -> None:
-        """Level-triggered, so that a commit which was announced to nobody is not forgotten."""
-        for id in self._commits():
-            if id not in self.published and id in self.shards:
-                await self._publish(id)
-            if id in self.shards:
-                self._hooks.committed(id, self.shards[id])
+    # --- Publish, Retire ---------------------------------------------------------------------
 
     async def _publish(self, id: StepId) -> None:
         try:
@@ -356,34 +483,36 @@ class Committer:
         except KeepstepError as error:
             warn("not retired", step=str(id), reason=str(error))
             return
+        self._retired += 1  # only now: whoever found no room before that has still to make some
         say("retired", step=str(id), bytes=freed)
 
     # --- asking ------------------------------------------------------------------------------
 
-    def _commits(self) -> list[StepId]:
-        """Steps that are known to be committed: seen here to be complete, told by the operator, or
-        shown to readers by an earlier sidecar that was told."""
-        told = self.stock.ever_published() if self.run_view.told else set()
-        told |= self.run_view.commits
-        if self.run_view.commit is not None:
-            told.add(self.run_view.commit)
-        beyond = {id for id in told if self.ledger.lineage.restorable(id)}
-        return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
+    def ranks(self) -> list[int]:
+        """Every rank of which something is or was here."""
+        return self.telling.ranks()
 
     def last_commit(self) -> StepId | None:
         """The newest step that is known to be committed, and not dead."""
-        return max(self._commits(), default=None)
-
-    def _live(self) -> list[StepId]:
-        """Steps on the volumes that the newest epoch goes on from."""
-        standing = self.ledger.lineage.standing
-        return [id for id in self.shards if standing(id) is Standing.LIVE]
+        return self.node.last_commit()
 
     def was_committed(self, id: StepId) -> bool:
         """This very step is committed and, where it is held, visible; or was until it expired."""
         if self.stock.was_published(id):
             return True
-        return id not in self.shards and id in (self.run_view.commit, *self.run_view.commits)
+        told = (self.run_view.commit, *self.run_view.word.commits)
+        return id not in self.shards and id in told
+
+    def pinned(self) -> frozenset[StepId] | None:
+        """Steps that stay everywhere; None while the operator has not said."""
+        if not self.run_view.pins_known:
+            return None
+        return self.run_view.word.pinned.union(filter(self.rollback.names, self.reach.ids()))
+
+    def wanted(self) -> StepId | None:
+        """The step that a person wants to go back to, where it is known here."""
+        held = [id for id in self.reach.ids() if self.ledger.lineage.restorable(id)]
+        return self.rollback.resolve(self.ledger.whole(), held)
 
 
 # --- what remote tiers are told --------------------------------------------------------------
@@ -424,5 +553,4 @@ class Hooks:
 
     async def make_room(self, size_bytes: int) -> bool:
         """Copies that are kept for others go first. False when there was nothing to let go."""
-        keepers = [one for one in self._depots if isinstance(one, Keeper)]
-        return any([await one.make_room(size_bytes) for one in keepers])
+        return any([await one.make_room(size_bytes) for one in self._depots])

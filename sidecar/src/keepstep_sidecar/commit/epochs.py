@@ -29,8 +29,6 @@ class Ancestry:
         self._ancestor = remotes.ancestor
         self._commits = commits
         self._epochs = epochs
-        if self._ancestor is not None:
-            self._ancestor.outgrown = self.outgrown
 
     def outgrown(self) -> bool:
         """The run has a commit of its own."""

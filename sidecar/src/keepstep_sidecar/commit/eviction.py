@@ -1,18 +1,13 @@
-"""What goes when the volumes are full: as few steps as make room, the least wanted ones first.
-
-Who may go at all is not decided here: the ledger (or the operator's word) says which copies are
-expendable, and that never includes the newest commit.
-"""
+"""What is said of steps that went because the volumes were full; `core.node` says which do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from keepstep.core.retention import Retention, evicted
+from keepstep.core.retention import Retention
 from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.scan import LocalShard
 
 
 @dataclass
@@ -25,29 +20,6 @@ class Evictions:
     keep: Retention
     count: int = 0
     short: bool = False
-
-    def choose(
-        self,
-        shards: Mapping[StepId, Mapping[int, LocalShard]],
-        expendable: Collection[StepId],
-        *,
-        unfinished: Collection[StepId],
-        missing_bytes: int,
-        written_at: Mapping[StepId, float],
-    ) -> tuple[StepId, ...]:
-        """Which steps to delete, so that `missing_bytes` come free; at least one if any may go.
-
-        The file system may count otherwise than we do: whoever still finds no room asks again.
-        """
-        sizes = {id: sum(one.size_bytes for one in held.values()) for id, held in shards.items()}
-        spared = frozenset(sizes.keys() - set(expendable))
-        return evicted(
-            sizes,
-            replace(self.keep, pinned=spared),
-            limit_bytes=sum(sizes.values()) - max(1, missing_bytes),
-            unfinished=unfinished,
-            written_at=written_at,
-        )
 
     def note(self, ids: Collection[StepId]) -> None:
         """These steps are about to go. The caller counts them when they are gone: whoever finds no

@@ -16,9 +16,10 @@ from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
-from keepstep_sidecar.tiers.source import LocalOrigin, LocalReader, Origin, RemoteOrigin
-from keepstep_sidecar.tiers.tier import Ancestor, Depot, Inventory
+from keepstep_sidecar.tiers.source import ShardSource, local_source
+from keepstep_sidecar.tiers.tier import Depot, Inventory
 from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _PAST_STEPS = 10_000
 
@@ -220,12 +221,12 @@ class Remotes:
         self.depots = tuple(
             sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
         )  # nearest first
-        self.ancestor = next((one for one in depots if isinstance(one, Ancestor)), None)
+        self.ancestor = next((one for one in depots if one.ancestor), None)
         self.looked = not depots
         self.index = 0
         self._inventories = [_NOT_ASKED for _ in self.depots]
-        self._refused: set[tuple[Tier, str, StepId, int]] = set()
-        self._at: dict[StepId, dict[int, list[RemoteOrigin]]] = {}
+        self._refused: set[ShardSource] = set()
+        self._at: dict[StepId, dict[int, list[ShardSource]]] = {}
         self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
         self._looking: asyncio.Task[bool] | None = None
 
@@ -273,20 +274,23 @@ class Remotes:
         )
         return [_TOO_EARLY if silent and depot is self.ancestor else one for depot, one in pairs]
 
-    def distrust(self, origin: RemoteOrigin, error: Exception) -> None:
+    def distrust(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used. One that did not pass its verification is not offered any
         more; one that was out of reach may be there the next time."""
-        one, damaged = origin.remote, isinstance(error, ImageError)
+        damaged, shard = isinstance(error, ImageError), source.shard
         warn(
             "copy refused" if damaged else "copy out of reach",
-            tier=str(one.tier),
-            where=one.where,
-            rank=one.rank,
-            step=str(one.step_id),
+            tier=str(source.tier),
+            where=source.where,
+            rank=shard.rank,
+            step=str(shard.step_id),
             reason=str(error),
         )
         if damaged:
-            self._refused.add((one.tier, one.where, one.step_id, one.rank))
+            self._refused.add(source)
+            for depot in self.depots:
+                if depot.tier is source.tier:
+                    depot.refuse(source)
             self._index()
 
     def _index(self) -> None:
@@ -294,9 +298,9 @@ class Remotes:
         self._at, self._of_rank = {}, {}
         for depot, inventory in zip(self.depots, self._inventories, strict=True):
             for one in inventory.shards:
-                if (one.tier, one.where, one.step_id, one.rank) not in self._refused:
-                    places = self._at.setdefault(one.step_id, {}).setdefault(one.rank, [])
-                    places.append(RemoteOrigin(remote=one, depot=depot))
+                sources = [at for at in depot.sources(one) if at not in self._refused]
+                if sources:
+                    self._at.setdefault(one.step_id, {}).setdefault(one.rank, []).extend(sources)
                     tiers = self._of_rank.setdefault(one.rank, {})
                     tiers.setdefault(one.tier, []).append(one)
 
@@ -311,7 +315,7 @@ class Remotes:
         """Every rank of which a depot holds something."""
         return self._of_rank.keys()
 
-    def of(self, id: StepId) -> dict[int, list[RemoteOrigin]]:
+    def of(self, id: StepId) -> dict[int, list[ShardSource]]:
         """rank -> its copies of this step, nearest first."""
         return self._at.get(id, {})
 
@@ -378,19 +382,19 @@ class Reach:
     """Of one sidecar. `shards` is the committer's own, as it is at any moment."""
 
     def __init__(
-        self, shards: Shards, keeper: SlotPool, remotes: Remotes, reader: LocalReader
+        self, shards: Shards, keeper: SlotPool, remotes: Remotes, volumes: VolumeSet
     ) -> None:
         self._shards = shards
         self._keeper = keeper
         self._remotes = remotes
-        self._reader = reader
+        self._volumes = volumes
 
-    def origins(self, id: StepId, rank: int) -> list[Origin]:
+    def origins(self, id: StepId, rank: int) -> list[ShardSource]:
         """Where the saved rank's shard lies beyond memory, nearest first."""
         local = self._shards.get(id, {}).get(rank)
-        here: list[Origin] = []
+        here: list[ShardSource] = []
         if local is not None:
-            here.append(LocalOrigin(found=local, reader=self._reader))
+            here.append(local_source(self._volumes, local))
         return [*here, *self._remotes.of(id).get(rank, ())]
 
     def nearest(self, id: StepId, rank: int) -> Tier | None:
@@ -413,7 +417,7 @@ class Reach:
     def world_of(self, id: StepId) -> int | None:
         """How many ranks saved the step; None when nobody knows, or copies disagree."""
         worlds = {found.world for found in self._shards.get(id, {}).values()}
-        worlds |= {each[0].world for each in self._remotes.of(id).values()}
+        worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
         worlds |= {
             at[0].layout.world for one in self._keeper.ranks.values() if (at := one.find(id))
         }
@@ -448,4 +452,4 @@ class Reach:
         for rank, found in self._shards.get(id, {}).items():
             yield Tier.LOCAL, rank, found.twins
         for rank, places in self._remotes.of(id).items():
-            yield places[0].tier, rank, places[0].twins
+            yield places[0].tier, rank, places[0].shard.twins

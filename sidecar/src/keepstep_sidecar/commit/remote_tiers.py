@@ -15,14 +15,7 @@ from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.tier import (
-    Acquainted,
-    Depot,
-    DepotStatus,
-    Keeper,
-    Noticing,
-    Retaining,
-)
+from keepstep_sidecar.tiers.tier import Depot, DepotStatus, RunFacts
 
 _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
@@ -52,13 +45,14 @@ class RemoteTiers:
 
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: what to do once everything was seen for the first time."""
+        facts = RunFacts(
+            pinned=self._committer.pinned,
+            commit=lambda: self._committer.run_view.commit,
+            outgrown=self._committer.ancestry.outgrown,
+            changed=lambda: tasks.spawn(self.look(), "look at what is new"),
+        )
         for depot in self.depots:
-            if isinstance(depot, Retaining):
-                depot.pinned = self._committer.pinned
-            if isinstance(depot, Keeper):
-                depot.commit = lambda: self._committer.run_view.commit
-            if isinstance(depot, Noticing):
-                depot.changed = lambda: tasks.spawn(self.look(), "look at what is new")
+            depot.begin(facts)
             tasks.keep(depot.run, f"depot {depot.tier}")
         if self.depots:
             tasks.keep(functools.partial(self._watch, looked), "look at depots")
@@ -84,7 +78,7 @@ class RemoteTiers:
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """What counts for whether a rank may vote; `held`, `heard_at`: as in `View`."""
-        acquainted = [one for one in self.depots if isinstance(one, Acquainted)]
+        acquainted = [one for one in self.depots if one.meets_pods]
         others = bool(self._told and self._told[0])
         return View(
             scanned_at=self._committer.scanned_at,
@@ -92,7 +86,7 @@ class RemoteTiers:
             tiers=bool(self.depots),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
             held=held,
-            operator=self._committer.run_view.heard and not self._committer.run_view.silent,
+            operator=self._committer.operator_answers,
             told_at=self._told_at,
             introduced=all(one.introduced for one in acquainted),
             awaits=self.awaits if acquainted else "",
@@ -112,7 +106,7 @@ class RemoteTiers:
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self._changes.ring()
         for depot in self.depots:
-            if isinstance(depot, Acquainted):
+            if depot.meets_pods:
                 depot.peers_are(peers, awaits=awaits, complete=complete)
                 self._meeting += 1
                 spawn(self._look_at_peers(), "look at peers")
@@ -122,8 +116,7 @@ class RemoteTiers:
     def want(self, id: StepId) -> None:
         """Somebody waits until this step is archived, be it due or not."""
         for depot in self.depots:
-            if isinstance(depot, Retaining):
-                depot.want(id)
+            depot.want(id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
@@ -158,11 +151,9 @@ class RemoteTiers:
 
     def kept(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for others."""
-        keepers = (one for one in self.depots if isinstance(one, Keeper))
-        return tuple(copy for one in keepers for copy in one.kept())
+        return tuple(copy for one in self.depots for copy in one.kept())
 
     @property
     def address(self) -> str:
         """Where other pods find this one, '' when nothing is served."""
-        found = (one.address for one in self.depots if isinstance(one, Acquainted))
-        return next(found, "")
+        return next((one.address for one in self.depots if one.address), "")

@@ -1,4 +1,4 @@
-"""How many slots a rank may have. Pure."""
+"""How many slots a rank may have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from keepstep.errors import NoMemoryError
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.leases import Lease
+from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_file import free_bytes
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 
@@ -64,9 +65,13 @@ def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str
 class Sizing:
     """Decides `SlotSet.wanted`, at the cost of older layouts' slots if need be."""
 
-    def __init__(self, config: Config, keeper: SlotPool) -> None:
+    def __init__(
+        self, config: Config, keeper: SlotPool, *, allocator: Allocator, leases: Leases
+    ) -> None:
         self._config = config
         self._keeper = keeper
+        self._allocator = allocator
+        self._leases = leases
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; returns the warning when they are fewer than asked for.
@@ -93,7 +98,12 @@ class Sizing:
             warn("fewer slots", rank=slots.rank, slots=count, reason=warning)
         return warning
 
-    def most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
+    def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
+        """One more slot to restore into, unless one is on its way already, or none fits."""
+        most = self._most(slots, slot_set, self._leases.of(slots.rank))
+        self._allocator.grow(slot_set, most=most)
+
+    def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """Slots that this slot set may grow to for a restore: one beyond the usual, if it fits."""
         if lease is None:  # whoever comes, or nobody: room for one image is enough to know
             others = self._keeper.made_bytes - sum(len(file.view) for _, file in slot_set.present())

@@ -45,6 +45,10 @@ class RankSlots:
     settled: bool = False
     warning: str = ""
 
+    def tables(self) -> list[SlotTable]:
+        """Which slot is filled next, of each slot set."""
+        return [slot_set.table for slot_set in self.slot_sets.values()]
+
     def find(self, id: StepId) -> tuple[SlotSet, int] | None:
         """The slot with this sealed, live image."""
         for slot_set in self.slot_sets.values():
@@ -246,25 +250,18 @@ class SlotPool:
         slot_set.table.release(index, keep=keep)
         return keep
 
-    def protect_common(self) -> StepId | None:
-        """Tell every table the newest step that all ranks hold. Returns that step."""
-        held = [set(slots.sealed()) for slots in self._running().values()]
-        common = max(set.intersection(*held), default=None) if held else None
-        for slots in self.ranks.values():
-            for slot_set in slots.slot_sets.values():
-                slot_set.table.protect(() if common is None else (common,))
-        return common
-
     def holds_old_layouts(self, slots: RankSlots) -> bool:
         """Whether this rank, or one that is gone, has slots that nobody fills any more."""
         return len(slots.slot_sets) > 1 or any(
             one.slot_sets and rank >= slots.world for rank, one in self.ranks.items()
         )
 
-    def drop_old_layouts(self, common: StepId, *, alive: Collection[int] = ()) -> None:
-        """A newer common step exists: slots of layouts that hold nothing newer are freed, and those
-        of ranks that the world does not have any more. `alive`: ranks with a trainer, which may
-        fill their slots whatever world another one was in."""
+    def drop_old_layouts(self, common: StepId | None, *, alive: Collection[int] = ()) -> None:
+        """Free slots of layouts that hold nothing newer than the step that all ranks have in
+        common, and those of ranks that the world does not have any more. `alive`: ranks with a
+        trainer, which may fill their slots whatever world another one was in."""
+        if common is None:
+            return
         running = {*self._running(), *alive}
         for rank, slots in self.ranks.items():
             for key, slot_set in list(slots.slot_sets.items()):
@@ -418,28 +415,12 @@ class SlotSet:
     # --- the trainer fills -------------------------------------------------------------------
 
     def assign(self) -> Assigned | None:
-        """The next slot to fill, or None while there is none.
-
-        While slots are still being made, rather wait for one than give up one of the newest two
-        images: a crash would find no step in common.
-        """
-        if self.count < self.wanted and not self._has_spare():
-            return None
-        if (index := self.table.assign()) is None:
+        """The next slot to fill, or None while there is none."""
+        if (index := self.table.assign(growing=self.count < self.wanted)) is None:
             return None
         generation = next(_generations)
         self._uses[index] = Use(generation)
         return Assigned(index, generation, self.table.slots[index].id)
-
-    def _has_spare(self) -> bool:
-        """Whether a slot can be filled without the loss of one of the newest two images."""
-        newest = self.table.sealed()[-2:]
-        return any(
-            slot.state in (SlotState.EMPTY, SlotState.SEALED)
-            and not slot.pinned
-            and slot.live not in newest
-            for slot in self.table.slots
-        )
 
     def assigned(self) -> Assigned | None:
         """The slot that is being filled, as `assign` gave it."""

@@ -1,4 +1,4 @@
-"""`keepstep-sidecar --serve DIR...`: shards of pods that left this node, for those that went on.
+"""`keepstep-sidecar relay DIR...`: shards of pods that left this node, for those that went on.
 
 Nothing is written: directories are mounted read-only, and what is found there, own shards and
 copies alike, is offered as copies that are kept for others. Who may ask is decided as everywhere
@@ -19,15 +19,16 @@ from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar import __version__, connections, log
+from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.sidecar import Reporting, check_run
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import say
 from keepstep_sidecar.report import report as reporting
-from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.report.reporter import Look, Reporter, trust
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.handlers import Desk
+from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing, Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
@@ -52,9 +53,9 @@ class Serving:
         """Raises UsageError when there is nothing to serve, or nowhere to serve it."""
         check_run(self.run)
         if not self.directories:
-            raise UsageError("--serve needs at least one DIR")
+            raise UsageError("relay needs at least one DIR")
         if not self.peers.listen:
-            raise UsageError("--serve needs an address to listen on: --peer-listen HOST:PORT")
+            raise UsageError("relay needs an address to listen on: --peer-listen HOST:PORT")
 
 
 class _Kept(Copies):
@@ -73,13 +74,13 @@ class Shelf:
         volumes = [Volume(root, run=run, verify=Verify.FULL, read_only=_WHY) for root in roots]
         self._copies = _Kept(volumes, run=run)
         shards = Shards(VolumeSet(volumes), self._copies, run=run)
-        self.desk = Desk(shards, self._copies)
+        self.context = ServerContext(shards, self._copies)
         self.listing = Listing(run=run, ready=False, reason="not looked at yet")
 
     def look(self) -> Listing:
         """Blocks. A directory that cannot be read makes the listing not `ready`, never empty."""
         self._copies.scan()
-        self.listing = self.desk.shards.listing()
+        self.listing = self.context.shards.listing()
         return self.listing
 
 
@@ -126,8 +127,10 @@ async def _serve(serving: Serving) -> None:
         Shelf(serving.directories, run=serving.run),
         IssuedCredentials(serving.reporting),
     )
-    server = Server(serving.peers.listen, credentials, shelf.desk)
-    reporter = _reporter(serving, shelf)
+    server = Server(serving.peers.listen, credentials, shelf.context)
+    changes = Changes()
+    operator = Operator(changes, present=True)
+    reporter = _reporter(serving, shelf, operator, changes)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,13 +142,13 @@ async def _serve(serving: Serving) -> None:
         fresh = group.create_task(credentials.keep_fresh(), name="peer certificate")
         group.create_task(reporter.run(), name="report")
         await ended.wait()
-        await reporter.finish(timeout_s=_LAST_WORD_S)
+        await operator.finish(timeout_s=_LAST_WORD_S)
         fresh.cancel()
     await asyncio.to_thread(server.stop)
     say("ended")
 
 
-def _reporter(serving: Serving, shelf: Shelf) -> Reporter:
+def _reporter(serving: Serving, shelf: Shelf, operator: Operator, changes: Changes) -> Reporter:
     started_at = time.time()
 
     async def measure() -> tuple[VolumeStatus, ...]:
@@ -168,6 +171,8 @@ def _reporter(serving: Serving, shelf: Shelf) -> Reporter:
             news=reporting.news,
             urgent=lambda: False,
         ),
+        trust=trust(serving.reporting.ca),
+        operator=operator,
         obey=obey,
-        changes=Changes(),
+        changes=changes,
     )

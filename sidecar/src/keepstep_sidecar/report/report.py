@@ -28,27 +28,27 @@ _WARNING_CHARACTERS = 500
 def urgent(service: Service) -> bool:
     """Whether the operator's answer is wanted soon: a trainer waits for a commit or to vote, or a
     rank that holds something has just lost its trainer and will restore whatever they have, too."""
-    recent = time.monotonic() - service.trainers.changed_at < _RESTART_S
-    restoring = any(service.trainers.restores(rank) for rank in service.committer.ranks())
-    awaited = service.progress.awaited > 0 or bool(service.votes.waits)
-    return awaited or bool(service.beyond.awaits) or (recent and restoring)
+    recent = time.monotonic() - service.saving.changed_at < _RESTART_S
+    restoring = any(service.leases.restores(rank) for rank in service.committer.ranks())
+    awaited = service.progress.awaited > 0 or bool(service.restoring.votes.waits)
+    return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
 
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
     """The whole report. `volumes`: measured a moment ago, as that may block."""
-    counts, totals = service.persister.counts, service.persister.totals
     committer = service.committer
+    counts, totals = committer.node.planner.counts, committer.totals
     return Report(
         sidecar=__version__,
         started_at=service.started_at,
         sequence=sequence,
         sent_at=time.time(),
         ready=committer.scanned,
-        library=service.trainers.library,
+        library=service.saving.library,
         pinned=_pinned(service),
         epochs=_epochs(service),
         ranks=(*(_rank(service, rank) for rank in committer.ranks()), *others(service)),
-        restores=tuple(service.restores),
+        restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, committer.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
         persisted=counts.persisted,
@@ -56,8 +56,8 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         persist_bytes=totals.bytes,
         persist_seconds=totals.seconds,
         flushing=service.flushing,
-        peer_address=service.beyond.address,
-        depots=tuple(_depot(one) for one in service.beyond.statuses()),
+        peer_address=service.remote_tiers.address,
+        depots=tuple(_depot(one) for one in service.remote_tiers.statuses()),
     )
 
 
@@ -69,7 +69,7 @@ def news(report: Report) -> Report:
 
 
 def _pinned(service: Service) -> str:
-    return look.locked(service) if any(service.keeper.files()) else ""
+    return look.locked(service) if any(service.slots.files()) else ""
 
 
 def _epochs(service: Service) -> tuple[Epoch, ...]:
@@ -82,12 +82,12 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
 def _rank(service: Service, rank: int) -> ReportedRank:
     held, counters = (
         _own(service, service.committer.telling.of_rank(rank)),
-        service.trainers.of(rank),
+        service.saving.of(rank),
     )
     return ReportedRank(
         rank=rank,
         world=service.committer.telling.world(rank),
-        alive=service.trainers.leases.of(rank) is not None,
+        alive=service.leases.of(rank) is not None,
         memory=_rows(held.sealed[Tier.MEMORY]),
         local=_rows(held.sealed[Tier.LOCAL]),
         memory_answer=held.answers[Tier.MEMORY],
@@ -163,7 +163,7 @@ def others(service: Service) -> tuple[ReportedRank, ...]:
     """Ranks of which this pod has no image of its own."""
     here = set(service.committer.ranks())
     kept: dict[int, list[Shard]] = {}
-    for one in service.beyond.kept():
+    for one in service.remote_tiers.kept():
         if one.rank not in here:
             kept.setdefault(one.rank, []).append(one)
     archived = {rank: found for rank, found in _archived(service).items() if rank not in here}
@@ -198,7 +198,7 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
             if (left := left - len(committer.remotes.of(id))) < 0:
                 break
             for rank, places in committer.remotes.of(id).items():
-                found = [one.remote for one in places if one.tier is Tier.ARCHIVE]
+                found = [one.shard for one in places if one.tier is Tier.ARCHIVE]
                 told.setdefault(rank, []).extend(committer.ancestry.own(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 

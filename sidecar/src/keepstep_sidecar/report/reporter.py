@@ -23,6 +23,7 @@ from keepstep.core.readiness import NEVER
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
+from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
@@ -89,25 +90,25 @@ class Rhythm:
 
 
 class Reporter:
-    """One task, `run`, does everything; `finish` makes it send the last report and end. `tried_at`:
-    when the operator first answered, or was found to be away."""
+    """One task, `run`, does everything. How it goes stands in `operator`, which also makes it send
+    the last report and end."""
 
     def __init__(
         self,
         config: Reporting,
         look: Look,
         *,
+        trust: ssl.SSLContext,
+        operator: Operator,
         obey: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:
-        """Raises UsageError when there is no certificate in `config.ca`."""
-        self.heard_at: float | None = None
-        self.tried_at = NEVER
         self._config = config
+        self._operator = operator
         self._look = look
         self._obey = obey
         self._changes = changes
-        self._trust = _trust(config.ca)
+        self._trust = trust
         self._decode = msgspec.json.Decoder(ReportReply).decode
         self._rhythm = Rhythm()
         self._sequence = 0
@@ -118,29 +119,21 @@ class Reporter:
         self._sent: Report | None = None
         self._volumes: tuple[VolumeStatus, ...] = ()
         self._measured_at = -_MEASURE_EVERY_S
-        self._finishing = False
-        self._ended = False
 
     async def run(self) -> None:
-        """Report until `finish`."""
-        self._ended = False
+        """Report until `Operator.finish`."""
+        self._operator.ended = False
         connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
-                while not self._finishing:
+                while not self._operator.finishing:
                     await self._until_due()
-                    if not self._finishing:
+                    if not self._operator.finishing:
                         await self._guarded(session)
                 await self._guarded(session)
         finally:
-            self._ended = True
+            self._operator.ended = True
             self._changes.ring()
-
-    async def finish(self, *, timeout_s: float) -> None:
-        """Send a last report, whatever the rhythm says, and end. Returns in time in any case."""
-        self._finishing = True
-        self._changes.ring()
-        await self._changes.until(lambda: self._ended, timeout_s=timeout_s)
 
     # --- when --------------------------------------------------------------------------------
 
@@ -150,7 +143,7 @@ class Reporter:
             return
         silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
         await self._changes.until(
-            lambda: self._finishing or self._changes.count != self._seen,
+            lambda: self._operator.finishing or self._changes.count != self._seen,
             timeout_s=silence_s - self._since(),
         )
         await self._pause(self._rhythm.least_gap_s - self._since())
@@ -162,20 +155,20 @@ class Reporter:
         def is_over() -> bool:
             urgent = self._look.urgent()
             pause_s = self._rhythm.backoff_s(self._failures, urgent=urgent, chance=chance)
-            return self._finishing or time.monotonic() - failed_at >= pause_s
+            return self._operator.finishing or time.monotonic() - failed_at >= pause_s
 
         while not is_over():
             await self._changes.until(is_over, timeout_s=1.0)
 
     async def _pause(self, seconds: float) -> None:
-        await self._changes.until(lambda: self._finishing, timeout_s=seconds)
+        await self._changes.until(lambda: self._operator.finishing, timeout_s=seconds)
 
     def _since(self) -> float:
         return time.monotonic() - self._tried_at
 
     def _is_due(self, report: Report) -> bool:
         """Whether this report is worth sending now."""
-        if self._finishing or self._failures or self._sent is None:
+        if self._operator.finishing or self._failures or self._sent is None:
             return True
         silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=0.0)
         return self._since() >= silence_s or self._look.news(report) != self._sent
@@ -189,8 +182,8 @@ class Reporter:
         except Exception:
             self._failures += 1
             _log.exception("report failed")
-        if self.tried_at == NEVER and self._sequence:
-            self.tried_at = time.monotonic()
+        if self._operator.tried_at == NEVER and self._sequence:
+            self._operator.tried_at = time.monotonic()
             self._changes.ring()
 
     async def _exchange(self, session: aiohttp.ClientSession) -> None:
@@ -251,11 +244,11 @@ class Reporter:
             warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
 
     def _succeeded(self, report: Report, reply: ReportReply) -> None:
-        if self._failures or self.heard_at is None:
+        if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._config.address, failures=self._failures)
         self._failures = 0
         self._logged.clear()
-        self.heard_at = time.time()
+        self._operator.heard_at = time.time()
         self._sent = self._look.news(report)
         self._rhythm = Rhythm.of(reply)
 
@@ -273,8 +266,8 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def _trust(ca: str) -> ssl.SSLContext:
-    """A context that believes these authorities and no others."""
+def trust(ca: str) -> ssl.SSLContext:
+    """A context that believes these authorities and no others. Raises UsageError."""
     try:
         return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
     except (ssl.SSLError, ValueError) as error:

@@ -41,7 +41,8 @@ from keepstep_sidecar.memory.slot_file import copy
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.broadcast import Broadcast, Seat
 from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.tiers.source import Origin
+from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.source import ShardSource
 
 PATIENCE_S = 15.0
 """For a rank that does not come for a chunk that others wait for."""
@@ -203,12 +204,15 @@ class Windows:
     async def _bring(
         self, id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
     ) -> Tier:
-        async def read(origin: Origin) -> None:
-            if (await origin.layout()).id != layout.id:
+        def fill(opened: transfer.Opened) -> None:
+            if opened.manifest.layout.id != layout.id:
                 raise StorageError(
-                    f"{origin.where}: another image of rank {layout.rank} than elsewhere"
+                    f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"
                 )
-            await origin.chunks(wanted)
+            transfer.fill(opened, wanted)
+
+        async def read(source: ShardSource) -> None:
+            await self._nearest.read(source, fill)
 
         return (await self._nearest.ask(id, layout.rank, read))[0].tier
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Executor
 from typing import TypeVar
 
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.image import ControlPage, Layout
+from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.source import Origin
+from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.source import Cancel, ShardSource
 
 T = TypeVar("T")
 
@@ -18,29 +21,33 @@ T = TypeVar("T")
 class Fetcher:
     """Memory is for mapping: only headers are taken from there."""
 
-    def __init__(self, keeper: SlotPool, committer: Committer) -> None:
+    def __init__(self, keeper: SlotPool, committer: Committer, threads: Executor) -> None:
+        self._threads = threads
+        self._manifests = transfer.Manifests()
         self._keeper = keeper
         self._committer = committer
 
     async def ask(
-        self, id: StepId, saved: int, question: Callable[[Origin], Awaitable[T]]
-    ) -> tuple[Origin, T]:
+        self, id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
+    ) -> tuple[ShardSource, T]:
         """The answer of the first place that has one; a copy that fails is not asked again.
 
         Raises the last place's error, or StorageError when there is no place.
         """
         failure: KeepstepError = StorageError(f"step {id}: no copy of rank {saved} is in reach")
-        tried: list[Origin] = []
-        while (origin := await self._next(id, saved, tried)) is not None:
-            tried.append(origin)
+        tried: list[ShardSource] = []
+        while (source := await self._next(id, saved, tried)) is not None:
+            tried.append(source)
             try:
-                return origin, await question(origin)
+                return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self._committer.distrust(origin, error)
+                await self._committer.distrust(source, error)
         raise failure
 
-    async def _next(self, id: StepId, saved: int, tried: Collection[Origin]) -> Origin | None:
+    async def _next(
+        self, id: StepId, saved: int, tried: Collection[ShardSource]
+    ) -> ShardSource | None:
         """Depots are asked for what they hold only when what is here was not enough."""
         left = [one for one in self._committer.reach.origins(id, saved) if one not in tried]
         if not left and not self._committer.remotes.looked:
@@ -48,21 +55,36 @@ class Fetcher:
             left = [one for one in self._committer.reach.origins(id, saved) if one not in tried]
         return left[0] if left else None
 
+    async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
+        """`work` on a thread, with the source open. Raises StorageError, ImageError."""
+
+        def opened(cancel: Cancel) -> T:
+            with transfer.opened(source, cancel, self._manifests) as found:
+                return work(found)
+
+        return await transfer.run(self._threads, opened)
+
+    async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
+        """The whole image into a slot, verified, the seal last. Raises StorageError, ImageError."""
+        return await transfer.run(
+            self._threads,
+            lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
+        )
+
+    async def manifest(self, source: ShardSource) -> Manifest:
+        """What proves each chunk of it."""
+        if (known := self._manifests.known(source)) is not None:
+            return known
+        return await self.read(source, lambda opened: opened.manifest)
+
     async def layout(self, id: StepId, saved: int) -> Layout:
         """Of the saved rank's image. Raises as `ask` does."""
         slots = self._keeper.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
             return at[0].layout
-        return (await self.ask(id, saved, _layout))[1]
+        return (await self.ask(id, saved, self.manifest))[1].layout
 
-    async def control(self, id: StepId, saved: int) -> tuple[Origin, ControlPage]:
+    async def control(self, id: StepId, saved: int) -> tuple[ShardSource, ControlPage]:
         """Of the saved rank's shard, and the place that showed it. Raises as `ask` does."""
-        return await self.ask(id, saved, _control)
-
-
-async def _layout(origin: Origin) -> Layout:
-    return await origin.layout()
-
-
-async def _control(origin: Origin) -> ControlPage:
-    return await origin.control()
+        source, manifest = await self.ask(id, saved, self.manifest)
+        return source, manifest.control

@@ -17,7 +17,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.tiers.source import Origin
+from keepstep_sidecar.tiers.source import ShardSource
 
 
 class Loader:
@@ -61,30 +61,31 @@ class Loader:
         if self._keeper.rank(rank).find(id) is None:
             await self._nearest.ask(id, rank, self._load)
 
-    async def _load(self, origin: Origin) -> None:
-        slots = self._keeper.rank(origin.rank)
-        layout = await origin.layout()
-        slot_set, index = await self._reserve(slots, layout, origin.id)
+    async def _load(self, source: ShardSource) -> None:
+        slots = self._keeper.rank(source.shard.rank)
+        id, layout = source.shard.step_id, (await self._nearest.manifest(source)).layout
+        slot_set, index = await self._reserve(slots, layout, id)
         while slot_set.files[index].lacks():  # removed by others in the meantime
             slot_set.table.release(index)
             slot_set.lose(index)
-            slot_set, index = await self._reserve(slots, layout, origin.id)
-        self._committer.opening(origin.id, on=True)
+            slot_set, index = await self._reserve(slots, layout, id)
+        self._committer.opening(id, on=True)
         started = time.monotonic()
         try:
-            control = await origin.load(slot_set.files[index].view)
+            view = slot_set.files[index].view
+            control = await self._nearest.load(source, view)
         except BaseException:
             slot_set.table.release(index)
             raise
         finally:
-            self._committer.opening(origin.id, on=False)
-        slot_set.seal(index, control.id, tier=origin.tier)
+            self._committer.opening(id, on=False)
+        slot_set.seal(index, control.id, tier=source.tier)
         say(
             "loaded",
-            rank=origin.rank,
-            step=str(origin.id),
-            tier=str(origin.tier),
-            bytes=origin.bytes,
+            rank=source.shard.rank,
+            step=str(id),
+            tier=str(source.tier),
+            bytes=layout.size_bytes,
             seconds=round(time.monotonic() - started, 4),
         )
         self._changes.ring()
@@ -163,7 +164,7 @@ def _plan_beyond(committer: Committer) -> RestorePlan | None:
     Else the last commit, for those that have nothing newer in memory: with that, and without
     an operator, only the vote can tell what the others have, too.
     """
-    told = committer.run_view.plan
+    told = committer.run_view.word.plan
     restorable = told is not None and committer.ledger.lineage.restorable(told)
     if told is not None and restorable and (found := _plan_of(committer, told)) is not None:
         return found

@@ -126,7 +126,9 @@ class Restorer:
                 id=id, tier=slot_set.tier(index), world=layout.world, bytes=layout.size_bytes
             )
         for one in self._committer.reach.origins(id, slots.rank):
-            return Candidate(id=id, tier=one.tier, world=one.world, bytes=one.bytes)
+            return Candidate(
+                id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
+            )
         return None
 
     def _why_nothing(self, lease: Lease) -> tuple[Answer, str]:

@@ -96,13 +96,13 @@ class Reads:
     async def _told(self, id: StepId, saved: int) -> Source | None:
         """From the nearest place that can show the shard's control page; None: from nowhere."""
         with suppress(ImageError, StorageError):
-            origin, control = await self._nearest.control(id, saved)
+            source, control = await self._nearest.control(id, saved)
             return Source(
                 rank=saved,
-                tier=origin.tier,
-                bytes=origin.bytes,
+                tier=source.tier,
+                bytes=source.shard.size_bytes,
                 extras_bytes=control.extras_bytes,
-                twins=origin.twins,
+                twins=source.shard.twins,
             )
         return None
 

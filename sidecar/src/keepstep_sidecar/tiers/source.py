@@ -1,193 +1,129 @@
-"""One saved shard in one place beyond memory: a local volume, a peer, an archive.
+"""One copy of a shard, wherever it lies: a drive, another pod, an archive.
 
-All places look the same to whoever restores from them. What fails leaves the caller with the next
-place; a local shard that fails is quarantined on the way.
+A source only fetches bytes. What they must be, and in which order, is `transfer`'s business: it is
+the same for all of them.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from keepstep.image import ControlPage, Layout
-from keepstep.steps import StepId, Tier
-from keepstep_sidecar.concurrency import all_threads
-from keepstep_sidecar.tiers.tier import Depot, RemoteShard
+from keepstep.core.shard import Shard
+from keepstep.errors import TornError
+from keepstep.steps import Tier
+from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.shard_file import Proof
+from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
-T = TypeVar("T")
-
-Wanted = Sequence[tuple[int, memoryview]]
-"""(chunk number, page-aligned buffer of exactly its bytes)."""
-
-_PROOFS_KEPT = 1024
-"""Sixteen bytes a chunk: a table is small, however large its shard."""
+Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
+"""From byte `begin` on: fills page-aligned buffers in a row, and gives each as it is full."""
 
 
-class Origin(Protocol):
-    """A place that holds a shard. All methods raise StorageError and ImageError."""
+class Cancel:
+    """How to end blocking reads from another thread; each source says what that takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        self.done = False
+
+    def add(self, call: Callable[[], None]) -> None:
+        """`call` when it is cancelled; at once when it was."""
+        with self._lock:
+            self._calls.append(call)
+            if not self.done:
+                return
+        call()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.done, calls = True, list(self._calls)
+        for call in calls:
+            call()
+
+
+class ShardSource(Protocol):
+    """See the module. A value: asking costs nothing until it is `opened`."""
+
+    @property
+    def shard(self) -> Shard:
+        """What should be there."""
 
     @property
     def tier(self) -> Tier: ...
+
     @property
     def where(self) -> str:
         """For people."""
 
     @property
-    def id(self) -> StepId: ...
+    def run(self) -> str:
+        """Whose image it must be."""
+
     @property
-    def rank(self) -> int: ...
+    def adopted_by(self) -> str:
+        """The run whose image it becomes in memory, where that is another one; else ''."""
+
     @property
-    def world(self) -> int: ...
+    def streams(self) -> int:
+        """Reads at once that keep the way there busy."""
+
     @property
-    def bytes(self) -> int: ...
+    def run_chunks(self) -> int:
+        """Chunks in a row that one read asks for."""
+
     @property
-    def twins(self) -> tuple[int, ...]: ...
+    def verified_loads(self) -> bool:
+        """Whether each chunk of a whole image is digested; single chunks always are."""
 
-    async def layout(self) -> Layout: ...
-    async def control(self) -> ControlPage: ...
-    async def load(self, view: memoryview) -> ControlPage:
-        """The whole image, verified, the seal last."""
-
-    async def chunks(self, wanted: Wanted) -> None:
-        """Fill each buffer with its chunk, verified. No buffer is touched after the return."""
-
-
-class LocalReader:
-    """Reads of this machine's volumes, on threads of their own."""
-
-    def __init__(self, volumes: VolumeSet, *, loads: Executor, chunks: Executor) -> None:
-        """`loads`: a whole image at a time. `chunks`: as many as the drives shall be busy with."""
-        self._volumes = volumes
-        self._loads = loads
-        self._chunks = chunks
-        self._proofs: dict[tuple[StepId, int, str | None], Proof] = {}
-
-    async def load(self, found: LocalShard, view: memoryview) -> ControlPage:
-        return await _on(self._loads, lambda: self._volumes.load(found.path, view))
-
-    async def proof(self, found: LocalShard) -> Proof:
-        """Read once and remembered."""
-        key = (found.step_id, found.rank, found.root)
-        if (proof := self._proofs.get(key)) is None:
-            proof = await _on(self._chunks, lambda: self._volumes.prove(found.path))
-            if len(self._proofs) >= _PROOFS_KEPT:
-                self._proofs.clear()
-            self._proofs[key] = proof
-        return proof
-
-    async def chunks(self, found: LocalShard, wanted: Wanted) -> None:
-        proof = await self.proof(found)
-
-        def read(index: int, into: memoryview) -> None:
-            self._volumes.load_chunk(found.path, index, into, proof)
-
-        await all_threads([_reading(self._chunks, read, index, into) for index, into in wanted])
-
-
-def _reading(
-    executor: Executor, read: Callable[[int, memoryview], None], index: int, into: memoryview
-) -> asyncio.Future[None]:
-    return asyncio.get_running_loop().run_in_executor(executor, read, index, into)
-
-
-async def _on(executor: Executor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(executor, work)
+    def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
+        """Reads for any number of threads. What fails inside is this copy's fault: it is left as a
+        StorageError or ImageError, and a file of this machine in quarantine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOrigin:
-    """On a volume of this machine."""
+class FileSource:
+    """A file of this machine; `open` finds it, wherever it was moved to."""
 
-    found: LocalShard
-    reader: LocalReader
-    tier: Tier = Tier.LOCAL
+    shard: Shard
+    tier: Tier
+    where: str
+    run: str
+    open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
+    streams: int = 4
+    verified_loads: bool = True
+    run_chunks: int = 1
+    adopted_by: str = ""
 
-    @property
-    def where(self) -> str:
-        return str(self.found.path)
+    @contextmanager
+    def opened(self, cancel: Cancel) -> Iterator[Read]:
+        with self.open() as file:
 
-    @property
-    def id(self) -> StepId:
-        return self.found.step_id
+            def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
+                for view in into:
+                    if file.read(view, begin) < len(view):
+                        end = begin + len(view)
+                        raise TornError(f"truncated: it ends before byte {end}", path=self.where)
+                    yield view
+                    begin += len(view)
 
-    @property
-    def rank(self) -> int:
-        return self.found.rank
-
-    @property
-    def world(self) -> int:
-        return self.found.world
-
-    @property
-    def bytes(self) -> int:
-        return self.found.size_bytes
-
-    @property
-    def twins(self) -> tuple[int, ...]:
-        return self.found.twins
-
-    async def layout(self) -> Layout:
-        return self.found.layout
-
-    async def control(self) -> ControlPage:
-        return (await self.reader.proof(self.found)).control
-
-    async def load(self, view: memoryview) -> ControlPage:
-        return await self.reader.load(self.found, view)
-
-    async def chunks(self, wanted: Wanted) -> None:
-        await self.reader.chunks(self.found, wanted)
+            yield read
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteOrigin:
-    """In a depot."""
-
-    remote: RemoteShard
-    depot: Depot
-
-    @property
-    def tier(self) -> Tier:
-        return self.remote.tier
-
-    @property
-    def where(self) -> str:
-        return self.remote.where
-
-    @property
-    def id(self) -> StepId:
-        return self.remote.step_id
-
-    @property
-    def rank(self) -> int:
-        return self.remote.rank
-
-    @property
-    def world(self) -> int:
-        return self.remote.world
-
-    @property
-    def bytes(self) -> int:
-        return self.remote.size_bytes
-
-    @property
-    def twins(self) -> tuple[int, ...]:
-        return self.remote.twins
-
-    async def layout(self) -> Layout:
-        return await self.depot.layout(self.remote)
-
-    async def control(self) -> ControlPage:
-        return await self.depot.control(self.remote)
-
-    async def load(self, view: memoryview) -> ControlPage:
-        return await self.depot.load(self.remote, view)
-
-    async def chunks(self, wanted: Wanted) -> None:
-        await self.depot.chunks(self.remote, wanted)
+def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
+    """On a volume of this machine. One that fails goes into quarantine."""
+    volume = volumes.holder(shard.path)
+    return FileSource(
+        shard=shard,
+        tier=Tier.LOCAL,
+        where=str(shard.path),
+        run=volume.run,
+        open=lambda: volumes.opened(shard.path),
+        streams=volume.io_threads,
+        verified_loads=volume.verify is Verify.FULL,
+    )

@@ -1,22 +1,23 @@
-"""What is beyond this machine: a buddy's volume, an archive. One interface for both.
+"""What lies beyond this machine: other pods' drives, an archive. One interface for all of it.
 
-A depot takes shards that are durable here and gives verified ones back. It decides nothing: what is
-complete, what may go and what is restored is the ledger's business. Everything that it does waits
-on a network, so its methods are coroutines that can be cancelled, and a depot that is slow or away
-never holds up a write to a local volume, let alone a trainer.
+A tier takes shards that are durable here and says where others can be read. It decides nothing:
+what is complete, what may go and what is restored is the ledger's business. Everything that it does
+waits on a network, so its methods are coroutines that can be cancelled, and a tier that is slow or
+away never holds up a write to a local volume, let alone a trainer.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from keepstep.core.shard import Shard
-from keepstep.image import ControlPage, Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep.wire.status import DepotStatus as DepotStatus
+from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.scan import LocalShard
 
 
@@ -51,33 +52,60 @@ class Inventory:
     reason: str = ""
 
 
-class Depot(Protocol):
-    """See the module. All errors are KeepstepErrors: StorageError when it cannot be reached or
-    answers wrongly, DigestError and kin when what it gave is not what was sent."""
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a depot asks of the run, anew each time.
 
-    @property
-    def tier(self) -> Tier:
-        """`PEER` or `ARCHIVE`."""
+    `pinned`: steps that stay, None while nobody has said which. `commit`: the run's newest one, as
+    far as this machine was told. `outgrown`: the run has a commit of its own, so nothing of another
+    run is asked or offered. `changed`: to be called when there is something new to `look` at.
+    """
+
+    pinned: Callable[[], Collection[StepId] | None] = frozenset
+    commit: Callable[[], StepId | None] = lambda: None
+    outgrown: Callable[[], bool] = lambda: False
+    changed: Callable[[], None] = lambda: None
+
+
+class Depot:
+    """See the module. All errors are KeepstepErrors: StorageError when it cannot be reached or
+    answers wrongly. What a kind of depot has no part in does nothing."""
+
+    tier: Tier
+    """`PEER` or `ARCHIVE`."""
+
+    facts: RunFacts = RunFacts()
+    ancestor: str = ""
+    """Another run, whose steps these are: a run that has nothing of its own begins from one of them
+    instead of at step 0, and so only where step 0 would be allowed."""
+
+    meets_pods: bool = False
+    """An operator tells it of the run's other pods."""
+
+    def begin(self, facts: RunFacts) -> None:
+        """Before anything else; once."""
+        self.facts = facts
+
+    # --- what is there -----------------------------------------------------------------------
 
     async def look(self) -> Inventory:
         """Everything that it holds of this run, now. Never raises: a depot that is away answers
         UNKNOWN, with the reason."""
+        raise NotImplementedError
 
-    async def layout(self, shard: RemoteShard) -> Layout:
-        """The shard's header. Raises StorageError, ImageError."""
+    def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
+        """Where it can be read, nearest first."""
+        raise NotImplementedError
 
-    async def control(self, shard: RemoteShard) -> ControlPage:
-        """The shard's control page, its seal checked. Raises StorageError, ImageError."""
+    def refuse(self, source: ShardSource) -> None:
+        """What it gave was not what it should be: it is not named again."""
 
-    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
-        """The whole image into the page-aligned slot `view`, every byte verified, the seal last.
+    @property
+    def ids(self) -> frozenset[StepId]:
+        """Steps of `ancestor` that were offered, ever."""
+        return frozenset()
 
-        Raises StorageError, ImageError; the slot then holds no seal.
-        """
-
-    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        """(chunk number, buffer of exactly its bytes): fill each, verified against the shard's
-        digest table. Raises StorageError, ImageError."""
+    # --- what is sent there ------------------------------------------------------------------
 
     def durable(self, found: LocalShard) -> None:
         """A shard of this machine is durable: send it, if that is what this depot does."""
@@ -86,11 +114,16 @@ class Depot(Protocol):
         """A step is committed; `shards`: those of this machine. Level-triggered: said again for
         every step that is committed and still here after a restart."""
 
+    def want(self, id: StepId) -> None:
+        """Send this step although it is not due: somebody waits for it. Every pod of the run must
+        be told, as each sends its own ranks' shards."""
+
     def forget(self, ids: Collection[StepId]) -> None:
         """These steps are dead or retired here: what was not sent yet need not be sent."""
 
     def in_use(self, id: StepId) -> bool:
         """A local shard of this step is being sent, or is the next one: do not retire it now."""
+        return False
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """Wait until everything that should be there is. False when the time is up first.
@@ -98,43 +131,19 @@ class Depot(Protocol):
         `whole` False: only what this sidecar itself must send, and no longer when that fails: for
         the end of a pod, whose neighbours may have ended already.
         """
+        return True
 
-    async def run(self) -> None:
-        """Work until cancelled."""
-
-    def status(self) -> DepotStatus:
-        """How it goes."""
-
-    async def close(self) -> None:
-        """Let go of sockets and threads."""
-
-
-@runtime_checkable
-class Keeper(Protocol):
-    """A depot that also keeps copies for other pods, on the volumes of this machine."""
-
-    commit: Callable[[], StepId | None]
-    """The run's newest commit, as far as this machine was told."""
-
-    def kept(self) -> tuple[Shard, ...]:
-        """The copies that lie here, complete: what a report says in `ReportedRank.peer`."""
-
-    async def make_room(self, size_bytes: int) -> bool:
-        """A volume is full: let copies go, oldest first, but never the newest committed one of a
-        rank. False when there was nothing to let go."""
-
-
-@runtime_checkable
-class Acquainted(Protocol):
-    """A depot that an operator tells of the run's other pods."""
+    # --- other pods --------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
-        """`host:port` where they find this pod, '' when nothing is served."""
+        """`host:port` where other pods find this one, '' when nothing is served."""
+        return ""
 
     @property
     def introduced(self) -> bool:
         """Whether it is known who all the others are."""
+        return True
 
     def peers_are(
         self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
@@ -142,36 +151,24 @@ class Acquainted(Protocol):
         """Whoever is missing is a peer no more. `awaits`: see `ReportReply`; `complete`: nobody
         else can hold anything."""
 
+    def kept(self) -> Sequence[Shard]:
+        """Complete copies that lie here for other pods: `ReportedRank.peer` in a report."""
+        return ()
 
-@runtime_checkable
-class Retaining(Protocol):
-    """A depot that has a schedule and a retention of its own."""
+    async def make_room(self, size_bytes: int) -> bool:
+        """A volume is full: let copies go, oldest first, but never the newest committed one of a
+        rank. False when there was nothing to let go."""
+        return False
 
-    pinned: Callable[[], Collection[StepId] | None]
-    """Steps that it must not retire."""
+    # --- working -----------------------------------------------------------------------------
 
-    def want(self, id: StepId) -> None:
-        """Send this step although it is not due: somebody waits for it. Every pod of the run must
-        be told, as each sends its own ranks' shards."""
+    async def run(self) -> None:
+        """Work until cancelled."""
+        await asyncio.Event().wait()
 
+    def status(self) -> DepotStatus:
+        """How it goes."""
+        raise NotImplementedError
 
-@runtime_checkable
-class Ancestor(Protocol):
-    """A depot of steps of another run, `ancestor`. A run that has nothing of its own begins from
-    one of them instead of at step 0, and so only where step 0 would be allowed."""
-
-    ancestor: str
-    outgrown: Callable[[], bool]
-    """Whether the run has steps of its own to go on from: then nothing is asked or offered."""
-
-    @property
-    def ids(self) -> frozenset[StepId]:
-        """Steps that were offered, ever."""
-
-
-@runtime_checkable
-class Noticing(Protocol):
-    """A depot that knows when there is something new to `look` at."""
-
-    changed: Callable[[], None]
-    """To be called then."""
+    async def close(self) -> None:
+        """Let go of sockets and threads."""

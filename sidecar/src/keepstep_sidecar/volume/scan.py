@@ -11,20 +11,13 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from keepstep.core.shard import Shard
-from keepstep.errors import ForeignError, FormatError, ImageError, TornError
-from keepstep.image import (
-    ControlPage,
-    Layout,
-    Section,
-    check_control,
-    check_table,
-    read_control,
-    read_layout,
-)
+from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.image import Layout
+from keepstep.image.manifest import Manifest
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
 
@@ -38,23 +31,10 @@ class LocalShard(Shard):
     published: bool = field(default=False, compare=False)
 
     @classmethod
-    def of(
-        cls, path: Path, layout: Layout, control: ControlPage, *, published: bool = False
-    ) -> LocalShard:
-        """By its header and its control page, which has digests."""
-        return cls(
-            step_id=control.id,
-            rank=control.rank,
-            world=control.world,
-            size_bytes=layout.size_bytes,
-            root=control.root,
-            params_digest=(control.sections or {}).get(Section.PARAMS.value),
-            twins=layout.twins,
-            written_at=control.written_at,
-            path=path,
-            layout=layout,
-            published=published,
-        )
+    def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
+        """By what the file says."""
+        told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
+        return cls(**told, path=path, layout=manifest.layout, published=published)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +113,7 @@ def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | No
     """
     try:
         with opened(path) as fd:
-            return _found(fd, path, run=run, published=published)
+            return LocalShard.of(path, read_manifest(fd, path, run=run), published=published)
     except ImageError as error:
         return Refused(path=path, error=error)
     except FileNotFoundError:
@@ -162,29 +142,20 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _found(fd: int, path: Path, *, run: str, published: bool) -> LocalShard:
-    layout, control = read_sealed(fd, path, run=run)
-    table = os.pread(fd, layout.control_begin - layout.digests_begin, layout.digests_begin)
-    check_table(control, layout, table, path=path)
-    return LocalShard.of(path, layout, control, published=published)
-
-
-def read_sealed(fd: int, path: Path, *, run: str) -> tuple[Layout, ControlPage]:
-    """Header and control page of an open shard, checked against each other, `run` and its name.
+def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
+    """Of an open shard, checked against `run` and its name.
 
     Raises FormatError, TornError, ForeignError, VersionError, all naming `path`; OSError.
     """
     try:
         name = ShardName.parse(path)
-        layout = read_layout(fd)
-        control = read_control(fd, layout)
-        check_control(control, layout, run=run, id=name.id)
-        if (control.rank, control.world) != (name.rank, name.world):
-            raise ForeignError(f"holds rank {control.rank} of {control.world}, unlike its name")
-        if control.root is None or control.sections is None:
-            raise TornError("sealed in memory only: it has no digests")
-    except ImageError as error:
-        raise type(error)(error.reason, path=path) from None
     except ValueError as error:
         raise FormatError(str(error), path=path) from None
-    return layout, control
+    shard = Shard(step_id=name.id, rank=name.rank, world=name.world)
+
+    def read(begin: int, end: int) -> bytes:
+        if len(data := os.pread(fd, end - begin, begin)) < end - begin:
+            raise TornError(f"truncated: it ends before byte {end}")
+        return data
+
+    return Manifest.read(read, os.fstat(fd).st_size, run=run, shard=shard, path=path)

@@ -15,7 +15,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from keepstep.errors import (
     UsageError,
     VersionError,
 )
-from keepstep.image import PAGE_BYTES, ControlPage, Layout
+from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import warn
@@ -37,8 +36,8 @@ from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
-from keepstep_sidecar.volume.scan import Refused, Scan, opened, read_sealed, strangers, survey
-from keepstep_sidecar.volume.shard_file import Proof, ShardFile, open_shard, prove
+from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, survey
+from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
 from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
 
 __all__ = ["Volume", "Written"]
@@ -80,8 +79,8 @@ class Volume:
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` of the last scan, while it is nothing worse."""
-        self._threads = io_threads
-        self._verify = verify
+        self.io_threads = io_threads
+        self.verify = verify
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
         self._shelves = Directories(self._tree, self._filesystem)
@@ -155,39 +154,23 @@ class Volume:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def load(self, path: Path, view: memoryview) -> ControlPage:
-        """Read a shard into the slot `view` and verify it; the seal comes last.
-
-        `path` as in `Found`, `view` page aligned and of exactly the shard's size. Raises
-        DigestError, TornError, FormatError, ForeignError (the file is quarantined), VersionError
-        (left alone), StorageError. After an error the slot holds no seal.
-        """
-        view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
-        with self._suspected(path := self._shelves.locate(path)):
-            with opened(path) as fd:
-                layout, control = read_sealed(fd, path, run=self.run)
-            if len(view) != layout.size_bytes:
-                raise UsageError(f"{path}: a slot of {layout.size_bytes} bytes, not {len(view)}")
-            with self._opened(path) as shard:
-                shard.load(view, layout, control, path)
-        return control
-
-    def prove(self, path: Path) -> Proof:
-        """What single chunks of a shard are verified with. Raises as `load` does."""
-        with self._suspected(path := self._shelves.locate(path)):
-            return prove(path, run=self.run)
-
-    def load_chunk(self, path: Path, index: int, into: memoryview, proof: Proof) -> None:
-        """Read one chunk into the page-aligned `into`, verified. Raises as `load` does."""
-        path = self._shelves.locate(path)
-        with self._suspected(path), self._opened(path) as shard:
-            shard.load_chunk(index, into, proof, path)
-
     @contextlib.contextmanager
-    def _suspected(self, path: Path) -> Iterator[None]:
-        """Whatever fails inside condemns the file: see `load`."""
+    def opened(self, path: Path) -> Iterator[ShardFile]:
+        """A shard for reading; `path` as a scan found it. Whatever fails inside condemns the file:
+        an ImageError puts it into quarantine (but a VersionError, which a newer keepstep reads), an
+        OSError becomes a StorageError."""
+        path = self._shelves.locate(path)
         try:
-            yield
+            with opened(path):  # never by a link, and no pipe
+                pass
+            with open_shard(
+                path,
+                os.O_RDONLY,
+                filesystem=self._filesystem,
+                engine=self.engine,
+                threads=self.io_threads,
+            ) as file:
+                yield file
         except VersionError:
             raise
         except ImageError as error:
@@ -202,16 +185,6 @@ class Volume:
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
-
-    def _opened(self, path: Path) -> AbstractContextManager[ShardFile]:
-        return open_shard(
-            path,
-            os.O_RDONLY,
-            filesystem=self._filesystem,
-            engine=self.engine,
-            threads=self._threads,
-            verify=self._verify,
-        )
 
     def scan(self) -> Scan:
         """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers.

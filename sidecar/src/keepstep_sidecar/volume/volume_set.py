@@ -21,7 +21,7 @@ from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.paths import is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
-from keepstep_sidecar.volume.shard_file import Proof
+from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume import Volume, Written
 
 
@@ -75,25 +75,12 @@ class VolumeSet:
                         return written
             raise
 
-    def load(self, path: Path, view: memoryview) -> ControlPage:
-        """`Volume.load` from the volume that holds `path`; on failure the step is hidden."""
-        with self._suspected(path) as volume:
-            return volume.load(path, view)
-
-    def prove(self, path: Path) -> Proof:
-        """`Volume.prove`, as `load`."""
-        with self._suspected(path) as volume:
-            return volume.prove(path)
-
-    def load_chunk(self, path: Path, index: int, into: memoryview, proof: Proof) -> None:
-        """`Volume.load_chunk`, as `load`."""
-        with self._suspected(path) as volume:
-            volume.load_chunk(path, index, into, proof)
-
     @contextlib.contextmanager
-    def _suspected(self, path: Path) -> Iterator[Volume]:
+    def opened(self, path: Path) -> Iterator[ShardFile]:
+        """`Volume.opened` on the volume that holds `path`; on failure the step is hidden."""
         try:
-            yield self._holder(path)
+            with self.holder(path).opened(path) as file:
+                yield file
         except VersionError:
             raise
         except (ImageError, StorageError):
@@ -145,7 +132,7 @@ class VolumeSet:
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard aside and hide its step on every volume."""
-        moved_to = self._holder(path).quarantine(path, reason)
+        moved_to = self.holder(path).quarantine(path, reason)
         self._hide(path)
         return moved_to
 
@@ -182,7 +169,8 @@ class VolumeSet:
         for volume in self.volumes:
             volume.close()
 
-    def _holder(self, path: Path) -> Volume:
+    def holder(self, path: Path) -> Volume:
+        """The volume that `path` lies on."""
         for volume in self.volumes:
             if path.is_relative_to(volume.root):
                 return volume

@@ -25,13 +25,14 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, check_control
+from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, Pace
 from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
-from keepstep_sidecar.volume.scan import LocalShard, opened, read_sealed
+from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
 from keepstep_sidecar.volume.shard_file import open_shard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -89,13 +90,13 @@ class Writer:
         started, cpu_started = time.perf_counter(), time.thread_time()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                sealed, threads_cpu_s = self._write_file(temporary, view, layout, control, pace)
+                manifest, threads_cpu_s = self._write_file(temporary, view, layout, control, pace)
                 path = self._give_name(temporary, control)
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
         faults.point("write.done")
         return Written(
-            shard=LocalShard.of(path, layout, sealed),
+            shard=LocalShard.of(path, manifest),
             seconds=time.perf_counter() - started,
             cpu_s=threads_cpu_s + time.thread_time() - cpu_started,
         )
@@ -110,14 +111,14 @@ class Writer:
             return None
         try:
             with opened(path) as fd:
-                layout, sealed = read_sealed(fd, path, run=self.run)
+                manifest = read_manifest(fd, path, run=self.run)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
             with self.lock:
                 self.shelves.quarantine(path, "rewritten")
             return None
-        return Written(shard=LocalShard.of(path, layout, sealed))
+        return Written(shard=LocalShard.of(path, manifest))
 
     @contextlib.contextmanager
     def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
@@ -145,7 +146,7 @@ class Writer:
         layout: Layout,
         control: ControlPage,
         pace: Pace,
-    ) -> tuple[ControlPage, float]:
+    ) -> tuple[Manifest, float]:
         with self.lock:
             self.shelves.make_pending(control.id)
         faults.point("write.create")

@@ -6,21 +6,19 @@ import asyncio
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.errors import DigestError, ImageError, RestoreError, StorageError, UsageError
-from keepstep.image import check_chunk, chunk_bounds
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes
-from keepstep_sidecar.tiers.archive.read import Reader, in_parallel
+from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
+from keepstep_sidecar.tiers.archive.read import ArchiveSource
 from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.filesystem import Filesystem
-
-_THREADS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,6 @@ class Holding:
 
     run: str
     store: Store
-    reader: Reader
 
     async def survey(self) -> Survey:
         """Raises StorageError."""
@@ -64,12 +61,25 @@ class Holding:
         results = [await self._fault(shard, on_chunk) for shard in self.shards(step)]
         return [fault for fault in results if fault]
 
+    def source(self, shard: RemoteShard) -> ArchiveSource:
+        return source(self.store, shard, run=self.run)
+
     async def _fault(self, shard: RemoteShard, on_chunk: Callable[[int], None]) -> str:
         try:
-            await self.reader.verify(shard, on_chunk=on_chunk)
+            await self._verify(self.source(shard), on_chunk)
         except ImageError as error:
             return str(error)
         return ""
+
+    async def _verify(self, source: ArchiveSource, on_chunk: Callable[[int], None]) -> None:
+        """Every byte, with memory for a few chunks."""
+
+        def work(cancel: Cancel) -> None:
+            with transfer.opened(source, cancel) as opened:
+                chunks = opened.manifest.chunks
+                transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
+
+        await transfer.run(None, work)
 
 
 def _means(step: ArchivedStep, word: str | None) -> bool:
@@ -80,14 +90,11 @@ def _means(step: ArchivedStep, word: str | None) -> bool:
 async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[Holding]:
     """The run in the archive, the only one if it is not named. Raises UsageError, StorageError."""
     store = open_store(config)
-    executor = ThreadPoolExecutor(_THREADS)
     try:
         name = run or await _only_run(store)
-        reader = Reader(store=store, run=name, executor=executor)
-        yield Holding(run=name, store=store, reader=reader)
+        yield Holding(run=name, store=store)
     finally:
         await store.close()
-        executor.shutdown(wait=False, cancel_futures=True)
 
 
 async def _only_run(store: Store) -> str:
@@ -133,35 +140,34 @@ async def _pull(
     holding: Holding, shard: RemoteShard, directory: Path, on_chunk: Callable[[int], None]
 ) -> None:
     path = directory / shard.key.rpartition("/")[2]
-    layout, control, table = await holding.reader.described(shard)
-    with path.open("a+b") as file:
-        # Every block now: a disk that is full under a mapping ends the process.
-        Filesystem().allocate(file.fileno(), layout.size_bytes)
-        file.truncate(layout.size_bytes)
-        mapping = mmap.mmap(file.fileno(), layout.size_bytes)
-        view = memoryview(mapping)
+    at = holding.source(shard)
 
-        def missing(chunk: int) -> bool:
-            begin, end = chunk_bounds(layout, chunk)
-            try:
-                check_chunk(layout, chunk, view[begin:end], table)
-            except DigestError:
-                return True
+    def work(cancel: Cancel) -> None:
+        with transfer.opened(at, cancel) as opened, path.open("a+b") as file:
+            size_bytes = opened.manifest.layout.size_bytes
+            # Every block now: a disk that is full under a mapping ends the process.
+            Filesystem().allocate(file.fileno(), size_bytes)
+            file.truncate(size_bytes)
+            mapping = mmap.mmap(file.fileno(), size_bytes)
+            _complete(opened, memoryview(mapping), on_chunk)
+            mapping.flush()
+            os.fsync(file.fileno())
+
+    await transfer.run(None, work)
+
+
+def _complete(opened: transfer.Opened, view: memoryview, on_chunk: Callable[[int], None]) -> None:
+    """What is missing of the shard in `view`."""
+    manifest, missing = opened.manifest, []
+    for chunk in manifest.chunks:
+        begin, end = manifest.bounds(chunk)
+        try:
+            manifest.check(chunk, view[begin:end])
             on_chunk(end - begin)
-            return False
-
-        async def fetch(chunk: int) -> None:
-            begin, end = chunk_bounds(layout, chunk)
-            await holding.reader.fetch(shard, layout, table, chunk, view[begin:end])
-            on_chunk(end - begin)
-
-        chunks = range(layout.chunk_count)
-        wanted = await asyncio.to_thread(lambda: list(filter(missing, chunks)))
-        await in_parallel(fetch, wanted)
-        view[layout.digests_begin : layout.control_begin] = table
-        view[layout.control_begin :] = control.to_bytes()
-        await asyncio.to_thread(mapping.flush)
-        await asyncio.to_thread(os.fsync, file.fileno())
+        except DigestError:
+            missing.append((chunk, view[begin:end]))
+    transfer.fill(opened, missing, on_chunk=on_chunk)
+    view[manifest.layout.digests_begin :] = manifest.closing
 
 
 def _finish(growing: Path, final: Path) -> None:

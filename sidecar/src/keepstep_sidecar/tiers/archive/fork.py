@@ -7,28 +7,24 @@ begun in its stead.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from keepstep.core.ledger.lineage import Standing, trace
 from keepstep.errors import KeepstepError
-from keepstep.image import PAGE_BYTES, ControlPage, Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep_sidecar.config.fork import Fork
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes
-from keepstep_sidecar.tiers.archive.read import Reader
+from keepstep_sidecar.config.restore_from import Fork
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.store import Store
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.tiers.source import ShardSource
+from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
 
-_THREADS = 3
 _STEPS_NAMED = 5
 
 
-class AncestorDepot:
-    """Implements `Depot` and `Ancestor`. `run`: this run's name; `epochs`: its own lives."""
+class AncestorDepot(Depot):
+    """`run`: this run's name; `epochs`: its own lives."""
+
+    tier = Tier.ARCHIVE
 
     def __init__(
         self,
@@ -39,18 +35,11 @@ class AncestorDepot:
         epochs: Callable[[], Iterable[Epoch]] = tuple,
     ) -> None:
         self.ancestor = fork.run
-        self.outgrown: Callable[[], bool] = lambda: False
         self._store, self._fork, self._own = store, fork, run
         self._epochs = epochs
         self._ids: frozenset[StepId] = frozenset()
         self._trouble = ""
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-ancestor")
         self._surveyor = Surveyor(store, fork.run)
-        self._reader = Reader(store=store, run=fork.run, executor=self._executor)
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.ARCHIVE
 
     @property
     def where(self) -> str:
@@ -65,7 +54,7 @@ class AncestorDepot:
 
     async def look(self) -> Inventory:
         """See `Depot.look`. A step that is not there is UNKNOWN: never a reason for step 0."""
-        if self.outgrown():
+        if self.facts.outgrown():
             return Inventory(answer=Answer.NONE)
         try:
             survey = await self._surveyor.survey()
@@ -112,53 +101,17 @@ class AncestorDepot:
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def layout(self, shard: RemoteShard) -> Layout:
-        return await self._reader.layout(shard)
-
-    async def control(self, shard: RemoteShard) -> ControlPage:
-        return self._adopted(await self._reader.control(shard))
-
-    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
-        """See `Depot.load`. In memory the image is this run's: a sidecar that is started again
-        would erase another one's."""
-        control = self._adopted(await self._reader.load(shard, view))
-        view[-PAGE_BYTES:] = control.to_bytes()
-        return control
-
-    def _adopted(self, control: ControlPage) -> ControlPage:
-        return replace(control, run=self._own)
-
-    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        await self._reader.chunks(shard, wanted)
-
-    # --- what happens here is not the other run's business -----------------------------------
-
-    def durable(self, found: LocalShard) -> None:
-        """Nothing is sent there."""
-
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
-        """Nothing is sent there."""
-
-    def forget(self, ids: Collection[StepId]) -> None:
-        """Nothing waits."""
-
-    def in_use(self, id: StepId) -> bool:
-        return False
-
-    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
-        return True
-
-    async def run(self) -> None:
-        """There is nothing to do but to answer."""
-        await asyncio.Event().wait()
+    def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
+        """In memory the image is this run's: a sidecar that is started again would erase another
+        one's."""
+        return [source(self._store, shard, run=self._fork.run, adopted_by=self._own)]
 
     def status(self) -> DepotStatus:
-        trouble = "" if self.outgrown() else self._trouble
+        trouble = "" if self.facts.outgrown() else self._trouble
         return DepotStatus(tier=Tier.ARCHIVE, where=self.where, trouble=trouble)
 
     async def close(self) -> None:
         await self._store.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _alive(survey: Survey) -> set[StepId]:

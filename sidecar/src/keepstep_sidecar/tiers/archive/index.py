@@ -9,16 +9,17 @@ named and left alone.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import in_parallel
+from keepstep_sidecar.tiers.archive.read import ArchiveSource, in_parallel
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import RemoteShard
@@ -88,6 +89,27 @@ def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, .
             one, tier=Tier.ARCHIVE, where=where, key=f"{prefix}/{shard_name(one.rank, one.world)}"
         )
         for one in step.record.shards
+    )
+
+
+def source(
+    store: Store,
+    shard: RemoteShard,
+    *,
+    run: str,
+    adopted_by: str = "",
+    received: Callable[[int, float], None] = lambda size_bytes, seconds: None,
+) -> ArchiveSource:
+    """Where such a shard can be read; call it on the event loop."""
+    return ArchiveSource(
+        shard=shard,
+        where=f"{store.where}/{shard.key}",
+        run=run,
+        name=shard.key,
+        store=store,
+        loop=asyncio.get_running_loop(),
+        received=received,
+        adopted_by=adopted_by,
     )
 
 

@@ -15,19 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from keepstep.errors import ImageError, KeepstepError, StorageError
-from keepstep.image import ControlPage, Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.archive.backlog import Backlog
 from keepstep_sidecar.tiers.archive.fork import AncestorDepot
-from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes
-from keepstep_sidecar.tiers.archive.read import Reader
+from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.retention import expired, names_of
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.tiers.source import ShardSource
+from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
 from keepstep_sidecar.volume.scan import LocalShard
 
 _THREADS = 3
@@ -49,17 +48,15 @@ def _no_epochs() -> tuple[Epoch, ...]:
     return ()
 
 
-def _no_pins() -> frozenset[StepId]:
-    return frozenset()
-
-
-class ArchiveDepot:
-    """Implements `Depot`. All methods belong to one event loop.
+class ArchiveDepot(Depot):
+    """All methods belong to one event loop.
 
     `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
     has said which; both are asked again each time. `changed` is called when there is something new
     to `look` at. `retry_s`: how soon, and how late at most, a failed attempt is followed by one.
     """
+
+    tier = Tier.ARCHIVE
 
     def __init__(
         self,
@@ -69,18 +66,13 @@ class ArchiveDepot:
         run: str,
         persist_base: int = 1,
         epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
-        pinned: Callable[[], Collection[StepId] | None] = _no_pins,
-        changed: Callable[[], None] = lambda: None,
         retry_s: tuple[float, float] = (_SOONEST_S, _LATEST_S),
     ) -> None:
         self.config, self.store, self.run_name = config, store, run
-        self.changed = changed
-        self.pinned = pinned
         self._epochs = epochs
         self._retry_s = retry_s
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
         self._surveyor = Surveyor(store, run)
-        self._reader = Reader(store=store, run=run, executor=self._executor)
         self._sender = Sender(store=store, run=run, executor=self._executor)
         self._backlog = Backlog(config.base(persist_base))
         self._unsettled: dict[StepId, int] = {}
@@ -93,10 +85,6 @@ class ArchiveDepot:
         self._complete: frozenset[StepId] = frozenset()
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.ARCHIVE
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -126,31 +114,14 @@ class ArchiveDepot:
         self._complete = frozenset(one.id for one in survey.complete)
         return survey
 
-    async def layout(self, shard: RemoteShard) -> Layout:
-        return await self._reader.layout(shard)
+    def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
+        return [source(self.store, shard, run=self.run_name, received=self._received)]
 
-    async def control(self, shard: RemoteShard) -> ControlPage:
-        return await self._reader.control(shard)
-
-    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
-        began = time.monotonic()
-        control = await self._reader.load(shard, view)
-        self._received(shard.size_bytes, began)
-        return control
-
-    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        began = time.monotonic()
-        await self._reader.chunks(shard, wanted)
-        self._received(sum(len(view) for _, view in wanted), began)
-
-    def _received(self, size_bytes: int, began: float) -> None:
+    def _received(self, size_bytes: int, seconds: float) -> None:
         self._count.received_bytes += size_bytes
-        self._count.received_seconds += time.monotonic() - began
+        self._count.received_seconds += seconds
 
     # --- what happens here -------------------------------------------------------------------
-
-    def durable(self, found: LocalShard) -> None:
-        """Only committed steps are archived."""
 
     def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         self._first_rank = self._first_rank or 0 in shards
@@ -268,7 +239,7 @@ class ArchiveDepot:
         for older in [one for one in self._unsettled if one < id]:
             del self._unsettled[older]  # what is missing of it will not come any more
         self._complete |= {id}
-        self.changed()
+        self.facts.changed()
         if self._first_rank:
             await self.expire()
 
@@ -277,7 +248,7 @@ class ArchiveDepot:
 
         Returns the steps that went.
         """
-        survey, pinned = await self._survey(), self.pinned()
+        survey, pinned = await self._survey(), self.facts.pinned()
         if pinned is None:  # one of them may be: there is time until somebody says
             return ()
         doomed = expired(
@@ -354,11 +325,10 @@ def depots(
     config: Config,
     *,
     epochs: Callable[[], Iterable[Epoch]],
-    pinned: Callable[[], Collection[StepId] | None],
 ) -> tuple[ArchiveDepot | AncestorDepot, ...]:
     """None, the archive, or also another run's part of it, where this run begins from there.
 
-    `epochs`: what is known to be the run's own. `pinned`: steps that stay. Raises UsageError; the
+    `epochs`: what is known to be the run's own. Raises UsageError; the
     store is not asked.
     """
     if config.archive is None:
@@ -369,7 +339,6 @@ def depots(
         run=config.run,
         persist_base=config.persist_base,
         epochs=epochs,
-        pinned=pinned,
     )
     if config.fork is None:
         return (own,)

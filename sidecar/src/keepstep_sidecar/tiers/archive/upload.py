@@ -23,24 +23,20 @@ from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import (
     PAGE_BYTES,
     ControlPage,
-    Layout,
     Section,
-    check_chunk,
-    check_table,
-    chunk_bounds,
 )
+from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.steps import Epoch, StepId, Tier, shard_name
+from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import step_prefix
-from keepstep_sidecar.tiers.archive.read import Reader, in_parallel
+from keepstep_sidecar.tiers.archive.read import control_page, in_parallel
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import LocalShard, read_sealed
+from keepstep_sidecar.volume.scan import LocalShard, read_manifest
 
 PARTS = 4
 """In flight at once, 8 MiB each."""
@@ -71,7 +67,7 @@ class Sender:
             finally:
                 await given.aclose()
             await self._check(name, shard)
-            return shard.layout.size_bytes
+            return shard.manifest.layout.size_bytes
 
     async def _there(self, name: str, shard: OpenShard) -> bool:
         """The very same shard is in the archive. A damaged one of ours may be replaced."""
@@ -84,7 +80,7 @@ class Sender:
         except ImageError:
             return False
         theirs = (control.run, control.id, control.rank, control.root)
-        ours = shard.control
+        ours = shard.manifest.control
         if theirs != (ours.run, ours.id, ours.rank, ours.root):
             raise ForeignError(
                 f"step {control.id}, rank {control.rank} of run {control.run!r} with root"
@@ -92,18 +88,19 @@ class Sender:
                 " writers of one run; give one of them another archive or another name",
                 path=f"{self.store.where}/{name}",
             )
-        return stored.bytes == shard.layout.size_bytes
+        return stored.bytes == shard.manifest.layout.size_bytes
 
     async def _check(self, name: str, shard: OpenShard) -> None:
         """As long as it should be, and with our digests at its end."""
         stored = await self.store.find(name)
-        size = shard.layout.size_bytes
+        size = shard.manifest.layout.size_bytes
         if stored is None or stored.bytes != size:
             found = "nothing" if stored is None else f"{stored.bytes} bytes"
             raise StorageError(
                 f"{self.store.where}/{name}: sent {size} bytes, found {found}; it is sent again"
             )
-        if await self._read(name, shard.layout.digests_begin, len(shard.tail)) != shard.tail:
+        closing = shard.manifest.closing
+        if await self._read(name, size - len(closing), len(closing)) != closing:
             raise StorageError(
                 f"{self.store.where}/{name}: the archive gives back other bytes than it was sent;"
                 " it is sent again"
@@ -149,16 +146,12 @@ class Sender:
         self, id: StepId, world: int, files: list[Stored]
     ) -> list[tuple[Shard, Epoch]]:
         """What the shards' own control pages say, all of them of this step and run."""
-        reader = Reader(store=self.store, run=self.run, executor=self.executor)
         found: dict[int, tuple[Shard, Epoch]] = {}
 
         async def describe(one: tuple[int, Stored]) -> None:
             rank, stored = one
             shard = Shard(step_id=id, rank=rank, world=world, size_bytes=stored.bytes)
-            remote = RemoteShard.of(
-                shard, tier=Tier.ARCHIVE, where=self.store.where, key=stored.name
-            )
-            control = await reader.control(remote)
+            control = await control_page(self.store, stored.name, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
             shard = replace(shard, root=control.root, params_digest=params)
             found[rank] = (shard, control.epoch)
@@ -219,22 +212,16 @@ class Gone(StorageError):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenShard:
-    """An open, sealed shard; `tail`: its digest table and control page, checked."""
+    """An open, sealed shard."""
 
     fd: int
     path: Path
-    layout: Layout
-    control: ControlPage
-    tail: bytes
-
-    @property
-    def table(self) -> memoryview:
-        return memoryview(self.tail)[: self.layout.control_begin - self.layout.digests_begin]
+    manifest: Manifest
 
     @property
     def part_bytes(self) -> int:
         """The size of a part: whole chunks, few enough for an object of this size."""
-        chunks = -(-self.layout.size_bytes // CHUNK_BYTES)
+        chunks = -(-self.manifest.layout.size_bytes // CHUNK_BYTES)
         return -(-chunks // MOST_PARTS) * CHUNK_BYTES
 
     def read_piece(self, index: int, into: memoryview) -> None:
@@ -245,10 +232,10 @@ class OpenShard:
             raise StorageError(f"{self.path}: cannot read: {error}; use another copy") from error
         if got < len(into):
             raise StorageError(f"{self.path}: it ends early; use another copy")
-        begin, end = chunk_bounds(self.layout, index)
+        begin, end = self.manifest.bounds(index)
         if begin < end:
             with into[: end - begin] as chunk:
-                check_chunk(self.layout, index, chunk, self.table, path=self.path)
+                self.manifest.check(index, chunk, path=self.path)
 
 
 @contextlib.contextmanager
@@ -257,16 +244,12 @@ def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
     path = _path(found)
     try:
         with path.open("rb") as file:
-            layout, control = read_sealed(file.fileno(), path, run=run)
-            size = layout.size_bytes - layout.digests_begin
-            tail = os.pread(file.fileno(), size, layout.digests_begin)
+            manifest = read_manifest(file.fileno(), path, run=run)
         fd = _open_direct(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
     try:
-        shard = OpenShard(fd=fd, path=path, layout=layout, control=control, tail=tail)
-        check_table(control, layout, shard.table, path=path)
-        yield shard
+        yield OpenShard(fd=fd, path=path, manifest=manifest)
     finally:
         os.close(fd)
 
@@ -325,7 +308,7 @@ async def pieces(
 
     Raises DigestError, StorageError: what was given before must then not become an object.
     """
-    size = shard.layout.size_bytes
+    size = shard.manifest.layout.size_bytes
     total = -(-size // CHUNK_BYTES)
     count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, total)
     buffers = Buffers(count, min(CHUNK_BYTES, size))

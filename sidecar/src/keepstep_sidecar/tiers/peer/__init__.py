@@ -8,7 +8,7 @@
     receive       one copy on its way in: resumable, checked chunk by chunk, sealed last
     copies        the copies that this machine keeps for others
     server        takes copies and serves shards: handlers   each request, serve   what is read
-    client        one connection to another pod; fetch   verified bytes from whoever holds them
+    client        connections to another pod, and a shard there as a source
     tier          all of it as one tier
 
 Bytes move in blocking calls on threads of their own, not on the event loop: Python's TLS lets go of

@@ -1,4 +1,4 @@
-"""A connection to another pod (`Link`), in blocking code that the event loop runs (`Calls`).
+"""Connections to another pod (`Link`, `Links`), in blocking code, and shards read from there.
 
 Bytes go from and to buffers as they are. A link connects at the first request and again after an
 error. `abort` may be called from any thread: the call that is under way then ends with StorageError
@@ -7,30 +7,37 @@ at once.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import http.client
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
-from keepstep.steps import shard_name
+from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
+from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.peers import split
+from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
-from keepstep_sidecar.volume.filesystem import PAGE_BYTES
+from keepstep_sidecar.tiers.source import Cancel, Read
 
 T = TypeVar("T")
+
+_THREADS = 16
+STREAMS = 2
+"""One waits for the drive and for digests while the other one moves bytes."""
 
 CONNECT_S = 5.0
 QUIET_S = 30.0
@@ -279,137 +286,121 @@ def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
     return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"
 
 
-# --- blocking calls --------------------------------------------------------------------------
-#
-# Blocking conversations with other pods, from the event loop: each can be cancelled.
+# --- several at once -------------------------------------------------------------------------
 
 
-Connect = Callable[[], Link]
-_THREADS = 16
+class Links:
+    """Connections to one pod that threads take and give back; `cancel` cuts them all."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        cancel: Cancel,
+        *,
+        expected: int | None = None,
+    ) -> None:
+        self._make: Callable[[], Link] = functools.partial(
+            Link, address, credentials, expected=expected
+        )
+        self._cancel = cancel
+        self._idle: list[Link] = []
+        self._all: list[Link] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            for link in self._all:
+                link.close()
+
+    @contextmanager
+    def taken(self) -> Iterator[Link]:
+        """One that nobody else uses meanwhile."""
+        with self._lock:
+            link = self._idle.pop() if self._idle else None
+        if link is None:
+            link = self._make()
+            with self._lock:
+                self._all.append(link)
+            self._cancel.add(link.abort)
+        try:
+            yield link
+        finally:
+            with self._lock:
+                self._idle.append(link)
 
 
 class Calls:
-    """Owns the threads that talk."""
+    """Blocking conversations with other pods, from the event loop; owns the threads that talk."""
 
     def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
+        self.credentials = credentials
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
 
     async def run(
-        self, work: Callable[[Connect], T], address: str, *, expected: int | None = None
+        self, work: Callable[[Links], T], address: str, *, expected: int | None = None
     ) -> T:
-        """`work(connect)` on a thread; each `connect()` is a new link to `address`.
+        """`work(links)` on a thread. When cancelled the links are cut, and this ends only after
+        `work` has."""
 
-        When cancelled the links are cut, and this ends only after `work` has: nobody touches its
-        buffers any more.
-        """
-        links = _Links(lambda: Link(address, self._credentials, expected=expected))
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, work, links.connect)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            links.abort()
-            while not future.done():
-                await asyncio.wait([future])
-            future.exception()
-            raise
-        finally:
-            links.close()
+        def talk(cancel: Cancel) -> T:
+            with Links(address, self.credentials, cancel, expected=expected) as links:
+                return work(links)
+
+        return await transfer.run(self._threads, talk)
 
     async def here(self, work: Callable[[], T]) -> T:
         """`work()` on a thread: files of this machine."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await blocking(self._threads, work)
 
     def close(self) -> None:
         """No more calls."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Links:
-    """Every link of one call."""
-
-    def __init__(self, make: Connect) -> None:
-        self._make = make
-        self._made: list[Link] = []
-        self._aborted = False
-        self._lock = threading.Lock()
-
-    def connect(self) -> Link:
-        link = self._make()
-        with self._lock:
-            self._made.append(link)
-            if self._aborted:
-                link.abort()
-        return link
-
-    def abort(self) -> None:
-        with self._lock:
-            self._aborted = True
-            for link in self._made:
-                link.abort()
-
-    def close(self) -> None:
-        with self._lock:
-            for link in self._made:
-                link.close()
+# --- a shard at another pod ------------------------------------------------------------------
 
 
-# --- who holds a shard -----------------------------------------------------------------------
-#
-# Who holds a shard, as `fetch` asks them: another pod, or the copies on this one's volumes.
+@dataclass(frozen=True, kw_only=True)
+class PeerSource:
+    """See `ShardSource`. `expected`: the node rank that must answer."""
 
+    shard: Shard
+    address: str
+    expected: int | None
+    run: str
+    credentials: Credentials = field(compare=False, repr=False)
+    received: Callable[[int, float], None] = field(compare=False, repr=False)
+    """Told of bytes and seconds."""
 
-class PeerHolder:
-    """Another pod."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    tier: Tier = Tier.PEER
+    streams: int = STREAMS
+    run_chunks: int = 8
+    """Enough that the round trip of a request does not show."""
+    verified_loads: bool = True
+    adopted_by: str = ""
 
     @property
-    def name(self) -> str:
-        return self._link.name
-
-    def range(
-        self, remote: Shard, begin: int, end: int
-    ) -> AbstractContextManager[Callable[[memoryview], None]]:
-        return self._link.range(remote, begin, end)
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class LocalHolder:
-    """This pod's own drives."""
-
-    name = "the copy on this pod"
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    def where(self) -> str:
+        rank = self.expected
+        name = self.address if rank is None else f"node rank {rank} ({self.address})"
+        return f"step {self.shard.step_id}, rank {self.shard.rank} from {name}"
 
     @contextmanager
-    def range(self, remote: Shard, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
-        try:
-            with self._shards.open(remote.step_id, remote.rank, remote.world) as reading:
-                at = begin
+    def opened(self, cancel: Cancel) -> Iterator[Read]:
+        began, sizes = time.monotonic(), [0]
+        with Links(self.address, self.credentials, cancel, expected=self.expected) as links:
 
-                def fill(into: memoryview) -> None:
-                    nonlocal at
-                    _read(reading, into, at)
-                    at += len(into)
+            def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
+                end = begin + sum(map(len, into))
+                with links.taken() as link, link.range(self.shard, begin, end) as fill:
+                    for view in into:
+                        fill(view)
+                        yield view
+                sizes.append(end - begin)
 
-                yield fill
-        except OSError as error:
-            raise StorageError(f"{self.name}: {error}; use another one") from error
-
-    def close(self) -> None:
-        """Nothing is open between two ranges."""
-
-
-def _read(reading: Reading, into: memoryview, begin: int) -> None:
-    """Straight into whole pages where they are (a slot's chunk), else by way of some that are."""
-    whole_pages = begin % PAGE_BYTES == 0 and len(into) % PAGE_BYTES == 0
-    if whole_pages and not isinstance(into.obj, bytearray):
-        reading.read(into, begin)
-    else:
-        into[:] = reading.small(begin, begin + len(into))
+            yield read
+        self.received(sum(sizes), time.monotonic() - began)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from keepstep.core.shard import Shard
@@ -23,15 +23,15 @@ from keepstep.errors import (
     StorageError,
     VersionError,
 )
-from keepstep.image import Section
+from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
-from keepstep_sidecar.tiers.peer.receive import Manifest, Part, is_part
+from keepstep_sidecar.tiers.peer.receive import Part, is_part
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
-from keepstep_sidecar.volume.scan import opened, read_sealed
+from keepstep_sidecar.volume.scan import opened, read_manifest
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.writer import FULL
 
@@ -133,7 +133,8 @@ class Copies:
         Raises ImageError for a manifest that is none, NoSpaceError, StorageError.
         """
         where = Path(str(name.id)) / shard
-        manifest = Manifest.parse(data, run=self._run, name=name, path=Path(whose) / where)
+        wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
+        manifest = Manifest.parse(data, run=self._run, shard=wanted, path=Path(whose) / where)
         with self._lock:
             if (copy := self._held.get((name.id, name.rank))) is not None:
                 if copy.root == manifest.control.root:
@@ -322,19 +323,9 @@ def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
 def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
     """A sealed copy by its header and control page. Raises ImageError, OSError."""
     with opened(path) as fd:
-        layout, control = read_sealed(fd, path, run=run)
-    return KeptShard(
-        step_id=control.id,
-        rank=control.rank,
-        world=control.world,
-        size_bytes=layout.size_bytes,
-        root=control.root,
-        params_digest=(control.sections or {}).get(Section.PARAMS.value),
-        twins=layout.twins,
-        written_at=control.written_at,
-        path=path,
-        volume=volume,
-    )
+        manifest = read_manifest(fd, path, run=run)
+    told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
+    return KeptShard(**told, path=path, volume=volume)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from keepstep.errors import (
     StorageError,
     UsageError,
 )
-from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES, chunk_bounds
+from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import StepId, shard_name
 from keepstep.wire.trainer import Problem
@@ -46,7 +46,7 @@ _PIECE_BYTES: Final = 1 << 20
 _STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
 
 
-class Desk:
+class ServerContext:
     """What every request needs. `buffers`: of one chunk each, so that memory stays bounded."""
 
     def __init__(self, shards: Shards, copies: Copies) -> None:
@@ -57,11 +57,11 @@ class Desk:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection: `desk` and `sender` are set before its first request is read."""
+    """One connection: `context` and `sender` are set before its first request is read."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60.0
-    desk: Desk
+    context: ServerContext
     sender: Identity
 
     # --- routes ------------------------------------------------------------------------------
@@ -93,47 +93,47 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(500, "StorageError", str(error))
         finally:
             if self._may_be_large:
-                self.desk.large.release()
+                self.context.large.release()
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
-            self._say(self.desk.shards.listing())
+            self._say(self.context.shards.listing())
             return
         name = _name(match)
-        with self.desk.shards.open(name.id, name.rank, name.world) as reading:
+        with self.context.shards.open(name.id, name.rank, name.world) as reading:
             self._send_range(reading, *_range(self.headers.get("Range", ""), reading.size_bytes))
 
     def _post(self, match: re.Match[str]) -> None:
         name = _name(match)
         if match[4] == "seal":
             self._body(0)
-            part = self.desk.copies.part(name)
+            part = self.context.copies.part(name)
             if part is None:
                 self._sealed_before(name)
                 return
-            self._say(protocol.SealedCopy(root=self.desk.copies.seal(part)))
+            self._say(protocol.SealedCopy(root=self.context.copies.seal(part)))
             return
         data = self._body(_LARGEST_MANIFEST)
         with memoryview(data) as view:
-            part = self.desk.copies.begin(name, match[3], view, whose=str(self.sender))
+            part = self.context.copies.begin(name, match[3], view, whose=str(self.sender))
         self._say(
             protocol.Begun(sealed=True) if part is None else protocol.Begun(missing=part.missing)
         )
 
     def _sealed_before(self, name: ShardName) -> None:
-        copy = self.desk.copies.find(name.id, name.rank)
+        copy = self.context.copies.find(name.id, name.rank)
         if copy is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
         self._say(protocol.SealedCopy(root=copy.root or ""))
 
     def _chunk(self, match: re.Match[str]) -> None:
-        name, copies = _name(match), self.desk.copies
+        name, copies = _name(match), self.context.copies
         if (part := copies.part(name)) is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
-        layout, chunk = part.manifest.layout, int(match[4]) if (match[4] or "").isdigit() else -1
-        if not 0 <= chunk < layout.chunk_count:
+        chunk = int(match[4]) if (match[4] or "").isdigit() else -1
+        if chunk not in part.manifest.chunks:
             raise UsageError(f"{self.path}: there is no such chunk")
-        begin, end = chunk_bounds(layout, chunk)
+        begin, end = part.manifest.bounds(chunk)
         if self._length() != end - begin:
             raise FormatError(f"{self._length()} bytes for a chunk of {end - begin}")
         with memoryview(self._buffer()) as whole, whole[: end - begin] as data:
@@ -144,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _wanted(self, match: re.Match[str]) -> None:
         wanted = _decode(self._body(protocol.LARGEST_WANTED_BYTES), protocol.Wanted)
-        self.desk.copies.want(wanted, sender=self.sender.node_rank)
+        self.context.copies.want(wanted, sender=self.sender.node_rank)
         self._respond(204, b"")
 
     # --- bytes -------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     def _buffer(self) -> mmap:
         """One chunk of aligned memory, for as long as the connection lives."""
         if self._own is None:
-            if not self.desk.buffers.acquire(timeout=_BUFFER_WAIT_S):
+            if not self.context.buffers.acquire(timeout=_BUFFER_WAIT_S):
                 raise NoSpaceError(f"{_MOST_BUFFERS} transfers are under way here; try again")
             self._own = aligned_buffer(CHUNK_BYTES)
         return self._own
@@ -183,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
         if self._own is not None:
             self._own.close()
             self._own = None
-            self.desk.buffers.release()
+            self.context.buffers.release()
         with suppress(OSError):
             super().finish()
 
@@ -197,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         if (length := self._length()) > limit:
             raise UsageError(f"{self.command} {self.path}: {length} bytes are too many")
         if length > _PIECE_BYTES and not self._may_be_large:
-            if not self.desk.large.acquire(timeout=_BUFFER_WAIT_S):
+            if not self.context.large.acquire(timeout=_BUFFER_WAIT_S):
                 raise NoSpaceError("another large request is being read here; try again")
             self._may_be_large = True
         data = bytearray()

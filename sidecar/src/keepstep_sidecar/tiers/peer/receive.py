@@ -13,52 +13,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import FormatError, StorageError
-from keepstep.image import (
-    PAGE_BYTES,
-    ControlPage,
-    Layout,
-    check_chunk,
-    check_control,
-    check_table,
-    chunk_bounds,
-)
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.errors import DigestError, FormatError, StorageError
+from keepstep.image.manifest import Manifest
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import ShardName
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a copy will be: everything of a shard but its chunks. `control` is the page's bytes."""
-
-    layout: Layout
-    table: bytes
-    page: bytes
-    control: ControlPage
-
-    @classmethod
-    def parse(cls, data: memoryview, *, run: str, name: ShardName, path: Path) -> Manifest:
-        """Read header, table and page, one after the other. Raises ImageError, naming `path`."""
-        layout = Layout.parse(data)
-        begin = len(layout.header)
-        end = begin + layout.control_begin - layout.digests_begin
-        if len(data) != end + PAGE_BYTES:
-            raise FormatError(
-                f"{len(data)} bytes are not header, table and control page", path=path
-            )
-        table, page = bytes(data[begin:end]), bytes(data[end:])
-        control = ControlPage.from_bytes(page)
-        check_control(control, layout, run=run, id=name.id, path=path)
-        if (control.rank, control.world) != (name.rank, name.world):
-            raise FormatError(f"holds rank {control.rank} of {control.world}", path=path)
-        check_table(control, layout, table, path=path)
-        return cls(layout=layout, table=table, page=page, control=control)
+from keepstep_sidecar.volume.shard_file import seal_file
 
 
 class Part:
@@ -112,11 +75,11 @@ class Part:
             self._looked = True
 
     def _look_at(self, chunk: int, view: memoryview) -> None:
-        begin, end = chunk_bounds(self.manifest.layout, chunk)
+        begin, end = self.manifest.bounds(chunk)
         with view[: end - begin] as data, self._using() as fd:
             self._filesystem.read(fd, data, begin)
-            at = chunk * DIGEST_BYTES
-            if xxh3_128(data) == self.manifest.table[at : at + DIGEST_BYTES]:
+            with contextlib.suppress(DigestError):
+                self.manifest.check(chunk, data)
                 with self._lock:
                     self._missing.discard(chunk)
 
@@ -140,11 +103,10 @@ class Part:
 
     def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
         """Put a chunk into its place; `data` is page aligned. `whose`: who sent it."""
-        layout = self.manifest.layout
-        check_chunk(layout, chunk, data, self.manifest.table, path=f"{self.path} from {whose}")
+        self.manifest.check(chunk, data, path=f"{self.path} from {whose}")
         faults.point("peer.data")
         with self._using() as fd:
-            self._filesystem.write(fd, data, chunk_bounds(layout, chunk)[0])
+            self._filesystem.write(fd, data, self.manifest.bounds(chunk)[0])
         with self._lock:
             self._missing.discard(chunk)
 
@@ -159,27 +121,12 @@ class Part:
         return self.manifest.control.root or ""
 
     def _seal(self) -> None:
-        layout = self.manifest.layout
-        self._write_pages(self.manifest.table, layout.digests_begin)
-        # As in shardfile: the data is on the medium before the seal is written, and the seal is
-        # before the file gets its name.
-        faults.point("peer.data-sync")
-        self._filesystem.sync_data(self._fd)
-        faults.point("peer.control")
-        self._write_pages(self.manifest.page, layout.control_begin)
-        faults.point("peer.control-sync")
-        self._filesystem.sync_data(self._fd)
+        seal_file(self._filesystem, self._fd, self.manifest, phase="peer")
         faults.point("peer.rename")
         self._filesystem.rename(self._temporary, self.path)
         faults.point("peer.directory-sync")
         self._filesystem.sync_directory(self.path.parent)
         faults.point("peer.done")
-
-    def _write_pages(self, data: bytes, offset: int) -> None:
-        with aligned_buffer(len(data)) as buffer:
-            buffer[:] = data
-            with memoryview(buffer) as pages:
-                self._filesystem.write(self._fd, pages, offset)
 
     def close(self) -> None:
         """Leave the file as it is, for whoever goes on with it."""

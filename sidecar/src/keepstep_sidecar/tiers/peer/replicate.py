@@ -12,10 +12,10 @@ from keepstep.errors import KeepstepError
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.tiers.peer.client import Calls, Connect
+from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.placement import better
 from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
-from keepstep_sidecar.tiers.peer.send import Lied, Route, send
+from keepstep_sidecar.tiers.peer.send import Lied, send
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
@@ -47,7 +47,6 @@ class Tools:
     calls: Calls
     changes: Changes
     pace: Pace
-    streams: int
     counts: Counts
 
 
@@ -127,8 +126,8 @@ class Feeder:
         await self._want()
 
     async def _look(self) -> None:
-        def ask(connect: Connect) -> Listing:
-            with connect() as link:
+        def ask(links: Links) -> Listing:
+            with links.taken() as link:
                 return link.listing()
 
         listing = await self._call(ask)
@@ -141,8 +140,8 @@ class Feeder:
         if wanted == self._said:
             return
 
-        def tell(connect: Connect) -> None:
-            with connect() as link:
+        def tell(links: Links) -> None:
+            with links.taken() as link:
                 link.want(wanted)
 
         if wanted.ranks:
@@ -163,9 +162,8 @@ class Feeder:
         self._newest = found.step_id if self._newest is None else max(self._newest, found.step_id)
         began = time.monotonic()
 
-        def work(connect: Connect) -> int:
-            route = Route(connect=connect, count=tools.streams, pace=tools.pace)
-            return send(found, tools.shards, route)
+        def work(links: Links) -> int:
+            return send(found, tools.shards, links, tools.pace)
 
         try:
             sent = await self._call(work)
@@ -196,7 +194,7 @@ class Feeder:
         )
         self._tools.changes.ring()
 
-    async def _call(self, work: Callable[[Connect], T]) -> T:
+    async def _call(self, work: Callable[[Links], T]) -> T:
         return await self._tools.calls.run(work, self.address, expected=self._expected)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
-from keepstep.steps import StepId, shard_name
+from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
-from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
-from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
+from keepstep_sidecar.tiers.source import FileSource
+from keepstep_sidecar.volume.direct_io import Engine
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
@@ -40,13 +42,6 @@ class Reading:
             raise StorageError(f"{self.path}: not readable: {error}") from error
         if count < len(into):
             raise TornError(f"it ends before byte {begin + len(into)}", path=self.path)
-
-    def small(self, begin: int, end: int) -> bytes:
-        """A few bytes from anywhere. Raises TornError, StorageError."""
-        first, last = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
-        with aligned_buffer(last - first) as buffer, memoryview(buffer) as view:
-            self.read(view, first)
-            return bytes(view[begin - first : end - first])
 
 
 class Shards:
@@ -79,21 +74,32 @@ class Shards:
             return [], str(error)
         return [Listed.listed(one, copy=False) for one in found], ""
 
+    def source(self, shard: Shard, *, where: str) -> FileSource:
+        """A shard of this pod, wherever it lies when it is opened."""
+        return FileSource(
+            shard=shard,
+            tier=Tier.PEER,
+            where=where,
+            run=self._run,
+            open=lambda: self._opened(*self._find(shard.step_id, shard.rank, shard.world)),
+        )
+
     @contextmanager
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
         """A shard by its name. Raises StorageError when it is not here (any more)."""
         path, engine = self._find(id, rank, world)
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(
-                    open_shard(
-                        path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
-                    )
-                )
-                size = os.fstat(file.fd).st_size
-            except OSError as error:  # also when a rename took it away since we looked
-                raise StorageError(f"{path}: not readable (any more): {error}") from error
-            yield Reading(file, path, size)
+        with self._opened(path, engine) as file:
+            yield Reading(file, path, os.fstat(file.fd).st_size)
+
+    @contextmanager
+    def _opened(self, path: Path, engine: Engine) -> Iterator[ShardFile]:
+        try:
+            with open_shard(
+                path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
+            ) as file:
+                yield file
+        except OSError as error:  # also when a rename took it away since we looked
+            raise StorageError(f"{path}: not readable (any more): {error}") from error
 
     def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:
         name = shard_name(rank, world)

@@ -22,7 +22,7 @@ from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.peers import split
 from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
 from keepstep_sidecar.log import Seldom, say
-from keepstep_sidecar.tiers.peer.handlers import Desk, Handler
+from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
 
 _HANDSHAKE_S = 5.0
@@ -35,10 +35,10 @@ _ACCEPT_S = 0.5
 class Server:
     """Serves from `start` to `stop`."""
 
-    def __init__(self, listen: str, credentials: Credentials, desk: Desk) -> None:
+    def __init__(self, listen: str, credentials: Credentials, context: ServerContext) -> None:
         """Binds the address. Raises StorageError when that is not possible."""
         self._credentials = credentials
-        self._desk = desk
+        self._desk = context
         self._strangers = Strangers(
             _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
         )
@@ -171,7 +171,7 @@ class Server:
         except UsageError as error:
             _refuse(secure, str(error))
             raise
-        handler = type("_", (Handler,), {"desk": self._desk, "sender": sender})
+        handler = type("_", (Handler,), {"context": self._desk, "sender": sender})
         with self._admitted(secure, where):
             handler(secure, where, self)
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from keepstep.core.shard import Shard
-from keepstep.errors import ImageError, KeepstepError, StorageError
-from keepstep.image import ControlPage, Layout
+from keepstep.errors import KeepstepError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer import fetch
-from keepstep_sidecar.tiers.peer.client import Calls, Connect, LocalHolder, PeerHolder
+from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.handlers import Desk
+from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.replicate import Counts, Feeder, Outbox, Tools
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
-from keepstep_sidecar.tiers.tier import DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.tiers.source import ShardSource
+from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -37,13 +34,13 @@ T = TypeVar("T")
 
 _LOOK_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 15.0
-_STREAMS = 2
-"""One stream waits for the drive and for digests while the other one moves bytes."""
-_MOST_KNOWN = 32
 
 
-class PeerDepot:
-    """See `tier.Depot`, `tier.Keeper` and `tier.Acquainted`."""
+class PeerDepot(Depot):
+    """Sends, keeps and fetches copies."""
+
+    tier = Tier.PEER
+    meets_pods = True
 
     def __init__(
         self,
@@ -62,8 +59,7 @@ class PeerDepot:
         self._run = run
         self._credentials = credentials
         self._keep_fresh = keep_fresh
-        self.commit: Callable[[], StepId | None] = lambda: None
-        self._copies = Copies(volumes.volumes, run=run, commit=lambda: self.commit())
+        self._copies = Copies(volumes.volumes, run=run, commit=lambda: self.facts.commit())
         self._shards = Shards(volumes, self._copies, run=run)
         self._calls = Calls(credentials)
         self._changes = Changes()
@@ -79,21 +75,15 @@ class PeerDepot:
             calls=self._calls,
             changes=self._changes,
             pace=Pace(settings.bytes_per_second),
-            streams=_STREAMS,
             counts=self._counts,
         )
         self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}
-        self._known: dict[tuple[str, StepId, int], fetch.Known] = {}
         self._scanned = False
         self._scanning = asyncio.Lock()
-        desk = Desk(self._shards, self._copies)
-        self._server = Server(settings.listen, credentials, desk) if settings.listen else None
+        context = ServerContext(self._shards, self._copies)
+        self._server = Server(settings.listen, credentials, context) if settings.listen else None
 
     # --- who is who --------------------------------------------------------------------------
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.PEER
 
     @property
     def address(self) -> str:
@@ -135,8 +125,8 @@ class PeerDepot:
                 self._scanned = True
 
     async def _ask(self, one: Known) -> None:
-        def ask(connect: Connect) -> tuple[Listing, int | None]:
-            with connect() as link:
+        def ask(links: Links) -> tuple[Listing, int | None]:
+            with links.taken() as link:
                 listing = link.listing()
                 return listing, link.identity.node_rank if link.identity else None
 
@@ -156,89 +146,36 @@ class PeerDepot:
                 self._directory.choose(own, self._settings.replicas)
         self._changes.ring()
 
-    # --- reading -----------------------------------------------------------------------------
-
-    async def layout(self, shard: RemoteShard) -> Layout:
-        return (await self._first(shard, lambda known, streams: known)).layout
-
-    async def control(self, shard: RemoteShard) -> ControlPage:
-        return (await self._first(shard, lambda known, streams: known)).control
-
-    async def load(self, shard: RemoteShard, view: memoryview) -> ControlPage:
-        def work(known: fetch.Known, streams: fetch.Streams) -> ControlPage:
-            fetch.load(known, shard, view, streams)
-            return known.control
-
-        return await self._timed(len(view), self._first(shard, work))
-
-    async def chunks(self, shard: RemoteShard, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        def work(known: fetch.Known, streams: fetch.Streams) -> None:
-            fetch.fetch(known, shard, wanted, streams)
-
-        await self._timed(sum(len(into) for _, into in wanted), self._first(shard, work))
-
-    async def _timed(self, size: int, work: Coroutine[Any, Any, T]) -> T:
-        began = time.monotonic()
-        result = await work
-        self._received_bytes += size
-        self._received_seconds += time.monotonic() - began
-        return result
-
-    async def _first(
-        self, shard: RemoteShard, work: Callable[[fetch.Known, fetch.Streams], T]
-    ) -> T:
-        """Ask one holder after the other. Raises what the last one gave, naming all."""
-        errors: list[KeepstepError] = []
+    def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
+        """One for each pod that holds it."""
+        found: list[ShardSource] = []
         for address in shard.key or ():
-            key = (address, shard.step_id, shard.rank)
-            if key in self._directory.liars:
+            if (address, shard.step_id, shard.rank) in self._directory.liars:
                 continue
-            try:
-                return await self._of(address, shard, work)
-            except (StorageError, ImageError) as error:
-                errors.append(error)
-                self._known.pop(key, None)
-                if isinstance(error, ImageError):
-                    self._directory.liars.add(key)
-                warn("not fetched", step=str(shard.step_id), rank=shard.rank, reason=str(error))
-        if len(errors) == 1:
-            raise errors[0]
-        why = "; ".join(map(str, errors)) or "nobody is left who could be asked"
-        raise StorageError(f"step {shard.step_id}, rank {shard.rank} from the peers: {why}")
+            if address == OWN:
+                where = f"step {shard.step_id}, rank {shard.rank} from the copy on this pod"
+                found.append(self._shards.source(shard, where=where))
+                continue
+            known = self._directory.known.get(address)
+            found.append(
+                PeerSource(
+                    shard=shard,
+                    address=address,
+                    expected=known.node_rank if known is not None else None,
+                    run=self._run,
+                    credentials=self._credentials,
+                    received=self._received,
+                )
+            )
+        return found
 
-    async def _of(
-        self,
-        address: str,
-        shard: RemoteShard,
-        work: Callable[[fetch.Known, fetch.Streams], T],
-    ) -> T:
-        one = self._directory.known.get(address)
-        expected = one.node_rank if one is not None else None
+    def _received(self, size_bytes: int, seconds: float) -> None:
+        self._received_bytes += size_bytes
+        self._received_seconds += seconds
 
-        def talk(connect: Connect) -> T:
-            def holder() -> fetch.Holder:
-                own = address == OWN
-                return LocalHolder(self._shards) if own else PeerHolder(connect())
-
-            known = self._know(address, shard, holder)
-            return work(known, fetch.Streams(connect=holder, count=_STREAMS))
-
-        return await self._calls.run(talk, address, expected=expected)
-
-    def _know(
-        self, address: str, shard: RemoteShard, connect: Callable[[], fetch.Holder]
-    ) -> fetch.Known:
-        key = (address, shard.step_id, shard.rank)
-        if (known := self._known.get(key)) is None:
-            holder = connect()
-            try:
-                known = fetch.know(holder, shard, run=self._run)
-            finally:
-                holder.close()
-            while len(self._known) >= _MOST_KNOWN:
-                self._known.pop(next(iter(self._known)), None)
-            self._known[key] = known
-        return known
+    def refuse(self, source: ShardSource) -> None:
+        address = source.address if isinstance(source, PeerSource) else OWN
+        self._directory.liars.add((address, source.shard.step_id, source.shard.rank))
 
     # --- what happens here -------------------------------------------------------------------
 
@@ -263,7 +200,6 @@ class PeerDepot:
         return self._copies.all()
 
     async def make_room(self, size_bytes: int) -> bool:
-        """See `tier.Keeper`."""
         return await self._calls.here(functools.partial(self._copies.make_room, size_bytes))
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:

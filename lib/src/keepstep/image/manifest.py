@@ -1,0 +1,126 @@
+"""What a shard is, apart from its chunks: header, digest table and control page, checked together.
+
+The seal vouches for the control page, the page for the table, the table for every chunk. So whoever
+holds a `Manifest` can believe any chunk on its own, from whatever place it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.core.shard import Shard
+from keepstep.errors import DigestError, ForeignError, FormatError, ImageError, TornError
+from keepstep.image.control import ControlPage
+from keepstep.image.headers import PAGE_BYTES, read_length
+from keepstep.image.layout import Layout, Section
+from keepstep.image.verify import check_chunk, check_control, check_table, chunk_bounds
+
+_FIRST_BYTES = 64 << 10
+"""Most headers are shorter; the others take a second read."""
+
+Read = Callable[[int, int], bytes]
+"""The bytes `[begin, end)` of a shard, all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Of one sealed shard. `closing`: digest table and control page as they lie there."""
+
+    layout: Layout
+    control: ControlPage
+    closing: bytes
+
+    @classmethod
+    def read(
+        cls, read: Read, size_bytes: int, *, run: str, shard: Shard, path: Path | str
+    ) -> Manifest:
+        """From a shard of `size_bytes`, in two or three reads. `shard`: what it must be; `run` as
+        well. Raises ImageError and its kin, naming `path`, and what `read` raises."""
+        try:
+            layout = _layout(read, size_bytes)
+            closing = read(layout.digests_begin, layout.size_bytes)
+            return cls._checked(layout, closing, run=run, shard=shard)
+        except ImageError as error:
+            raise type(error)(error.reason, path=error.path or path) from None
+
+    @classmethod
+    def parse(
+        cls, data: bytes | memoryview, *, run: str, shard: Shard, path: Path | str
+    ) -> Manifest:
+        """From header, table and page in a row (`to_bytes`). Raises ImageError naming `path`."""
+        try:
+            layout = Layout.parse(data)
+            closing = bytes(data[len(layout.header) :])
+            if len(closing) != layout.size_bytes - layout.digests_begin:
+                raise FormatError(f"{len(data)} bytes are not header, table and control page")
+            return cls._checked(layout, closing, run=run, shard=shard)
+        except ImageError as error:
+            raise type(error)(error.reason, path=error.path or path) from None
+
+    @classmethod
+    def _checked(cls, layout: Layout, closing: bytes, *, run: str, shard: Shard) -> Manifest:
+        control = ControlPage.from_bytes(closing[-PAGE_BYTES:])
+        check_control(control, layout, run=run, id=shard.step_id)
+        if (control.rank, control.world) != (shard.rank, shard.world):
+            raise ForeignError(
+                f"holds rank {control.rank} of {control.world}, not rank {shard.rank} of"
+                f" {shard.world}"
+            )
+        if control.root is None or control.sections is None:
+            raise TornError("sealed in memory only: it has no digests")
+        if shard.root is not None and control.root != shard.root:
+            raise DigestError(f"its root is {control.root}, but {shard.root} was promised")
+        manifest = cls(layout=layout, control=control, closing=closing)
+        check_table(control, layout, manifest.table)
+        return manifest
+
+    @property
+    def table(self) -> memoryview:
+        return memoryview(self.closing)[:-PAGE_BYTES]
+
+    @property
+    def page(self) -> memoryview:
+        return memoryview(self.closing)[-PAGE_BYTES:]
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(
+            step_id=self.control.id,
+            rank=self.control.rank,
+            world=self.control.world,
+            size_bytes=self.layout.size_bytes,
+            root=self.control.root,
+            params_digest=(self.control.sections or {}).get(Section.PARAMS.value),
+            twins=self.layout.twins,
+            written_at=self.control.written_at,
+        )
+
+    @property
+    def chunks(self) -> range:
+        return range(self.layout.chunk_count)
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """`[begin, end)` of a chunk."""
+        return chunk_bounds(self.layout, chunk)
+
+    def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
+        """That these are the chunk's bytes. Raises DigestError naming `path`."""
+        check_chunk(self.layout, chunk, data, self.table, path=path)
+
+    def to_bytes(self) -> bytes:
+        """Header, table and page in a row."""
+        return self.layout.header + self.closing
+
+
+def _layout(read: Read, size_bytes: int) -> Layout:
+    first = read(0, min(_FIRST_BYTES, size_bytes))
+    if len(first) < 8:
+        raise TornError(f"truncated: {len(first)} bytes cannot hold an image")
+    length = read_length(first)
+    if length > size_bytes:
+        raise TornError(f"truncated: {size_bytes} bytes of a header of {length}")
+    if length > len(first):
+        first += read(len(first), length)
+    return Layout.parse(first[:length], size_bytes=size_bytes)

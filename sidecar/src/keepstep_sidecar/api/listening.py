@@ -1,0 +1,121 @@
+"""Where the sidecar listens: the trainers' socket, and a TCP port for metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+from pathlib import Path
+
+from aiohttp import web
+
+from keepstep.errors import KeepstepError
+from keepstep_sidecar import connections
+from keepstep_sidecar.api.server import application, public_application
+from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.concurrency import Tasks
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.claim import Claim
+from keepstep_sidecar.memory.slot_file import make_way
+
+_SHUTDOWN_S = 3.0
+_WATCH_S = 1.0
+_MOST_SCRAPES, _SCRAPE_S = 16, 10.0
+"""Connections to the metrics port, and how long each may last: anybody can open them."""
+
+
+class _Door:
+    """The trainers' socket: what listens, and under which name."""
+
+    def __init__(self, runner: web.AppRunner, path: Path) -> None:
+        self._runner = runner
+        self._path = path
+        self._site: web.UnixSite | None = None
+        self._made: os.stat_result | None = None
+
+    async def open(self) -> None:
+        """Listen, under a new name; connections stay as they are. Raises OSError."""
+        if self._site is not None:
+            await self._site.stop()
+        make_way(self._path)
+        self._site = web.UnixSite(self._runner, str(self._path))
+        await self._site.start()
+        with contextlib.suppress(FileNotFoundError):  # removed at once: it will be made again
+            self._made = self._path.lstat()
+
+    @property
+    def there(self) -> bool:
+        """Whether the name still leads here. Raises OSError when that cannot be told."""
+        try:
+            found = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        return self._made is not None and os.path.samestat(self._made, found)
+
+
+async def _watch(service: Service, claim: Claim, door: _Door) -> None:
+    """Make again what somebody else removed: the memory directory, the socket, slots."""
+    trouble = ""
+    while not service.ending:
+        await asyncio.sleep(_WATCH_S)
+        try:
+            if not (service.ending or (claim.held and door.there)):
+                warn("socket removed by somebody else", path=str(service.config.socket))
+                claim.take()
+                await door.open()
+                say("listening again")
+            await service.mend_memory()
+            trouble = ""
+        except (KeepstepError, OSError) as error:
+            if str(error) != trouble:
+                warn("memory not made again", reason=str(error))
+            trouble = str(error)
+
+
+async def listen(service: Service, tasks: Tasks, claim: Claim) -> None:
+    """Serve the socket (and metrics over TCP) until the service ends."""
+    runner = _runner(application(service, tasks))
+    public = _runner(public_application(service))
+    await runner.setup()
+    await public.setup()
+    await _listen_publicly(public, service.config.metrics_port, tasks)
+    door = _Door(runner, service.config.socket)
+    await door.open()
+    tasks.keep(functools.partial(_watch, service, claim, door), "watch memory")
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
+    say("listening", socket=str(service.config.socket), pid=os.getpid())
+    try:
+        await service.ended()
+    finally:
+        await runner.cleanup()
+        await public.cleanup()
+        say("ended")
+
+
+def _runner(app: web.Application) -> web.AppRunner:
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
+
+
+async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
+    """Metrics are worth no failure: a port that is taken is said, and training goes on."""
+    if port is None:
+        return
+    try:
+        listening = connections.listen(port)
+    except OSError as error:
+        warn("no metrics", port=port, reason=str(error))
+        return
+    strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
+        lambda transport: transport.abort(),
+        most=_MOST_SCRAPES,
+        most_each=_MOST_SCRAPES // 2,
+        seconds=_SCRAPE_S,
+    )
+    assert runner.server is not None
+    tasks.spawn(connections.serve(runner.server, listening, strangers), "serve metrics")

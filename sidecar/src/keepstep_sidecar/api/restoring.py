@@ -1,0 +1,159 @@
+"""What a trainer asks for when it comes back: a vote, an image, and that its epoch is noted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+from keepstep.core.candidates import Candidates
+from keepstep.core.readiness import Ready, View, Wait, readiness
+from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import ReportedRestore
+from keepstep.wire.trainer import CandidatesRequest, Opened, OpenRequest, RestoredRequest
+from keepstep_sidecar.api.saving import Saving
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.remote_tiers import RemoteTiers
+from keepstep_sidecar.commit.run_view import Operator
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.log import say
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.restore.restorer import Restorer
+
+_IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
+_RESTORES_KEPT = 16
+
+_ASK_AGAIN_S = 0.5
+"""Peers and archive, while a vote waits for what they hold."""
+
+
+class Votes:
+    """Lets a rank vote when it is time. `waits`: why a rank's vote does not come yet."""
+
+    def __init__(
+        self,
+        view: Callable[[int], View],
+        ask_tiers: Callable[[], Awaitable[None]],
+        changes: Changes,
+    ) -> None:
+        """`view`: what is known now, for the vote of a rank."""
+        self.waits: dict[int, str] = {}
+        self._view = view
+        self._ask_tiers = ask_tiers
+        self._changes = changes
+
+    async def ready(self, rank: int, *, timeout_s: float) -> None:
+        """Return when the rank may vote, or after `timeout_s`."""
+        began = time.monotonic()
+        ends = began + timeout_s
+
+        def decide() -> Ready | Wait:
+            return readiness(time.monotonic(), self._view(rank), began)
+
+        try:
+            while isinstance(wait := decide(), Wait) and time.monotonic() < ends:
+                self._note(rank, wait.why)
+                await self._pause(wait, decide, min(wait.until, ends) - time.monotonic())
+        finally:
+            self.waits.pop(rank, None)
+
+    async def _pause(self, wait: Wait, decide: Callable[[], Ready | Wait], left_s: float) -> None:
+        if not wait.ask:
+            await self._changes.until(lambda: decide() != wait, timeout_s=left_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._ask_tiers()
+        await self._changes.until(lambda: decide() == Ready(), timeout_s=min(left_s, _ASK_AGAIN_S))
+
+    def _note(self, rank: int, why: str) -> None:
+        if self.waits.get(rank) != why:
+            self.waits[rank] = why
+            self._changes.ring()
+
+
+class Restoring:
+    """The trainer's side of a restore. `restores`: the last ones, for the reports."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        *,
+        slots: SlotPool,
+        committer: Committer,
+        remote_tiers: RemoteTiers,
+        restorer: Restorer,
+        operator: Operator,
+        changes: Changes,
+    ) -> None:
+        self.restores: list[ReportedRestore] = []
+        self.votes = Votes(self._vote_view, remote_tiers.look, changes)
+        self._saving = saving
+        self._slots = slots
+        self._committer = committer
+        self._remote_tiers = remote_tiers
+        self._restorer = restorer
+        self._operator = operator
+        self._changes = changes
+
+    def _vote_view(self, rank: int) -> View:
+        held = any(one.tier in _IN_THE_POD for one in self._restorer.held(rank).values())
+        return self._remote_tiers.view(held=held, heard_at=self._operator.tried_at)
+
+    async def candidates(self, request: CandidatesRequest) -> Candidates:
+        """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
+        lease = self._saving.leases.require(request.lease)
+        await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
+        if not self._committer.scanned:
+            raise refuse("starting", "the volumes are still being scanned; ask again")
+        return self._restorer.candidates(lease)
+
+    async def open(self, request: OpenRequest) -> Opened:
+        """Bring a step into a slot, verified; see `Restorer.open`."""
+        lease = self._saving.leases.require(request.lease)
+        return await self._restorer.open(
+            lease, request.id, timeout_s=request.timeout_s, bad=request.bad
+        )
+
+    async def restored(self, request: RestoredRequest) -> None:
+        """All ranks agreed on this epoch. Durable on return."""
+        lease = self._saving.leases.require(request.lease)
+        lost = self._lost_steps(lease.rank, request.epoch.parent)
+        await self._committer.start_epoch(request.epoch)
+        lease.training = True
+        self._note(lease.rank, request, lost)
+        self._restorer.let_go(lease.rank)
+        say(
+            "restored",
+            rank=lease.rank,
+            epoch=str(request.epoch.id),
+            seconds=request.seconds,
+            step=request.epoch.parent and str(request.epoch.parent),
+            tier=request.tier and str(request.tier),
+        )
+        self._changes.ring()
+
+    def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:
+        noted = ReportedRestore(
+            rank=rank,
+            epoch=self._committer.ancestry.named(request.epoch),
+            tier=request.tier,
+            seconds=request.seconds,
+            at=time.time(),
+            lost_steps=lost,
+        )
+        others = [
+            one for one in self.restores if (one.rank, one.epoch.id) != (rank, request.epoch.id)
+        ]
+        self.restores = [*others, noted][-_RESTORES_KEPT:]
+
+    def _lost_steps(self, rank: int, parent: StepId | None) -> int:
+        """How many steps the rank had staged here beyond the one that it goes on from."""
+        known = {*self._slots.rank(rank).sealed(), self._saving.of(rank).staged}
+        known |= {id for id, held in self._committer.shards.items() if rank in held}
+        if parent is None:
+            return 0
+        later = [id.step for id in known if id is not None and id.epoch == parent.epoch]
+        return max(0, max(later, default=0) - parent.step)

@@ -1,0 +1,229 @@
+"""The one loop that moves chunks: from any source into a slot, into frames, to whoever takes them.
+
+Nothing is believed: root against what was promised, table against root, each chunk against the
+table. All of it blocks; `run` is for the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from keepstep.errors import ForeignError, FormatError, UsageError
+from keepstep.image import PAGE_BYTES, ControlPage
+from keepstep.image.manifest import Manifest
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.direct_io import aligned_buffer, for_each_chunk
+
+T = TypeVar("T")
+
+Wanted = Sequence[tuple[int, memoryview]]
+"""Chunk numbers, each with a page-aligned buffer of exactly its bytes."""
+
+_PIECE_BYTES = 1 << 20
+_MANIFESTS_KEPT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A source and its manifest, for as long as it is read."""
+
+    source: ShardSource
+    manifest: Manifest
+    fetch: Read
+
+    def read(self, wanted: Wanted, *, check: bool = True) -> Iterator[tuple[int, memoryview]]:
+        """Fill buffers of chunks in a row, and give each when it is verified."""
+        begin = self.manifest.bounds(wanted[0][0])[0]
+        views = self.fetch(begin, [view for _, view in wanted])
+        for (chunk, _), view in zip(wanted, views, strict=True):
+            if check:
+                self.manifest.check(chunk, view, path=self.source.where)
+            yield chunk, view
+
+
+class Manifests:
+    """Those that were read last: whoever asks for single chunks asks again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[ShardSource, Manifest] = {}
+        self._lock = threading.Lock()
+
+    def known(self, source: ShardSource) -> Manifest | None:
+        """Without asking the source."""
+        return self._known.get(source)
+
+    def read(self, source: ShardSource, fetch: Read) -> Manifest:
+        if (manifest := self.known(source)) is None:
+            manifest = Manifest.read(
+                lambda begin, end: _bytes(fetch, begin, end),
+                source.shard.size_bytes,
+                run=source.run,
+                shard=source.shard,
+                path=source.where,
+            )
+            with self._lock:
+                while len(self._known) >= _MANIFESTS_KEPT:
+                    del self._known[next(iter(self._known))]
+                self._known[source] = manifest
+        return manifest
+
+    def forget(self, source: ShardSource) -> None:
+        with self._lock:
+            self._known.pop(source, None)
+
+
+def _bytes(fetch: Read, begin: int, end: int) -> bytes:
+    """Memory is taken as bytes arrive, not as they are announced: piece by piece, each larger."""
+    data, size = bytearray(), _PIECE_BYTES
+    while (at := begin + len(data)) < end:
+        size = min(size, end - at)
+        with aligned_buffer(size) as buffer, memoryview(buffer) as view:
+            for piece in fetch(at, [view]):
+                data += piece
+        size *= 2
+    return bytes(data)
+
+
+@contextmanager
+def opened(
+    source: ShardSource, cancel: Cancel | None = None, manifests: Manifests | None = None
+) -> Iterator[Opened]:
+    """Raises StorageError, ImageError; whatever is wrong with the copy is found inside."""
+    manifests = manifests or Manifests()
+    try:
+        with source.opened(cancel or Cancel()) as fetch:
+            manifest = manifests.read(source, fetch)
+            yield Opened(source=source, manifest=manifest, fetch=fetch)
+    except BaseException:
+        manifests.forget(source)
+        raise
+
+
+# --- into buffers ----------------------------------------------------------------------------
+
+
+def fill(
+    open_source: Opened,
+    wanted: Wanted,
+    *,
+    check: bool = True,
+    on_chunk: Callable[[int], None] | None = None,
+) -> None:
+    """Fill every buffer. When this returns or raises, nobody touches them any more."""
+    _check_sizes(open_source.manifest, wanted)
+    runs = list(_runs(wanted, open_source.source.run_chunks))
+
+    def fill_run(index: int) -> None:
+        for _, view in open_source.read(runs[index], check=check):
+            if on_chunk is not None:
+                on_chunk(len(view))
+
+    for_each_chunk(fill_run, len(runs), threads=open_source.source.streams)
+
+
+def load(
+    source: ShardSource,
+    view: memoryview,
+    *,
+    cancel: Cancel | None = None,
+    manifests: Manifests | None = None,
+) -> ControlPage:
+    """The whole image into the page-aligned slot `view`, verified, the seal last. After an error
+    the slot holds no seal. Raises StorageError, ImageError."""
+    view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
+    with opened(source, cancel, manifests) as open_source:
+        return _load(open_source, view)
+
+
+def _load(open_source: Opened, view: memoryview) -> ControlPage:
+    manifest, source = open_source.manifest, open_source.source
+    layout, control = manifest.layout, manifest.control
+    if len(view) != layout.size_bytes:
+        raise UsageError(f"{source.where}: a slot of {len(view)} bytes, not {layout.size_bytes}")
+    pieces = [view[slice(*manifest.bounds(chunk))] for chunk in manifest.chunks]
+    try:
+        fill(open_source, list(enumerate(pieces)), check=source.verified_loads)
+    finally:
+        for piece in pieces:
+            piece.release()
+    if bytes(view[: len(layout.header)]) != layout.header:
+        raise ForeignError("another header came than before", path=source.where)
+    if source.adopted_by:
+        control = replace(control, run=source.adopted_by)
+    view[layout.digests_begin : layout.control_begin] = manifest.table
+    faults.point("load.control")
+    view[layout.control_begin :] = control.to_bytes() if source.adopted_by else manifest.page
+    return control
+
+
+def _check_sizes(manifest: Manifest, wanted: Wanted) -> None:
+    for chunk, into in wanted:
+        if chunk not in manifest.chunks:
+            raise FormatError(f"chunk {chunk} of {len(manifest.chunks)}")
+        begin, end = manifest.bounds(chunk)
+        if len(into) != end - begin:
+            raise UsageError(f"chunk {chunk}: a buffer of {len(into)} bytes, not {end - begin}")
+
+
+def _runs(wanted: Wanted, most: int) -> Iterator[Wanted]:
+    """Chunks that follow each other, some at a time."""
+    run: list[tuple[int, memoryview]] = []
+    for chunk, view in sorted(wanted, key=lambda pair: pair[0]):
+        if run and (chunk != run[-1][0] + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append((chunk, view))
+    if run:
+        yield run
+
+
+# --- to whoever takes them -------------------------------------------------------------------
+
+
+def each(
+    open_source: Opened,
+    chunks: Iterable[int],
+    use: Callable[[int, memoryview], None],
+    *,
+    threads: int | None = None,
+    niceness: int = 0,
+) -> None:
+    """`use(chunk, data)` for each of the chunks, verified, on `threads` threads; memory for one
+    chunk a thread. `data` is another chunk's when `use` has returned."""
+    numbers, own = list(chunks), threading.local()
+
+    def take(index: int) -> None:
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(aligned_buffer(CHUNK_BYTES))
+        begin, end = open_source.manifest.bounds(numbers[index])
+        for chunk, data in open_source.read([(numbers[index], own.buffer[: end - begin])]):
+            use(chunk, data)
+
+    count = threads or open_source.source.streams
+    for_each_chunk(take, len(numbers), threads=count, niceness=niceness)
+
+
+# --- from the event loop ---------------------------------------------------------------------
+
+
+async def run(threads: Executor | None, work: Callable[[Cancel], T]) -> T:
+    """`work(cancel)` on a thread. When this is cancelled the reads are ended, and it returns only
+    after `work` has: nobody touches its buffers any more."""
+    cancel = Cancel()
+    future = asyncio.get_running_loop().run_in_executor(threads, work, cancel)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.cancel()
+        while not future.done():
+            await asyncio.wait([future])
+        future.exception()
+        raise

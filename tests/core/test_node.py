@@ -1,0 +1,171 @@
+"""What a node decides where an operator sees the whole run, and when its drive is full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep.core.ledger import EpochStarted, RankReport, Retire
+from keepstep.core.node import (
+    SILENT_AFTER_S,
+    Action,
+    Full,
+    Heard,
+    Listed,
+    Node,
+    Publish,
+    Sealed,
+    Serves,
+    Wrote,
+)
+from keepstep.core.persist_planner import Write
+from keepstep.core.retention import Retention
+from keepstep.core.schedule import Grid
+from keepstep.core.shard import Shard
+from keepstep.core.slot_table import SlotTable
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+
+EPOCH = EpochId(1, "0000000a")
+
+
+def step(number: int) -> StepId:
+    return StepId(EPOCH, number)
+
+
+def steps(numbers: Iterable[int]) -> frozenset[StepId]:
+    return frozenset(map(step, numbers))
+
+
+def node(*, told: bool = True, last: int = 2) -> Node:
+    made = Node({}, grid=Grid(1), keep=Retention(last=last), told=told)
+    made.step(EpochStarted(Epoch(EPOCH, None)))
+    return made
+
+
+def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
+    """Rank 0 has these steps on its drive; there may be others elsewhere."""
+    shards = tuple(Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers)
+    answers = {Tier.LOCAL: Answer.STEPS, Tier.MEMORY: Answer.NONE}
+    report = RankReport(sealed={Tier.LOCAL: shards, Tier.MEMORY: ()}, answers=answers)
+    return Listed(ranks={0: report}, shown=steps(shown))
+
+
+def retired(actions: Iterable[Action]) -> list[int]:
+    return [action.id.step for action in actions if isinstance(action, Retire)]
+
+
+def published(actions: Iterable[Action]) -> list[int]:
+    return [action.id.step for action in actions if isinstance(action, Publish)]
+
+
+def heard(
+    commit: int | None = 10, *, retire: Iterable[int] = (), pinned: Iterable[int] = ()
+) -> Heard:
+    return Heard(
+        commit=None if commit is None else step(commit),
+        retire=steps(retire),
+        pinned=steps(pinned),
+    )
+
+
+def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_operators_word() -> None:
+    one = node()
+    one.step(listed(9, 10, 11))
+    assert retired(one.step(heard(10, retire=(8, 9, 10, 11)))) == [9]
+
+
+def test_pins_stay_although_the_operator_asks_for_them() -> None:
+    one = node()
+    one.step(listed(8, 9, 10))
+    assert retired(one.step(heard(10, retire=(8, 9), pinned=(8,)))) == [9]
+
+
+def test_what_all_pods_have_by_the_operators_word_is_shown_until_it_is() -> None:
+    one = node()
+    one.step(listed(9, 10))
+    assert published(one.step(heard(10))) == [10]
+    assert published(one.step(listed(9, 10))) == [10], "nobody has shown it yet"
+    assert published(one.step(listed(9, 10, shown=(10,)))) == []
+
+
+def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None:
+    one = node()
+    one.step(heard(10))
+    one.step(heard(None))
+    assert one.run_view.commit == step(10)
+
+
+def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
+    None
+):
+    one, alone = node().run_view, node(told=False).run_view
+    now = SILENT_AFTER_S + 1
+    assert one.silent(now)
+    assert not alone.silent(now)
+    one.hear(heard(), now)
+    assert not one.silent(now)
+
+
+def test_what_is_in_use_is_deleted_once_it_is_not() -> None:
+    read: set[StepId] = {step(9)}
+    one = Node({}, grid=Grid(1), told=True, in_use=lambda id: id in read)
+    one.step(EpochStarted(Epoch(EPOCH, None)))
+    one.step(listed(9, 10))
+    assert retired(one.step(heard(10, retire=(9,)))) == []
+    assert one.deferred == (step(9),)
+    read.clear()
+    assert retired(one.step(listed(9, 10))) == [9]
+    assert one.deferred == ()
+
+
+def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
+    one = node(told=False, last=3)
+    sizes = {step(number): 100 for number in (1, 2, 3, 4)}
+    one.step(listed(1, 2, 3, 4, world=1))
+    assert retired(one.step(Full(50, sizes))) == [1]
+    assert retired(one.step(Full(150, sizes))) == [1, 2]
+    assert retired(one.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
+
+
+def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newest_two() -> None:
+    held = (4, 5, 10, 11, 12, 13, 14)
+    one = node()
+    one.step(listed(*held))
+    one.step(heard(10, pinned=(5, 11)))
+    sizes = {step(number): 100 for number in held}
+    assert retired(one.step(Full(900, sizes))) == [4, 12]
+
+
+class OneRank:
+    settled = True
+
+    def __init__(self, *held: int) -> None:
+        self.table = SlotTable(4)
+        for index, number in enumerate(held):
+            self.table.adopt(index, step(number))
+
+    def tables(self) -> tuple[SlotTable, ...]:
+        return (self.table,)
+
+
+def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
+    one = Node({0: OneRank(14)}, grid=Grid(1), told=True)
+    one.step(EpochStarted(Epoch(EPOCH, None)))
+    one.step(listed(4, 5, 10, 11, 12, 13))
+    one.step(heard(10, pinned=(5, 11)))
+    assert retired(one.step(listed(4, 5, 10, 11, 12, 13), SILENT_AFTER_S + 1)) == []
+    assert one.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
+    one.step(Wrote(0, step(14)))
+    assert retired(one.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
+
+
+def test_a_write_pins_its_slot_and_an_image_that_is_gone_is_not_written() -> None:
+    rank = OneRank()
+    one = Node({0: rank}, grid=Grid(1), told=True)
+    one.step(listed())
+    one.step(Serves(frozenset({0}), 4))
+    assert one.step(Sealed(0, step(3))) == (), "its slot was given up meanwhile"
+    rank.table.adopt(0, step(4))
+    assert one.step(Sealed(0, step(4))) == (Write(0, step(4)),)
+    assert rank.table.slots[0].pinned
+    one.step(Wrote(0, step(4)))
+    assert not rank.table.slots[0].pinned

@@ -1,0 +1,53 @@
+"""A committer on real volumes and slots, without the process around it."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from keepstep.core.retention import Retention
+from keepstep.core.schedule import Grid
+from keepstep_sidecar.commit.committer import Committer, Spawn
+from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.volume.images import make_layout, staged
+
+
+def refuse(work: Coroutine[Any, Any, None], name: str) -> None:
+    """Nothing is to be written where nothing was sealed."""
+    work.close()
+    raise AssertionError(name)
+
+
+def make_committer(
+    volumes: VolumeSet,
+    slots: SlotPool,
+    threads: ThreadPoolExecutor,
+    *,
+    remotes: Remotes | None = None,
+    spawn: Spawn = refuse,
+    keep: int = 9,
+    told: bool = False,
+) -> Committer:
+    """`threads`: for everything that blocks."""
+    return Committer(
+        volumes,
+        slots,
+        remotes=remotes or Remotes(),
+        names=threads,
+        writers=[threads],
+        changes=Changes(),
+        spawn=spawn,
+        keep=Retention(last=keep),
+        grid=Grid(1),
+        told=told,
+    )
+
+
+def write(committer: Committer, number: int) -> None:
+    """The only rank makes a step durable."""
+    slot = staged(make_layout(world=1), number)
+    committer.wrote(committer.volumes.write(slot.view, slot.layout, slot.control).shard)

@@ -1,0 +1,43 @@
+"""A step that nobody needs goes; one that somebody reads goes when nobody does any more."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from committers import make_committer, write
+
+from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.harness import eventually
+from tests.volume.images import RUN, step_id
+
+
+def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being_written(
+    tmp_path: Path, memory_dir: Path
+) -> None:
+    volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
+
+    async def story(threads: ThreadPoolExecutor) -> None:
+        committer = make_committer(volumes, SlotPool(memory_dir, run=RUN), threads, keep=1)
+        sweeping = asyncio.create_task(committer.sweep())
+        await committer.scan()
+        write(committer, 1)
+        await committer.refresh()
+        committer.opening(step_id(1), on=True)
+        write(committer, 2)
+        await committer.refresh()
+        await committer.refresh()
+        assert sorted(committer.published) == [step_id(1), step_id(2)], "somebody reads the first"
+        committer.opening(step_id(1), on=False)
+        await asyncio.to_thread(eventually, lambda: step_id(1) not in committer.shards)
+        sweeping.cancel()
+        await asyncio.wait([sweeping])
+        assert list(committer.published) == [step_id(2)]
+
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.run(story(threads))
+    assert len(list((tmp_path / RUN).glob("0*"))) == 1
+    volumes.close()
