@@ -311,7 +311,7 @@ def seals() -> Iterator[Attack]:
         ("deep", b"[" * 4000, "too deeply|not JSON"),
         ("no-epoch", honest.replace(b'"epoch"', b'"epoxy"'), "epoch"),
         ("rank-beyond-world", honest.replace(b'"rank":0', b'"rank":2'), "rank 2 of 2"),
-        ("huge-step", honest.replace(b'"step":1200', b'"step":' + b"9" * 40), "not a count"),
+        ("huge-step", honest.replace(b'"step":1200', b'"step":' + b"9" * 40), "not an integer"),
         ("bad-root", honest.replace(b'"root":"', b'"root":"x'), "not a digest"),
         ("endless-time", honest.replace(b":1.0", b":1e999"), "not a time"),
         ("huge-time", honest.replace(b":1.0", b":1" + b"0" * 400), "not a time"),

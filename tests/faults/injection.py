@@ -121,7 +121,7 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 
 def _calls() -> Iterator[tuple[Any, str]]:
-    owners = (agent.Agent, pending.Pending, session.Link, http.Client, slot.SlotMapping)
+    owners = (agent.Agent, pending.Pending, session.Session, http.Client, slot.SlotMapping)
     for owner in owners:
         for name, one in vars(owner).items():
             if inspect.isfunction(one):

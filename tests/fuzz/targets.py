@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.util
 import json
 import pathlib
 import random
-import sys
 import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -52,6 +49,7 @@ from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
+from tests.image.test_attacks import make
 
 Mutate = Callable[[random.Random], bytes]
 
@@ -78,18 +76,6 @@ class Target:
 # --- images --------------------------------------------------------------------------------------
 
 
-def _attacks() -> ModuleType:
-    path = pathlib.Path(__file__).parents[2] / "attacks" / "make.py"
-    spec = importlib.util.spec_from_file_location("attacks_make", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-make = _attacks()
 ID: StepId = make.ID
 SKELETON = json.dumps(
     [

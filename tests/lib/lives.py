@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
-from keepstep.client.slot import SlotMapping
+from keepstep.client.slot import Slot, SlotMapping
 from keepstep.core.vote import Decision
+from keepstep.image import Layout
 from keepstep.restore.restore import Restore, Torn
 from keepstep.save.snapshot import Snapshots
 from keepstep.state.take import take
@@ -38,14 +39,14 @@ def keep(components: dict[str, Any], path: Path) -> None:
     checkpointer = keepstep.Checkpointer(components, rng=False)
     taken = checkpointer._take()
     extras = checkpointer._encode(taken)
-    layout = checkpointer._layout_of(taken, len(extras))
+    layout = Layout.build(taken.specs, **checkpointer._layout_options(taken, len(extras)))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
-    slot = SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout)
+    slot = Slot(SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout))
     snapshots = Snapshots(layout, taken, run="run")
-    pending = snapshots.begin(slot, taken, extras, id=_ID, epoch=_EPOCH, lazy=True)
+    pending = snapshots.begin(slot, taken, extras, step=_ID.step, epoch=_EPOCH, lazy=True)
     pending.copy()
     pending.judge()
-    pending.slot.seal(pending.control)
+    pending.seal()
 
 
 def bring_back(

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from keepstep.errors import StorageError
-from keepstep.wire.certificates import PATH, CertificateRequest, IssuedCertificate
+from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.peers import sign
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
@@ -59,7 +59,7 @@ def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool
 
 
 async def ask(served: Served, request: bytes, *, token: str = GOOD) -> tuple[int, bytes]:
-    url = f"https://127.0.0.1:{served.port}{PATH}"
+    url = f"https://127.0.0.1:{served.port}{CERTIFICATES_PATH}"
     body = msgspec.json.encode(CertificateRequest(request=request.decode()))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with served.session.post(url, data=body, headers=headers) as response:

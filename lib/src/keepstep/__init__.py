@@ -18,6 +18,7 @@ from keepstep.errors import (
     RestoreError,
     SidecarAbsent,
     SidecarError,
+    SlotUnavailable,
     UsageError,
     WorldChangedError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Restored",
     "SidecarAbsent",
     "SidecarError",
+    "SlotUnavailable",
     "UsageError",
     "WorldChangedError",
 ]

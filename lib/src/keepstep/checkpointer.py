@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.client.session import restore_timeout_s
 from keepstep.core.vote import Decision
-from keepstep.errors import FormatError, KeepstepError, NotDurableError, UsageError
+from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather
 from keepstep.restore.restore import Restore, Torn
@@ -38,11 +38,12 @@ from keepstep.save.agent import Agent
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
+from keepstep.state.leaves import Taken
 from keepstep.state.memory import check_memory
-from keepstep.state.take import Taken, check_components, encode, take
+from keepstep.state.take import check_components, encode, take
 from keepstep.state.topology import ALONE
 from keepstep.steps import Epoch, State, StepId, Tier
-from keepstep.wire.trainer import SOCKET_ENV
+from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
 log = logging.getLogger("keepstep")
 
@@ -138,40 +139,41 @@ class Checkpointer:
         started = time.perf_counter()
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
-        collective = Collective(self._agent, rank=self._rank, world=self._world)
+        session = self._agent.session if self._agent is not None else None
+        collective = Collective(session, rank=self._rank, world=self._world)
         try:
             with Torn() as torn:
                 begin = functools.partial(self._restoring, torn)
-                decision = collective.restore(begin, timeout_s=_CONNECT_S, meet=self._meet)
+                agreed = collective.restore(self._connect, begin, meet=self._meet)
         finally:
             self._probed = None
-        if decision is None:
+        if agreed is None:
             return None
-        self._stage_every = decision.stage_every
-        restored = None
-        if decision.restoring is not None:
-            parent = decision.epoch.parent
-            assert parent is not None
-            restored = Restored(
-                step=parent.step,
-                epoch=decision.epoch.id.number,
-                tier=decision.restoring.tier,
-                seconds=time.perf_counter() - started,
-                bytes=decision.restoring.bytes,
-            )
-            decision.restoring.release()
-        collective.announce(decision, seconds=time.perf_counter() - started)
-        self._epoch = decision.epoch
-        self._last_step = restored.step if restored else -1
-        if restored and self._rank == 0:
+        seconds = time.perf_counter() - started
+        parent, restoring = agreed.epoch.parent, agreed.restoring
+        if restoring is not None:
+            restoring.release()
+        collective.announce(agreed, seconds=time.perf_counter() - started)
+        self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
+        if parent is None or restoring is None:
+            return None
+        self._last_step = parent.step
+        if self._rank == 0:
             log.warning(
                 "keepstep: restored step %d of epoch %s from %s in %.2f s",
-                restored.step,
-                decision.epoch.parent and decision.epoch.parent.epoch.number,
-                restored.tier,
-                restored.seconds,
+                *(parent.step, parent.epoch.number, restoring.tier, seconds),
             )
-        return restored
+        return Restored(
+            step=parent.step,
+            epoch=agreed.epoch.id.number,
+            tier=restoring.tier,
+            seconds=seconds,
+            bytes=restoring.bytes,
+        )
+
+    def _connect(self) -> LeaseGranted:
+        assert self._agent is not None
+        return self._agent.connect(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
         """Agree on who has what: from here on, every rank knows what to stage. Raises UsageError,
@@ -195,7 +197,7 @@ class Checkpointer:
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
-            Layout.check(taken.specs, **self._more_of(taken, len(self._encode(taken))))
+            Layout.check(taken.specs, **self._layout_options(taken, len(self._encode(taken))))
         except FormatError as error:
             raise UsageError(f"this state cannot be kept: {error}") from error
         return taken
@@ -209,7 +211,7 @@ class Checkpointer:
         assert self._agent is not None
         return Restore(
             self._components,
-            self._agent.link,
+            self._agent.session,
             decision,
             rank=self._rank,
             take=self._take,
@@ -240,7 +242,7 @@ class Checkpointer:
         try:
             if number is None:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
-            return self._save_alone(number, started)
+            return self._save_alone(agent, number, started)
         except Exception as error:
             if self._strict:
                 raise
@@ -260,7 +262,7 @@ class Checkpointer:
             log.warning("keepstep: rank %d: step %s is not kept: %s", self._rank, step, self._off)
         return False
 
-    def _save_alone(self, step: int, started: float) -> bool:
+    def _save_alone(self, agent: Agent, step: int, started: float) -> bool:
         with self._turn:
             # a flag alone may be stale, if an exception struck just where it is taken back
             if self._saving and _is_running(Checkpointer._save):
@@ -270,14 +272,14 @@ class Checkpointer:
                 )
             try:
                 self._saving = True
-                return self._save(step, started)
+                return self._save(agent, step, started)
             finally:
                 self._saving = False
 
-    def _save(self, step: int, started: float, *, patience_s: float | None = None) -> bool:
+    def _save(
+        self, agent: Agent, step: int, started: float, *, patience_s: float | None = None
+    ) -> bool:
         """Any exception, at any line, costs this step only: see `Agent.heal`."""
-        agent = self._agent
-        assert agent is not None
         agent.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
@@ -285,22 +287,22 @@ class Checkpointer:
             raise UsageError(
                 f"step {step} comes after step {self._last_step}: steps only grow within an epoch"
             )
-        id = StepId(self._epoch.id, step)
         self._last_step = step
         agent.settle()
         taken = self._take()
         data = self._encode(taken)
-        snapshots = self._snapshots_for(taken, len(data))
-        slot = agent.take_slot() if patience_s is None else agent.await_slot(timeout_s=patience_s)
-        if isinstance(slot, str):
+        snapshots = self._snapshots_for(agent, taken, len(data))
+        try:
+            slot = agent.await_slot(timeout_s=patience_s)
+        except SlotUnavailable as error:
             if self._strict:
-                raise KeepstepError(f"step {step} is not kept: {slot}")
-            agent.skip(step, slot)
+                raise SlotUnavailable(f"step {step} is not kept: {error}") from None
+            agent.skip(step, str(error))
             return False
         lazy = self._lazy and not agent.copies_eagerly
         agent.eager_next = False
         try:
-            pending = snapshots.begin(slot, taken, data, id=id, epoch=self._epoch, lazy=lazy)
+            pending = snapshots.begin(slot, taken, data, step=step, epoch=self._epoch, lazy=lazy)
             if not lazy:
                 pending.copy()
                 pending.judge()
@@ -313,21 +315,16 @@ class Checkpointer:
             raise
         return True
 
-    def _snapshots_for(self, taken: Taken, extras_bytes: int) -> Snapshots:
+    def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The layout of this state; a new one when tensors came, went or changed their shape."""
         snapshots = self._snapshots
-        if snapshots is not None and snapshots.fits(taken, extras_bytes):
-            return snapshots
-        assert self._agent is not None
-        layout = self._layout_of(taken, extras_bytes)
-        self._snapshots = Snapshots(layout, taken, run=self._run_name())
-        self._agent.use_layout(layout)
-        return self._snapshots
+        if snapshots is None or not snapshots.fits(taken, extras_bytes):
+            layout = Layout.build(taken.specs, **self._layout_options(taken, extras_bytes))
+            snapshots = self._snapshots = Snapshots(layout, taken, run=agent.session.run)
+            agent.use_layout(layout)
+        return snapshots
 
-    def _layout_of(self, taken: Taken, extras_bytes: int) -> Layout:
-        return Layout.build(taken.specs, **self._more_of(taken, extras_bytes))
-
-    def _more_of(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
+    def _layout_options(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
         """What a layout takes beside the tensors."""
         return {
             "rank": self._rank,
@@ -342,10 +339,6 @@ class Checkpointer:
     def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
         return encode(taken, rng=captured, trusted=self._trusted)
-
-    def _run_name(self) -> str:
-        assert self._agent is not None
-        return self._agent.link.run
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
@@ -399,11 +392,11 @@ class Checkpointer:
         if state is State.STAGED:
             return
         id = StepId(self._epoch.id, number)
-        agent.link.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
+        agent.session.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
 
     def _await_staged(self, agent: Agent, step: int, timeout_s: float) -> None:
         pending = agent.pending
-        asked = pending is not None and pending.id.step == step
+        asked = pending is not None and pending.step == step
         if (asked or agent.outcome(step) is None) and not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
         outcome = agent.outcome(step)
@@ -452,14 +445,16 @@ class Checkpointer:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
             raise NotDurableError(f"no step was staged: {why_not or agent.stats.why_not()}")
-        agent.link.wait(newest.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic()))
-        if newest.id.step != last:
+        agent.session.wait(
+            newest.control.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
+        )
+        if newest.step != last:
             why_not = why_not or agent.outcome(last) or agent.stats.why_not()
             raise NotDurableError(
-                f"step {last} was not staged; the newest durable one is {newest.id.step}: {why_not}"
+                f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
             )
-        if agent.link.archive:
-            self._archive_last(agent, newest.id, max(0.1, deadline - time.monotonic()))
+        if agent.session.archive:
+            self._archive_last(agent, newest.control.id, max(0.1, deadline - time.monotonic()))
 
     def _stage_off_grid(self, agent: Agent, deadline: float) -> str:
         """The last step, if it is one that was left out. Returns why that was not possible."""
@@ -473,7 +468,7 @@ class Checkpointer:
         try:
             left_s = max(0.1, deadline - time.monotonic())
             with self._turn:
-                self._save(step, time.perf_counter(), patience_s=left_s)
+                self._save(agent, step, time.perf_counter(), patience_s=left_s)
         except Exception as error:
             return str(error) or type(error).__name__
         agent.drain(timeout_s=max(0.1, deadline - time.monotonic()))
@@ -481,7 +476,7 @@ class Checkpointer:
 
     def _archive_last(self, agent: Agent, id: StepId, timeout_s: float) -> None:
         try:
-            agent.link.wait(id, State.ARCHIVED, timeout_s=timeout_s)
+            agent.session.wait(id, State.ARCHIVED, timeout_s=timeout_s)
         except NotDurableError as error:
             if self._strict:
                 raise

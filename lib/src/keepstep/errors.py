@@ -14,6 +14,7 @@
         SidecarAbsent       nobody listens on the socket
         ProtocolError       the peer speaks another protocol version, or nonsense
         NoMemoryError       the memory limit does not allow two slots of this image
+      SlotUnavailable       no slot is at hand, so this step is not kept; the next may be
       RestoreError          something was found, but it cannot be restored
         MismatchError       model and checkpoint disagree: lists names, shapes, dtypes
         CoverageError       the images of a step do not make up its tensors: names each box
@@ -104,6 +105,10 @@ class ProtocolError(SidecarError):
 
 class NoMemoryError(SidecarError):
     """The memory limit does not allow two slots of this image."""
+
+
+class SlotUnavailable(KeepstepError):
+    """No slot is at hand, so this step is not kept; the next may be."""
 
 
 class RestoreError(KeepstepError):

@@ -78,7 +78,14 @@ class Epoch:
     origin: str = ""
 
 
-class Tier(str, enum.Enum):
+class Word(str, enum.Enum):
+    """A state or a kind: `str()` is what messages and files say."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Tier(Word):
     """Where an image is, nearest first: restore prefers the first that holds a step."""
 
     MEMORY = "memory"
@@ -86,11 +93,8 @@ class Tier(str, enum.Enum):
     PEER = "peer"
     ARCHIVE = "archive"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class State(str, enum.Enum):
+class State(Word):
     """How safe a step is. `COMMITTED` means durable on every rank, in one epoch; `ARCHIVED`, that
     the archive holds all its shards and its `step.json`."""
 
@@ -99,19 +103,13 @@ class State(str, enum.Enum):
     COMMITTED = "committed"
     ARCHIVED = "archived"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Answer(str, enum.Enum):
+class Answer(Word):
     """What a tier says when asked what it holds. Only `NONE` allows a start at step 0."""
 
     NONE = "none"
     UNKNOWN = "unknown"
     STEPS = "steps"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def shard_name(rank: int, world: int) -> str:

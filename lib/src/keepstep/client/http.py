@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import logging
 import os
 import socket
 import threading
@@ -21,8 +20,6 @@ from typing import Any, TypeVar
 from keepstep.client.wakeups import Gate
 from keepstep.errors import NoMemoryError, ProtocolError, SidecarAbsent, SidecarError
 from keepstep.wire.trainer import LeaseGranted, LeaseRequest, Problem, from_json, to_json
-
-log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 
@@ -49,6 +46,29 @@ class UnixConnection(http.client.HTTPConnection):
                 code="absent",
             ) from error
 
+    def ask(self, route: str, message: Any) -> http.client.HTTPResponse:
+        """POST a message, or GET without one. Raises the problem that the answer tells of."""
+        method, body = ("GET", None) if message is None else ("POST", to_json(message))
+        self.request(method, route, body, {"Content-Type": "application/json"})
+        response = self.getresponse()
+        if response.status != 200:
+            raise _problem(response.status, response.read())
+        return response
+
+    def absent(self, error: Exception) -> SidecarAbsent:
+        """What a broken connection means."""
+        kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
+        return SidecarAbsent(f"the sidecar on {self._path} {kind} ({error})", code="absent")
+
+
+def _problem(status: int, data: bytes) -> SidecarError:
+    try:
+        problem = from_json(Problem, data)
+    except ProtocolError:
+        text = data[:200].decode(errors="replace")
+        return ProtocolError(f"the sidecar answered {status}: {text}", code="protocol")
+    return _ERRORS.get(problem.code, SidecarError)(problem.message, code=problem.code)
+
 
 class Client:
     """One connection to the sidecar, for one thread at a time."""
@@ -65,27 +85,24 @@ class Client:
         code). A broken kept connection is opened once more, as the sidecar may have restarted:
         every route is idempotent.
         """
-        body = to_json(message)
-        fresh = self._connection is None
-        try:
-            return self._once(route, body, kind, timeout_s)
-        except (http.client.HTTPException, OSError) as error:
-            self.close()
-            if fresh or isinstance(error, TimeoutError):
-                raise self._absent(error) from error
-        try:
-            return self._once(route, body, kind, timeout_s)
-        except (http.client.HTTPException, OSError) as error:
-            self.close()
-            raise self._absent(error) from error
+        while True:
+            if self._ended:
+                raise SidecarAbsent("the connection to the sidecar was closed", code="absent")
+            kept = self._connection
+            connection = self._connection = kept or UnixConnection(self.path, timeout_s)
+            try:
+                connection.timeout = timeout_s
+                if connection.sock is not None:
+                    connection.sock.settimeout(timeout_s)
+                return from_json(kind, connection.ask(route, message).read())
+            except (http.client.HTTPException, OSError) as error:
+                self.close()
+                if kept is None or isinstance(error, TimeoutError):
+                    raise connection.absent(error) from error
 
     def get(self, route: str, kind: type[T], *, timeout_s: float = 10.0) -> T:
         """GET `route` and decode the answer. Raises as `call` does."""
-        try:
-            return self._once(route, None, kind, timeout_s)
-        except (http.client.HTTPException, OSError) as error:
-            self.close()
-            raise self._absent(error) from error
+        return self.call(route, None, kind, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -100,27 +117,6 @@ class Client:
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def _absent(self, error: Exception) -> SidecarAbsent:
-        kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
-        return SidecarAbsent(f"the sidecar on {self.path} {kind} ({error})", code="absent")
-
-    def _once(self, route: str, body: bytes | None, kind: type[T], timeout_s: float) -> T:
-        if self._ended:
-            raise SidecarAbsent("the connection to the sidecar was closed", code="absent")
-        if self._connection is None:
-            self._connection = UnixConnection(self.path, timeout_s)
-        connection = self._connection
-        connection.timeout = timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
-        method = "GET" if body is None else "POST"
-        connection.request(method, route, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        data = response.read()
-        if response.status != 200:
-            raise _problem(response.status, data)
-        return from_json(kind, data)
 
 
 class Lease:
@@ -138,24 +134,17 @@ class Lease:
         trainer holds this rank."""
         self.lost = Gate()
         self._on_lost = on_lost
-        self._connection = UnixConnection(path, timeout_s)
+        connection = self._connection = UnixConnection(path, timeout_s)
         try:
-            self._connection.request(
-                "POST", "/v1/lease", to_json(request), {"Content-Type": "application/json"}
-            )
-            self._response = self._connection.getresponse()
-            if self._response.status != 200:
-                raise _problem(self._response.status, self._response.read())
+            self._response = connection.ask("/v1/lease", request)
             self.granted = from_json(LeaseGranted, self._response.readline())
         except (http.client.HTTPException, OSError) as error:
-            self._connection.close()
-            what = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
-            raise SidecarAbsent(f"the sidecar on {path} {what} ({error})", code="absent") from error
+            connection.close()
+            raise connection.absent(error) from error
         except SidecarError:
-            self._connection.close()
+            connection.close()
             raise
-        assert self._connection.sock is not None
-        self._connection.sock.settimeout(None)
+        connection.sock.settimeout(None)
         _LEASES.add(self)
         threading.Thread(target=self._watch, name="keepstep-lease", daemon=True).start()
 
@@ -165,17 +154,13 @@ class Lease:
         sock = self._connection.sock
         if sock is not None:
             # shutdown, not close: the watching thread sits in a read of this descriptor
-            try:
+            with contextlib.suppress(OSError):  # the sidecar was first
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                log.debug("the lease's connection was closed already")
 
     def _watch(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             while self._response.readline():
                 pass
-        except (OSError, ValueError, http.client.HTTPException):
-            log.debug("the lease's connection broke")
         _LEASES.discard(self)
         self._connection.close()
         self.lost.set()
@@ -195,12 +180,3 @@ def _forget_leases_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_leases_in_child)
-
-
-def _problem(status: int, data: bytes) -> SidecarError:
-    try:
-        problem = from_json(Problem, data)
-    except ProtocolError:
-        text = data[:200].decode(errors="replace")
-        return ProtocolError(f"the sidecar answered {status}: {text}", code="protocol")
-    return _ERRORS.get(problem.code, SidecarError)(problem.message, code=problem.code)

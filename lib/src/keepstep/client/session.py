@@ -1,4 +1,4 @@
-"""A trainer's tie to the sidecar: the lease, calls from whichever thread, how long they take."""
+"""A trainer's tie to the sidecar: the lease, and calls from whichever thread."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LEASE_S = 10.0
 _SLACK_S = 0.5
 
 
-class Link:
-    """`changed` rings when the lease is lost. `archive`: the sidecar has one."""
+class Session:
+    """The lease of one rank. `changed` rings when it is lost. `archive`: the sidecar has one."""
 
     def __init__(self, path: str, *, rank: int, world: int, changed: Changes) -> None:
         self.rank, self.path = rank, path
@@ -90,11 +90,8 @@ class Link:
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
         """A call on a connection of its own. Raises as `Client.call`."""
-        client = Client(self.path)
-        try:
+        with contextlib.closing(Client(self.path)) as client:
             return client.call(route, message, kind, timeout_s=timeout_s)
-        finally:
-            client.close()
 
     def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
         """Return when the sidecar says that `id` is in `state`, persisting it now if need be.
@@ -142,10 +139,7 @@ class Link:
                 with contextlib.suppress(SidecarError):
                     request = ReleaseRequest(lease=self.lease)
                     self.call("/v1/release", request, dict, timeout_s=timeout_s)
-            lease = self._lease
-            if lease is not None:
-                lease.close()
-                lease.lost.wait(1.0)
+            self.drop()
 
     def forget(self) -> None:
         """In a forked child: the lease is the parent's."""
@@ -166,16 +160,12 @@ def _ancestors() -> tuple[int, ...]:
     return tuple(found)
 
 
-# --- timeouts --------------------------------------------------------------------------------
-#
-# How long a restore may take, as the environment of the training process says.
-
-
 RESTORE_S = 600.0
 
 
 def restore_timeout_s() -> float:
-    """Seconds for bringing one rank's image, or one window of others'. Raises UsageError."""
+    """Seconds for bringing one rank's image, or one window of others', as the environment of the
+    training process says. Raises UsageError."""
     text = os.environ.get(RESTORE_TIMEOUT_ENV) or str(RESTORE_S)
     try:
         seconds = float(text)

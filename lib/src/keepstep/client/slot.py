@@ -13,14 +13,16 @@ import logging
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from keepstep.client import pages
+from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 from keepstep.state.dtypes import DTYPE_OF
+from keepstep.wire.trainer import SlotGranted
 
 log = logging.getLogger("keepstep")
 
@@ -70,7 +72,7 @@ class SlotMapping:
     def populate(self) -> None:
         """Map all pages, for writing. A slot that is only read needs none of it: the kernel maps
         sixteen pages at a read fault, and one at a write fault."""
-        pages.populate(self.address, self.layout.size_bytes)
+        copying.populate(self.address, self.layout.size_bytes)
 
     def view(self, entry: Entry) -> Tensor:
         """A CPU tensor of the entry's dtype and shape over the slot's own bytes."""
@@ -121,6 +123,13 @@ class SlotMapping:
             return
         self.registered = True
         weakref.finalize(self, _unregister, self.address)
+
+
+class Slot(NamedTuple):
+    """A slot that the sidecar granted to be filled, and its memory."""
+
+    grant: SlotGranted
+    mapping: SlotMapping
 
 
 _MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()

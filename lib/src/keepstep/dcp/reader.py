@@ -238,7 +238,7 @@ class StorageReader(storage.StorageReader):
 
 
 def _reach(session: sessions.Session, id: StepId) -> StepReader:
-    link = session.agent.link
+    link = session.agent.session
     reached = StepReader.reach(link, id, timeout_s=restore_timeout_s())
     if reached.contents.foreign:
         log.warning(

@@ -17,23 +17,21 @@ from collections.abc import Sequence
 
 import torch
 
-from keepstep.client.slot import SlotMapping
+from keepstep.client.slot import Slot, SlotMapping
 from keepstep.core.candidates import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
-from keepstep.errors import KeepstepError, NotDurableError, UsageError
+from keepstep.errors import NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
 from keepstep.save.pending import Pending, Verdict
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
-from keepstep.wire.trainer import SOCKET_ENV, SlotGranted
+from keepstep.wire.trainer import SOCKET_ENV
 
 _CONNECT_S = 30.0
 _SLOT_S = 600.0
 _DURABLE_S = 1800.0
-
-Taken = tuple[SlotGranted, SlotMapping]
 
 
 class Session:
@@ -80,7 +78,7 @@ class Session:
         self._staged_at = mapped
         return list(mapped)
 
-    def holds(self, taken: Taken) -> bool:
+    def holds(self, taken: Slot) -> bool:
         """Whether this slot is still the one that was taken and neither staged nor put back."""
         return self._agent is not None and self._agent.taken is taken
 
@@ -129,7 +127,7 @@ class Session:
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds; waits until it has looked at its volumes."""
-        return ask_candidates(self.agent.link)
+        return ask_candidates(self.agent.session)
 
     def resume(self, id: StepId, tier: Tier) -> None:
         """This step was loaded, from `tier`, as the run's own: the next save begins an epoch that
@@ -179,20 +177,21 @@ class Session:
         if self._epoch == agreed.epoch and self._place == before:
             return
         tier = self._loaded[1] if self._loaded else None
-        begin_epoch(self.agent.link, agreed.epoch, tier)
+        begin_epoch(self.agent.session, agreed.epoch, tier)
         self._epoch = agreed.epoch
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 
-    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Taken:
-        """A slot for an image of these tensors. Waits for it; raises KeepstepError if none comes.
+    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Slot:
+        """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes.
 
         Hand it back with `stage`, or with `agent.put_back`.
         """
         self._use_layout(specs, skeleton, extras_bytes)
-        taken = self.agent.await_slot(timeout_s=_SLOT_S)
-        if isinstance(taken, str):
-            raise KeepstepError(f"rank {self.agent.link.rank}: no slot to save into: {taken}")
-        return taken
+        try:
+            return self.agent.await_slot(timeout_s=_SLOT_S)
+        except SlotUnavailable as error:
+            rank = self.agent.session.rank
+            raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
 
     def _use_layout(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> None:
         layout = self._layout
@@ -213,18 +212,23 @@ class Session:
             self._shape = (specs, skeleton)
         self.agent.use_layout(layout)
 
-    def stage(self, taken: Taken, agreed: Agreed, extras: bytes) -> None:
+    def stage(self, taken: Slot, agreed: Agreed, extras: bytes) -> None:
         """Seal the image whose tensors are in the slot; returns when it is durable.
 
         Raises NotDurableError.
         """
-        (grant, mapping), agent = taken, self.agent
+        mapping, agent = taken.mapping, self.agent
         id = StepId(agreed.epoch.id, agreed.step)
         mapping.write_extras(extras)
-        control = self._control(mapping.layout, agreed, len(extras))
-        pending = Pending(
-            id=id, epoch=agreed.epoch, grant=grant, slot=mapping, control=control, guard=None
+        control = ControlPage.staged(
+            mapping.layout,
+            run=agent.session.run,
+            epoch=agreed.epoch,
+            step=agreed.step,
+            extras_bytes=len(extras),
+            staged_at=time.time(),
         )
+        pending = Pending(taken, control, guard=None)
         pending.copy()
         pending.judge()
         pending.seal()
@@ -232,24 +236,12 @@ class Session:
         self._last_step = agreed.step
         if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
             raise NotDurableError(f"step {id} was not staged: {agent.stats.why_not()}")
-        agent.link.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
+        agent.session.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
         self._saved = id
-
-    def _control(self, layout: Layout, agreed: Agreed, extras_bytes: int) -> ControlPage:
-        return ControlPage(
-            run=self.agent.link.run,
-            layout=layout.id,
-            epoch=agreed.epoch,
-            rank=layout.rank,
-            world=layout.world,
-            step=agreed.step,
-            extras_bytes=extras_bytes,
-            staged_at=time.time(),
-        )
 
     def await_commit(self, id: StepId) -> None:
         """Return when the step is committed, and visible to readers. Raises NotDurableError."""
-        self.agent.link.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
+        self.agent.session.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
 _SESSION: Session | None = None

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from keepstep.client.slot import Slot
 from keepstep.dcp.plan_items import Items
-from keepstep.dcp.session import Session, Taken
+from keepstep.dcp.session import Session
 from keepstep.errors import KeepstepError
 from keepstep.image import Entry, TensorSpec
 from keepstep.state.dtypes import DTYPE_OF
@@ -42,7 +43,7 @@ class Staged:
     """A slot that holds the tensors of `items`, not sealed yet. `flat`: its bytes; the tensors that
     DCP got share its storage, which no other save's do, also where the slot is the same."""
 
-    taken: Taken
+    taken: Slot
     items: Items
     flat: Tensor
 
@@ -54,7 +55,7 @@ class Staged:
 
     def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
         """That this plan is the one that was staged. Raises KeepstepError: the step is lost."""
-        slot = self.taken[1]
+        slot = self.taken.mapping
         fits = (items.specs, items.tree) == (self.items.specs, self.items.tree)
         if not fits or extras_bytes > slot.layout.extras_capacity_bytes:
             raise KeepstepError("the plan is not the one of the save before")
@@ -88,7 +89,7 @@ def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple
         return None
     taken = session.slot(last.items.specs, last.items.tree.render(), last.extras_bytes)
     try:
-        slot = taken[1]
+        slot = taken.mapping
         slot.erase()
         last.items.copy_resolved(slot, _local_of(flat))
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from keepstep.client.session import Link
+from keepstep.client.session import Session
 from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.dcp.metadata import Contents, Tree
 from keepstep.dcp.path_reader import Folder
@@ -38,7 +38,7 @@ class StepReader:
         self._values: dict[int, dict[str, bytes]] = {}
 
     @classmethod
-    def reach(cls, link: Link, id: StepId, *, timeout_s: float) -> StepReader:
+    def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
         images = Images.find(link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes)

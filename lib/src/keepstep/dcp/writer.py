@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from keepstep.client.slot import Slot
 from keepstep.dcp import session as sessions
 from keepstep.dcp.agreement import Agreed, Ballot, agree
 from keepstep.dcp.plan_items import Items
-from keepstep.dcp.session import Taken, group_place, names_step, step_of
+from keepstep.dcp.session import group_place, names_step, step_of
 from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
 from keepstep.errors import UsageError
 from keepstep.image import extras
@@ -118,7 +119,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             session.last = LastSave(names=self._names, items=items, extras_bytes=len(data))
         return _done(_results(items, data))
 
-    def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Taken:
+    def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Slot:
         """A slot with all tensors: the one that `stage` filled, or another."""
         session = sessions.session()
         staged, taken = session.staged, None
@@ -131,8 +132,8 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             refuse_stale(session, items, planner)
             self._drop_staged()  # of a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
-            taken[1].erase()
-            items.copy_into(taken[1], planner)
+            taken.mapping.erase()
+            items.copy_into(taken.mapping, planner)
         except BaseException:
             session.last = None
             if taken is not None and session.holds(taken):

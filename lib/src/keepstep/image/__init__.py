@@ -5,56 +5,26 @@ Pure: no torch, no I/O but the reading of files in `verify`. `layout` says where
 proves that bytes are what they were.
 """
 
-from keepstep.image.control import ControlPage
-from keepstep.image.layout import (
-    ELEMENT_BYTES,
-    FORMAT_VERSION,
-    MAX_HEADER_BYTES,
-    PAGE_BYTES,
-    Entry,
-    Layout,
-    Parameters,
-    Section,
-    TensorSpec,
-    local_name,
-)
-from keepstep.image.verify import (
-    check_chunk,
-    check_control,
-    check_table,
-    chunk_bounds,
-    digest_table,
-    read_control,
-    read_layout,
-    seal_for_disk,
-    section_digests,
-    table_of,
-    tensors_in_chunk,
-    verify_image,
-)
-
-__all__ = [
-    "ELEMENT_BYTES",
-    "FORMAT_VERSION",
-    "MAX_HEADER_BYTES",
-    "PAGE_BYTES",
-    "ControlPage",
-    "Entry",
-    "Layout",
-    "Parameters",
-    "Section",
-    "TensorSpec",
-    "check_chunk",
-    "check_control",
-    "check_table",
-    "chunk_bounds",
-    "digest_table",
-    "local_name",
-    "read_control",
-    "read_layout",
-    "seal_for_disk",
-    "section_digests",
-    "table_of",
-    "tensors_in_chunk",
-    "verify_image",
-]
+from keepstep.image.control import ControlPage as ControlPage
+from keepstep.image.headers import FORMAT_VERSION as FORMAT_VERSION
+from keepstep.image.headers import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from keepstep.image.headers import PAGE_BYTES as PAGE_BYTES
+from keepstep.image.headers import Entry as Entry
+from keepstep.image.layout import Layout as Layout
+from keepstep.image.tensors import ELEMENT_BYTES as ELEMENT_BYTES
+from keepstep.image.tensors import Parameters as Parameters
+from keepstep.image.tensors import Section as Section
+from keepstep.image.tensors import TensorSpec as TensorSpec
+from keepstep.image.tensors import local_name as local_name
+from keepstep.image.verify import check_chunk as check_chunk
+from keepstep.image.verify import check_control as check_control
+from keepstep.image.verify import check_table as check_table
+from keepstep.image.verify import chunk_bounds as chunk_bounds
+from keepstep.image.verify import digest_table as digest_table
+from keepstep.image.verify import read_control as read_control
+from keepstep.image.verify import read_layout as read_layout
+from keepstep.image.verify import seal_for_disk as seal_for_disk
+from keepstep.image.verify import section_digests as section_digests
+from keepstep.image.verify import table_of as table_of
+from keepstep.image.verify import tensors_in_chunk as tensors_in_chunk
+from keepstep.image.verify import verify_image as verify_image

@@ -134,11 +134,6 @@ def _to_numpy(value: Any) -> Any:
     return array[()] if shape is None else array
 
 
-def _to_fortran(value: Any) -> Any:
-    code, shape, text = value
-    return _to_numpy((code, shape[::-1], text)).T
-
-
 def _to_form(value: Any) -> ArrayForm:
     code, shape, order = value
     if not _NUMPY_DTYPE.fullmatch(code) or order not in ("C", "F"):
@@ -175,7 +170,7 @@ def _name(dtype: Any) -> str:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy": _to_numpy,
-    "!numpy.fortran": _to_fortran,
+    "!numpy.fortran": lambda value: _to_numpy((value[0], value[1][::-1], value[2])).T,
     "!array": _to_form,
     "!torch.Tensor": _to_tensor,
     "!torch.dtype": _to_dtype,

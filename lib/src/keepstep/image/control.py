@@ -16,6 +16,7 @@ from keepstep.errors import FormatError, TornError
 from keepstep.image import fields, strictjson
 from keepstep.image.fields import quoted, reason
 from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version
+from keepstep.image.layout import Layout
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -45,6 +46,29 @@ class ControlPage:
     written_at: float | None = None
     root: str | None = None
     sections: Mapping[str, str] | None = None
+
+    @classmethod
+    def staged(
+        cls,
+        layout: Layout,
+        *,
+        run: str,
+        epoch: Epoch,
+        step: int,
+        extras_bytes: int,
+        staged_at: float,
+    ) -> ControlPage:
+        """Of an image of this layout, without digests."""
+        return cls(
+            run=run,
+            layout=layout.id,
+            epoch=epoch,
+            rank=layout.rank,
+            world=layout.world,
+            step=step,
+            extras_bytes=extras_bytes,
+            staged_at=staged_at,
+        )
 
     @property
     def id(self) -> StepId:
@@ -104,12 +128,11 @@ class ControlPage:
 
 def _from_tree(tree: dict[str, Any]) -> ControlPage:
     parent, sections, written_at = tree["parent"], tree["sections"], tree["written_at"]
-    world = _count(tree["world"])
-    rank = _count(tree["rank"])
+    world = _count(tree, "world")
+    rank = _count(tree, "rank")
     if rank >= world:
         raise ValueError(f"rank {rank} of {world}")
     epoch = EpochId.parse(fields.text(tree["epoch"], "epoch"))
-    id = StepId(epoch, _count(tree["step"]))
     return ControlPage(
         run=_run(tree["run"]),
         layout=fields.digest(tree["layout"], "layout"),
@@ -119,10 +142,10 @@ def _from_tree(tree: dict[str, Any]) -> ControlPage:
         ),
         rank=rank,
         world=world,
-        step=id.step,
-        extras_bytes=_count(tree["extras_bytes"]),
+        step=StepId(epoch, _count(tree, "step")).step,
+        extras_bytes=_count(tree, "extras_bytes"),
         staged_at=fields.time(tree["staged_at"], "staged_at"),
-        format_version=_count(tree["format_version"]),
+        format_version=_count(tree, "format_version"),
         written_at=None if written_at is None else fields.time(written_at, "written_at"),
         root=None if tree["root"] is None else fields.digest(tree["root"], "root"),
         sections=None
@@ -139,7 +162,5 @@ def _run(value: object) -> str:
     return text
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{quoted(value)} is not a count")
-    return value
+def _count(tree: dict[str, Any], key: str) -> int:
+    return fields.integer(tree[key], key, 0, fields.MAX_BYTES)

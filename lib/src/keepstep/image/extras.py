@@ -57,10 +57,7 @@ def encode(value: Any, *, trusted: bool = False) -> bytes:
 
     Raises Unheld.
     """
-    try:
-        tree = _Encoder(trusted).encode(value, MAX_DEPTH)
-    except _Unheld as error:
-        raise Unheld("".join(reversed(error.place)), error.reason) from None
+    tree = _Encoder(trusted).encode(value, MAX_DEPTH)
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -79,20 +76,15 @@ def capacity_for(size_bytes: int) -> int:
 
 
 class Unheld(FormatError):
-    """What cannot be encoded: its `place` in the tree (`['a'][0]`), and `why`."""
+    """Something cannot be encoded, and `why`. Its `place` in the tree (`['a'][0]`) is put together
+    on the way up."""
 
-    def __init__(self, place: str, why: str) -> None:
-        super().__init__(f"extras: {place or 'the value itself'}: {why}")
-        self.place, self.why = place, why
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why, self.place = why, ""
 
-
-class _Unheld(Exception):
-    """Something cannot be encoded. Collects its place in the tree on the way up."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.place: list[str] = []
+    def __str__(self) -> str:
+        return f"extras: {self.place or 'the value itself'}: {self.why}"
 
 
 class _Encoder:
@@ -110,9 +102,11 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
         if kind is str:
-            return value if is_text(value) else {"!str": _base64(_surrogates(value))}
+            if is_text(value):
+                return value
+            return {"!str": _base64(value.encode("utf-8", "surrogatepass"))}
         if depth == 0:
-            raise _Unheld(f"nested deeper than {MAX_DEPTH}, or it contains itself")
+            raise Unheld(f"nested deeper than {MAX_DEPTH}, or it contains itself")
         if kind is dict:
             return self._dict(value, depth - 1)
         if kind is list:
@@ -152,18 +146,18 @@ class _Encoder:
 
     def _pickle(self, value: Any, kind: type, why: str) -> Any:
         if not self._trusted:
-            raise _Unheld(f"{why}; pass trusted=True to pickle it")
+            raise Unheld(f"{why}; pass trusted=True to pickle it")
         try:
             return {"!pickle": _base64(pickle.dumps(value, protocol=4))}
         except Exception as error:  # a foreign __reduce__ may raise anything
-            raise _Unheld(f"{_name(kind)} cannot be pickled: {error}") from error
+            raise Unheld(f"{_name(kind)} cannot be pickled: {error}") from error
 
     def _items(self, items: Iterable[Any], depth: int) -> list[Any]:
         encoded: list[Any] = []
         try:
             encoded.extend(self.encode(item, depth) for item in items)
-        except _Unheld as error:
-            error.place.append(f"[{len(encoded)}]")
+        except Unheld as error:
+            error.place = f"[{len(encoded)}]{error.place}"
             raise
         return encoded
 
@@ -184,8 +178,8 @@ class _Encoder:
     def _value(self, key: Any, value: Any, depth: int) -> Any:
         try:
             return self.encode(value, depth)
-        except _Unheld as error:
-            error.place.append(f"[{key!r:.80}]")
+        except Unheld as error:
+            error.place = f"[{key!r:.80}]{error.place}"
             raise
 
 
@@ -225,10 +219,6 @@ def _factory(value: defaultdict[Any, Any]) -> str | None:
             f"a defaultdict of {factory!r} cannot be kept; of {', '.join(_FACTORIES)} it can"
         )
     return str(name)
-
-
-def _surrogates(value: str) -> bytes:
-    return value.encode("utf-8", "surrogatepass")
 
 
 def _base64(data: bytes | bytearray) -> str:

@@ -67,17 +67,16 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
             fits = False
     if not fits:
         raise FormatError(f"{quoted(name)}: {quoted(value)} is not a row of sizes")
-    return tuple(found) if len(found) <= _FEW else tuple([_shared(one) for one in found])
-
-
-def _shared(size: int) -> int:
-    """The same object for equal small numbers: a hostile header of nothing but dimensions takes
-    little memory."""
-    return _numbers()[size] if size < _SMALL else size
+    if len(found) > _FEW:
+        numbers = _numbers()
+        found = [numbers[size] if size < _SMALL else size for size in found]
+    return tuple(found)
 
 
 @functools.cache
 def _numbers() -> tuple[int, ...]:
+    """One object for equal small numbers: a hostile header of nothing but dimensions takes little
+    memory."""
     return tuple(range(_SMALL))
 
 

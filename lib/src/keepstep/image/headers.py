@@ -271,8 +271,8 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
                 if key != "aliases" and name not in tree:
                     raise FormatError(f"{key}: {quoted(name)} is no tensor of this image")
                 ours[key][name] = _BY_NAME[key](reader.value(), name)
-        elif key == "devices":
-            ours[key] = _device_runs(reader, len(tree))
+        elif key in _RUNS:
+            ours[key] = _runs_of(reader, key, len(tree))
         elif key == "parameters":
             ours[key] = {name: _parameters(reader) for name in reader.members()}
         elif key in _SINGLE:
@@ -283,15 +283,15 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
     return ours
 
 
-def _device_runs(reader: Reader, most: int) -> list[tuple[str, int]]:
+def _runs_of(reader: Reader, key: str, most: int) -> list[tuple[str, int]]:
     runs: list[tuple[str, int]] = []
     known: dict[str, str] = {}
     for _ in reader.items():
-        run = fields.array(reader.value(), "devices")
-        if len(run) != 2 or not isinstance(run[0], str) or not _DEVICE.fullmatch(run[0]):
-            raise FormatError(f"devices: {quoted(run)} is not a device and a count")
-        device = known.setdefault(run[0], run[0])
-        runs.append((device, fields.integer(run[1], "devices", 1, most)))
+        run = fields.array(reader.value(), key)
+        if len(run) != 2 or not isinstance(run[0], str) or not _RUNS[key].fullmatch(run[0]):
+            raise FormatError(f"{key}: {quoted(run)} is not a {key[:-1]} and a count")
+        value = known.setdefault(run[0], run[0])
+        runs.append((value, fields.integer(run[1], key, 1, most)))
     return runs
 
 
@@ -305,7 +305,11 @@ def _parameters(reader: Reader) -> Parameters:
     return tuple(rows)
 
 
-_SINGLE = ("format_version", "rank", "world", "sections", "twins")
+_SECTIONS = {section.value: section for section in Section}
+_RUNS = {"sections": re.compile("|".join(_SECTIONS)), "devices": _DEVICE}
+"""What is said of each tensor, in the order of the tensors, run-length encoded."""
+
+_SINGLE = ("format_version", "rank", "world", "twins")
 _BY_NAME = {
     "dtypes": fields.text,
     "global_shapes": fields.sizes,
@@ -350,18 +354,19 @@ def _specs(
     tree: dict[str, _Raw], boxes: dict[str, _Sizes], ours: dict[str, Any]
 ) -> list[TensorSpec]:
     """All entries in the order of their bytes, the three reserved ones last."""
-    reader = _SpecReader(
-        dtypes=fields.mapping(ours.get("dtypes"), "dtypes"),
-        global_shapes=fields.mapping(ours.get("global_shapes"), "global_shapes"),
-        dim_orders=fields.mapping(ours.get("dim_orders", {}), "dim_orders"),
-    )
-    sections = (*_sections(ours.get("sections"), len(tree) - 3), *[Section.REST] * 3)
-    devices = (*_devices(ours.get("devices"), len(tree) - 3), *[None] * 3)
+    count = len(tree) - 3
+    sections = [_SECTIONS[one] for one in _spread(ours.get("sections", []), "sections", count)]
+    sections += [Section.REST] * 3
+    devices: list[str | None] = [None] * len(tree)
+    if "devices" in ours:
+        devices[:count] = _spread(ours["devices"], "devices", count)
+    for key in ("dtypes", "global_shapes"):
+        fields.mapping(ours.get(key), key)
     at, specs = 0, []
     for name, section, device in zip(list(tree), sections, devices, strict=True):
-        stored, shape, place = tree.pop(name)
-        spec = reader.read(name, section, device, stored, shape, boxes.pop(name))
-        at = _check_place(spec, place, at)
+        raw = tree.pop(name)
+        spec = _spec(name, section, device, raw, boxes.pop(name), ours)
+        at = _check_place(spec, raw[2], at)
         specs.append(spec)
     if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
         raise FormatError("the reserved entries are not flat bytes")
@@ -370,37 +375,30 @@ def _specs(
     return specs
 
 
-@dataclass(frozen=True)
-class _SpecReader:
-    dtypes: dict[str, str]
-    global_shapes: dict[str, _Sizes]
-    dim_orders: dict[str, _Sizes]
-
-    def read(
-        self,
-        name: str,
-        section: Section,
-        device: str | None,
-        stored: str,
-        shape: _Sizes,
-        offsets: _Sizes,
-    ) -> TensorSpec:
-        if len(offsets) != len(shape):
-            raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
-        dtype = self.dtypes.get(name, stored)
-        if dtype != stored:
-            shape, offsets = _opaque(name, dtype, stored, shape, offsets)
-        whole = self.global_shapes.get(name, shape)
-        order = self.dim_orders.get(name)
-        if order is not None and sorted(order) != list(range(len(shape))):
-            raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
-        box = _box(name, shape, offsets, whole)
-        return TensorSpec(name, dtype, shape, section, *box, order, device)
+def _spec(
+    name: str,
+    section: Section,
+    device: str | None,
+    raw: _Raw,
+    offsets: _Sizes,
+    ours: dict[str, Any],
+) -> TensorSpec:
+    stored, shape, _ = raw
+    if len(offsets) != len(shape):
+        raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
+    dtype = ours["dtypes"].get(name, stored)
+    if dtype != stored:
+        shape, offsets = _opaque(name, dtype, stored, shape, offsets)
+    order = ours.get("dim_orders", {}).get(name)
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
+    box = _box(name, shape, offsets, ours["global_shapes"].get(name, shape))
+    return TensorSpec(name, dtype, shape, section, *box, order, device)
 
 
 def _opaque(
-    name: str, dtype: str, stored: str, shape: tuple[int, ...], offsets: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    name: str, dtype: str, stored: str, shape: _Sizes, offsets: _Sizes
+) -> tuple[_Sizes, _Sizes]:
     """The true shape and offsets of a tensor that is stored as bytes."""
     if dtype not in OPAQUE_BYTES:
         raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
@@ -409,9 +407,7 @@ def _opaque(
     return shape[:-1], offsets[:-1]
 
 
-def _box(
-    name: str, shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Sizes, _Sizes | None]:
     """Offsets and global shape as `TensorSpec` has them: empty when the box is all there is."""
     if whole == shape and not any(offsets):
         return (), None
@@ -455,25 +451,11 @@ def _runs(values: Iterable[str | None]) -> list[list[Any]]:
     return runs
 
 
-def _sections(value: object, count: int) -> list[Section]:
+def _spread(runs: list[tuple[str, int]], key: str, count: int) -> list[str]:
     """Inverse of `_runs`."""
-    sections: list[Section] = []
-    for run in fields.array(value, "sections"):
-        if not isinstance(run, list) or len(run) != 2 or run[0] not in list(Section):
-            raise FormatError(f"sections: {quoted(run)} is not a section and a count")
-        sections += [Section(run[0])] * fields.integer(run[1], "sections", 1, count - len(sections))
-    if len(sections) != count:
-        raise FormatError(f"sections: {len(sections)} tensors, but the header has {count}")
-    return sections
-
-
-def _devices(runs: list[tuple[str, int]] | None, count: int) -> list[str | None]:
-    """Inverse of `_runs`; None for all when the image does not say."""
-    if runs is None:
-        return [None] * count
-    if sum(times for _, times in runs) != count:
-        raise FormatError(f"devices: they are not those of {count} tensors")
-    return [device for device, times in runs for _ in range(times)]
+    if (told := sum(times for _, times in runs)) != count:
+        raise FormatError(f"{key}: {told} tensors, but the header has {count}")
+    return [value for value, times in runs for _ in range(times)]
 
 
 def _dumps(value: object) -> str:

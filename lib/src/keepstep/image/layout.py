@@ -20,22 +20,9 @@ from typing import Any
 
 from keepstep.errors import FormatError, TornError
 from keepstep.image import headers
-from keepstep.image.headers import FORMAT_VERSION, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
-from keepstep.image.tensors import ELEMENT_BYTES, Parameters, Section, TensorSpec, local_name
+from keepstep.image.headers import MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
+from keepstep.image.tensors import Parameters, Section, TensorSpec
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
-
-__all__ = [
-    "ELEMENT_BYTES",
-    "FORMAT_VERSION",
-    "MAX_HEADER_BYTES",
-    "PAGE_BYTES",
-    "Entry",
-    "Layout",
-    "Parameters",
-    "Section",
-    "TensorSpec",
-    "local_name",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

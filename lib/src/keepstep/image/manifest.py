@@ -14,7 +14,8 @@ from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, FormatError, ImageError, TornError
 from keepstep.image.control import ControlPage
 from keepstep.image.headers import PAGE_BYTES, read_length
-from keepstep.image.layout import Layout, Section
+from keepstep.image.layout import Layout
+from keepstep.image.tensors import Section
 from keepstep.image.verify import check_chunk, check_control, check_table, chunk_bounds
 
 _FIRST_BYTES = 64 << 10

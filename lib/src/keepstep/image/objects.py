@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -180,14 +181,9 @@ def _to_dataclass(parts: Any) -> Any:
     return made
 
 
-def _to_datetime(parts: Any) -> datetime.datetime:
+def _to_clock(kind: Any, parts: Any) -> Any:
     text, fold, zone = parts
-    return datetime.datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
-
-
-def _to_time(parts: Any) -> datetime.time:
-    text, fold, zone = parts
-    return datetime.time.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
 def _to_timedelta(parts: Any) -> datetime.timedelta:
@@ -223,8 +219,8 @@ def _to_fraction(parts: Any) -> fractions.Fraction:
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!enum": _to_enum,
     "!dataclass": _to_dataclass,
-    "!datetime": _to_datetime,
-    "!time": _to_time,
+    "!datetime": functools.partial(_to_clock, datetime.datetime),
+    "!time": functools.partial(_to_clock, datetime.time),
     "!date": datetime.date.fromisoformat,
     "!timedelta": _to_timedelta,
     "!timezone": lambda parts: datetime.timezone(*_few(parts)),

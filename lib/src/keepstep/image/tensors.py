@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from typing import NamedTuple
 
 from keepstep.errors import FormatError
+from keepstep.steps import Word
 
 
-class Section(str, enum.Enum):
+class Section(Word):
     """What a tensor is for. A section's digest tells whether that part of a run changes at all."""
 
     PARAMS = "params"
     OPTIMIZER = "optimizer"
     REST = "rest"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 NATIVE_BYTES = {

@@ -48,10 +48,8 @@ def read_layout(file: Where) -> Layout:
         start = os.pread(fd, 8, 0)
         if size < 8:
             raise TornError(f"truncated: {size} bytes cannot hold an image")
-        length = read_length(start)
-        if length > size:
-            raise TornError(f"truncated: {size} bytes of a header of {length}")
-        return Layout.parse(os.pread(fd, length, 0), size_bytes=size)
+        # a hostile length must not allocate more than the file has
+        return Layout.parse(os.pread(fd, min(read_length(start), size), 0), size_bytes=size)
 
 
 def read_control(file: Where, layout: Layout) -> ControlPage:
@@ -260,7 +258,9 @@ def verify_image(
     Raises TornError, FormatError, VersionError, ForeignError, DigestError.
     """
     with _named(path):
-        control = _control_of(view, layout)
+        if len(view) != layout.size_bytes:
+            raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}")
+        control = ControlPage.from_bytes(view[layout.control_begin :])
         check_control(control, layout, run=run, id=id)
     if control.root is None and not require_digests:
         _check_header(view, layout, path)
@@ -274,12 +274,6 @@ def verify_image(
             on_chunk(chunk)
     _check_header(view, layout, path)
     return control
-
-
-def _control_of(view: memoryview, layout: Layout) -> ControlPage:
-    if len(view) != layout.size_bytes:
-        raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}")
-    return ControlPage.from_bytes(view[layout.control_begin :])
 
 
 def _check_header(view: memoryview, layout: Layout, path: Path | str | None) -> None:

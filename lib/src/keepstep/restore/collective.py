@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from keepstep.client.session import Link
+from keepstep.client.session import Session
 from keepstep.core.candidates import Candidates
 from keepstep.core.vote import Decision, choose, limit_of
 from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
 from keepstep.restore.restore import Restore
-from keepstep.save.agent import Agent
 from keepstep.steps import Epoch, StepId, Tier
-from keepstep.wire.trainer import CandidatesRequest, RestoredRequest
+from keepstep.wire.trainer import CandidatesRequest, LeaseGranted, RestoredRequest
 
 log = logging.getLogger("keepstep")
 
@@ -33,6 +32,9 @@ _CANDIDATES_S = 600.0
 
 Begin = Callable[[Decision], Restore]
 """Makes this rank's way to the step of a decision."""
+
+Connect = Callable[[], LeaseGranted]
+"""Takes this rank's lease. Raises SidecarError."""
 
 Gather = Callable[[Any], list[Any]]
 """Brings one value of every rank to all, in rank order."""
@@ -71,13 +73,13 @@ class _Ballot:
 class Collective:
     """One rank's part in the collective."""
 
-    def __init__(self, agent: Agent | None, *, rank: int, world: int) -> None:
-        self._agent = agent
+    def __init__(self, session: Session | None, *, rank: int, world: int) -> None:
+        self._session = session
         self._rank, self._world = rank, world
         self._stage_every = 1
 
     def restore(
-        self, begin: Begin, *, timeout_s: float, meet: Callable[[Gather], None]
+        self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
     ) -> Agreed | None:
         """Agree with all ranks on a step, and bring it back; None if no rank has a sidecar.
 
@@ -85,14 +87,14 @@ class Collective:
         where all ranks gather; it says what this rank has. Raises RestoreError and kin, on all
         ranks if on any, so that none trains on alone.
         """
-        if self._world == 1 and self._agent is not None:
+        if self._world == 1 and self._session is not None:
             # nobody to gather: what is here is laid out while the sidecar looks for what there is
             with ThreadPoolExecutor(1, "keepstep-vote") as beside:
-                ballot = beside.submit(self._ballot, timeout_s)
+                ballot = beside.submit(self._ballot, connect)
                 meet(self._gather)
             ballots = [ballot.result()]
         else:
-            ballots = self._gather(self._ballot(timeout_s))
+            ballots = self._gather(self._ballot(connect))
         if all(ballot.inactive for ballot in ballots):
             return None
         self._raise_errors(ballots)
@@ -160,27 +162,27 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        begin_epoch(self._connected().link, agreed.epoch, agreed.tier, seconds=seconds)
+        begin_epoch(self._connected(), agreed.epoch, agreed.tier, seconds=seconds)
 
-    def _connected(self) -> Agent:
-        if self._agent is None:
+    def _connected(self) -> Session:
+        if self._session is None:
             raise KeepstepError("no sidecar")
-        return self._agent
+        return self._session
 
-    def _ballot(self, timeout_s: float) -> _Ballot:
-        arrival = self._arrive(timeout_s)
+    def _ballot(self, connect: Connect) -> _Ballot:
+        arrival = self._arrive(connect)
         # whoever is asked what there is has then been joined by all: a sidecar that waits for its
         # neighbours need not guess how long their trainers take to begin
         everyone = not any(self._gather(arrival.error))
         return self._asked(arrival) if everyone else arrival
 
-    def _arrive(self, timeout_s: float) -> _Ballot:
+    def _arrive(self, connect: Connect) -> _Ballot:
         """Take this rank's lease."""
         nonce = os.urandom(4).hex()
-        if self._agent is None:
+        if self._session is None:
             return _Ballot(None, nonce, error="KEEPSTEP_SOCKET is not set", inactive=True)
         try:
-            self._stage_every = self._agent.connect(timeout_s=timeout_s).stage_every
+            self._stage_every = connect().stage_every
         except SidecarError as error:
             return _Ballot(None, nonce, error=str(error))
         return _Ballot(None, nonce)
@@ -188,7 +190,7 @@ class Collective:
     def _asked(self, arrival: _Ballot) -> _Ballot:
         """With what this rank could restore."""
         try:
-            return replace(arrival, candidates=ask_candidates(self._connected().link))
+            return replace(arrival, candidates=ask_candidates(self._connected()))
         except SidecarError as error:
             return replace(arrival, error=str(error))
 
@@ -205,13 +207,13 @@ class Collective:
         return everyone
 
 
-def ask_candidates(link: Link) -> Candidates:
+def ask_candidates(link: Session) -> Candidates:
     """What a rank's sidecar can bring, once it has looked everywhere. Raises SidecarError."""
     request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def begin_epoch(link: Link, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
+def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
     """Tell the sidecar which epoch begins, and where its parent came from. Raises SidecarError."""
     request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
     link.call("/v1/restored", request, dict, timeout_s=60.0)

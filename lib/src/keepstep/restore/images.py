@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from keepstep.client.session import Link
+from keepstep.client.session import Session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import (
     CoverageError,
@@ -115,7 +115,7 @@ class Images:
 
     def __init__(
         self,
-        link: Link,
+        link: Session,
         found: Sources,
         timeout_s: float = CHUNKS_S,
         tensors_of: TensorsOf = lambda _: {},
@@ -152,7 +152,7 @@ class Images:
         self.index: Index = builder.build()
 
     @classmethod
-    def of_slot(cls, link: Link, slot: SlotMapping, control: ControlPage) -> Images:
+    def of_slot(cls, link: Session, slot: SlotMapping, control: ControlPage) -> Images:
         """This rank's own image alone, in a slot that was checked."""
         layout = slot.layout
         source = Source(
@@ -172,7 +172,7 @@ class Images:
     @classmethod
     def find(
         cls,
-        link: Link,
+        link: Session,
         id: StepId,
         timeout_s: float = CHUNKS_S,
         tensors_of: TensorsOf = lambda _: {},
@@ -315,7 +315,7 @@ class WindowReader:
     """Verified chunks through shared memory, half of the frames ahead of the reader."""
 
     def __init__(
-        self, link: Link, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
+        self, link: Session, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
     ) -> None:
         request = WindowRequest(lease=link.lease, frames=frames)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep.client import pages
+from keepstep.client import copying
 from keepstep.image import extras
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
@@ -237,7 +237,7 @@ class Loader:
         """A new tensor for a box of a saved one."""
         device = device_of(saved.device) if device is None else device
         tensor = empty(shape, saved.dim_order, dtype=DTYPE_OF[saved.dtype], device=device)
-        pages.prefer_huge_pages(tensor)
+        copying.prefer_huge_pages(tensor)
         self._targets.append(tensor)
         self._wants.append(Want(saved.name, Box(offsets, shape), own=own))
         return tensor

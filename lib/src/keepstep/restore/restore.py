@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep.client.session import RESTORE_S, Link
+from keepstep.client.session import RESTORE_S, Session
 from keepstep.client.slot import SlotMapping
 from keepstep.core.vote import Decision
 from keepstep.errors import ForeignError, ImageError, MismatchError, RestoreError, SidecarError
@@ -30,8 +30,7 @@ from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extra
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused
 from keepstep.state import rng
-from keepstep.state.leaves import values_of
-from keepstep.state.take import Taken, TensorLeaf
+from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import Opened, OpenRequest
@@ -63,7 +62,7 @@ class Restore:
     def __init__(
         self,
         components: Mapping[str, Any],
-        link: Link,
+        link: Session,
         decision: Decision,
         *,
         rank: int,

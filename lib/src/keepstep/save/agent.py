@@ -1,7 +1,7 @@
 """The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
 
 Everything here happens beside the training thread. When the sidecar is gone the thread keeps
-trying to come back to it; until then `take_slot` says so at once and the step is skipped.
+trying to come back to it; until then `await_slot` says so at once and the step is skipped.
 Invariants: at most one image is unsealed, and no slot is asked for before the last one was
 reported. Whatever raises, and wherever: the step in question is counted and told, and the next
 `save` finds a state in which a step can be kept (`heal`).
@@ -10,6 +10,7 @@ reported. Whatever raises, and wherever: the step in question is counted and tol
 from __future__ import annotations
 
 import base64
+import enum
 import gc
 import logging
 import os
@@ -17,18 +18,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from keepstep.client.http import Client
-from keepstep.client.session import Link
-from keepstep.client.slot import SlotMapping
+from keepstep.client.session import Session
+from keepstep.client.slot import Slot, SlotMapping
 from keepstep.client.wakeups import Changes
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
     SidecarAbsent,
     SidecarError,
+    SlotUnavailable,
 )
 from keepstep.image import Layout
 from keepstep.save.pending import Pending, Verdict
@@ -55,10 +58,30 @@ _KINDS = 100
 _EAGER_WITHIN = 100
 _DRAIN_S = 2.0
 _COPY_S = 60.0
+_ASK_AGAIN = ("starting", "stopping", "no-lease")
+"""Problems of a sidecar that comes or goes: the same is said again to the next one."""
+
+
+class Use(enum.Enum):
+    """Of the slot that the sidecar granted last: it waits at hand, the training thread fills it,
+    or its image is on its way."""
+
+    READY = "ready"
+    TAKEN = "taken"
+    SUBMITTED = "submitted"
+
+
+class Held(NamedTuple):
+    """The slot that is ours to fill. One value, replaced in one step: an exception in the training
+    thread leaves it as it was before or as it is after."""
+
+    use: Use
+    slot: Slot
+    pending: Pending | None = None
 
 
 class Agent:
-    """Owns the lease, the layout, the slot at hand and the image on its way.
+    """Owns the lease, the layout, and the slot at hand or the image on its way.
 
     `eager_next`: the last image was discarded, so the next is to be copied at once. `trains`: the
     thread in which an optimizer was seen to step, if any.
@@ -74,15 +97,13 @@ class Agent:
         # `with` on it is C code: no exception comes between taking it and having it
         self._lock = threading.Lock()
         self._changed = Changes()
-        self.link = Link(socket_path, rank=rank, world=world, changed=self._changed)
+        self.session = Session(socket_path, rank=rank, world=world, changed=self._changed)
         self._client = Client(socket_path)
         self._layout: Layout | None = None
-        self._accepted: str = ""
-        self._refused: str = ""
-        self._ready: tuple[SlotGranted, SlotMapping] | None = None
-        self._taken: tuple[SlotGranted, SlotMapping] | None = None
+        self._registered: Layout | None = None
+        self._refusal = ""
+        self._held: Held | None = None
         self._mappings: dict[str, SlotMapping] = {}
-        self._pending: Pending | None = None
         self._skips: dict[str, tuple[int, int]] = {}
         self._outcomes: dict[int, str] = {}
         self._retry_at = 0.0
@@ -96,48 +117,36 @@ class Agent:
     # --- called by the training thread -------------------------------------------------------
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease now; see `Link.connect`. Starts the agent thread.
+        """Get the lease now; see `Session.connect`. Starts the agent thread.
 
         Raises SidecarError `rank-taken` at once where this very process has the rank already.
         """
-        self._refuse_second()
-        granted = self.link.connect(timeout_s=timeout_s)
-        _STAGERS.add(self)
-        self._ensure_agent()
-        return granted
-
-    def _refuse_second(self) -> None:
-        if self._twin() is not None:
+        if self._is_second():
             gc.collect()  # what an exception left behind may be a cycle
-        if self._twin() is not None:
+        if self._is_second():
             raise SidecarError(
-                f"rank {self.link.rank} belongs to another Checkpointer (or keepstep.dcp session)"
-                f" of this process (pid {os.getpid()}): call close() on that one first, or let go"
-                " of all that refers to it",
+                f"rank {self.session.rank} belongs to another Checkpointer (or keepstep.dcp"
+                f" session) of this process (pid {os.getpid()}): call close() on that one first,"
+                " or let go of all that refers to it",
                 code="rank-taken",
             )
+        granted = self.session.connect(timeout_s=timeout_s)
+        _AGENTS.add(self)
+        self._ensure_thread()
+        return granted
 
-    def _twin(self) -> Agent | None:
-        mine = (self.link.path, self.link.rank)
-        return next(
-            (
-                one
-                for one in list(_STAGERS)
-                if one is not self and (one.link.path, one.link.rank) == mine
-            ),
-            None,
+    def _is_second(self) -> bool:
+        mine = self.session.path, self.session.rank
+        return any(
+            agent is not self and (agent.session.path, agent.session.rank) == mine
+            for agent in list(_AGENTS)
         )
 
-    def _ensure_agent(self) -> None:
+    def _ensure_thread(self) -> None:
         if self._closing or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
         self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        """Whether it ever had the lease."""
-        return self._thread is not None
 
     @property
     def closed(self) -> bool:
@@ -147,12 +156,14 @@ class Agent:
     @property
     def pending(self) -> Pending | None:
         """The image on its way, if any."""
-        return self._pending
+        held = self._held
+        return None if held is None else held.pending
 
     @property
-    def taken(self) -> tuple[SlotGranted, SlotMapping] | None:
+    def taken(self) -> Slot | None:
         """The slot that was taken and is neither submitted nor put back, if any."""
-        return self._taken
+        held = self._held
+        return held.slot if held is not None and held.use is Use.TAKEN else None
 
     @property
     def copies_eagerly(self) -> bool:
@@ -167,36 +178,36 @@ class Agent:
             self._layout = layout
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 self._device = torch.cuda.current_device()
-            self._accepted = self._refused = ""
-            self._ready = None
+            self._refusal = ""
+            self._drop_ready()
             self._mappings.clear()
             self._patient = True
         self._changed.ring()
 
-    def take_slot(self) -> tuple[SlotGranted, SlotMapping] | str:
-        """The slot at hand, or why there is none. May wait a little, but does so again only
-        after a slot came: a slow sidecar costs one wait, not one a step."""
-        patience_s = self._patience_s() if self._patient and self.link.connected else 0.0
-        return self.await_slot(timeout_s=patience_s)
-
-    def await_slot(self, *, timeout_s: float) -> tuple[SlotGranted, SlotMapping] | str:
-        """`take_slot` for whoever cannot skip a step: waits until there is one, or none can be."""
+    def await_slot(self, *, timeout_s: float | None) -> Slot:
+        """The slot at hand, as soon as there is one. Raises SlotUnavailable when the time is up, or
+        there can be none. None: for whoever can skip a step. That may wait a little, but does so
+        again only after a slot came: a slow sidecar costs one wait, not one a step."""
+        if timeout_s is None:
+            timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
         self._changed.wait_for(self._knows, timeout_s=timeout_s)
         with self._lock:
-            if self._ready and not self._pending:
-                # named until it is submitted: the agent must not ask for it a second time
-                self._taken, self._ready = self._ready, None
-                return self._taken
+            held = self._held
+            if held is not None and held.use is Use.READY:
+                self._held = Held(Use.TAKEN, held.slot)
+                return held.slot
         self._patient = False
         if self._closing:
-            return "this process has given its rank back"
-        if self._refused:
-            return self._refused
-        return "no slot is free yet" if self.link.connected else "the sidecar is away"
+            raise SlotUnavailable("this process has given its rank back")
+        if self._refusal:
+            raise SlotUnavailable(self._refusal)
+        away = not self.session.connected
+        raise SlotUnavailable("the sidecar is away" if away else "no slot is free yet")
 
     def _knows(self) -> bool:
-        at_hand = self._ready is not None and self._pending is None
-        return at_hand or bool(self._refused) or self._closing
+        held = self._held
+        at_hand = held is not None and held.use is Use.READY
+        return at_hand or bool(self._refusal) or self._closing
 
     def _patience_s(self) -> float:
         """Small slots are made in milliseconds, and worth a wait; large ones take seconds."""
@@ -205,59 +216,56 @@ class Agent:
     def submit(self, pending: Pending) -> None:
         """Hand over an image: copied or not, the agent does the rest."""
         with self._lock:
-            self._pending, self._taken = pending, None
+            self._held = Held(Use.SUBMITTED, pending.slot, pending)
         self._changed.ring()
 
     def put_back(self) -> None:
         """The slot that was taken will not be submitted: whatever was written is no image."""
         with self._lock:
-            taken, self._taken = self._taken, None
-            if taken is not None and not self._is_submitted(taken):
-                taken[1].erase()
-                self._ready = taken
+            taken = self.taken
+            if taken is not None:
+                taken.mapping.erase()
+                self._held = Held(Use.READY, taken)
         self._changed.ring()
-
-    def _is_submitted(self, taken: tuple[SlotGranted, SlotMapping]) -> bool:
-        return self._pending is not None and self._pending.grant is taken[0]
 
     def heal(self) -> None:
         """Before a save: put right what an exception left in the middle of an earlier one, be it
         in the training thread (a signal handler may raise anywhere) or in the agent."""
-        if self._taken is not None:
+        if self.taken is not None:
             self.put_back()
-        self._ensure_agent()
+        self._ensure_thread()
 
     def settle(self, *, timeout_s: float = _COPY_S) -> None:
         """The fence: return when the pending image no longer reads the live tensors."""
-        pending = self._pending
+        pending = self.pending
         if pending is None or pending.judged.is_set():
             return
-        if pending.cuda_done is not None and pending.guard is not None:
+        if (event := pending.lazy_event) is not None:
             if torch.cuda.is_current_stream_capturing():
                 return  # nothing runs now; docs: what a captured graph does at its replay
-            torch.cuda.current_stream().wait_event(pending.cuda_done)
+            torch.cuda.current_stream().wait_event(event)
         elif not self._await_copy(pending, timeout_s):
-            self.warn("slow-copy", f"step {pending.id.step}: the copy takes over {timeout_s:.0f} s")
+            self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
             pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
             return
         pending.judge()
 
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
         if not pending.copied.is_set():
-            self._ensure_agent()
+            self._ensure_thread()
             self._changed.ring()  # an exception in `submit` may have kept it from the agent
         return pending.copied.wait(timeout_s)
 
     def drain(self, *, timeout_s: float) -> bool:
         """Wait until no image is on its way. False when the time is up."""
         deadline = time.monotonic() + timeout_s
-        pending = self._pending
-        if pending is not None:
-            on_gpu = pending.cuda_done is not None and pending.guard is not None
-            if on_gpu or self._await_copy(pending, timeout_s):
-                self.settle()
+        pending = self.pending
+        if pending is not None and (
+            pending.lazy_event is not None or self._await_copy(pending, timeout_s)
+        ):
+            self.settle()
         left_s = max(0.0, deadline - time.monotonic())
-        return self._changed.wait_for(lambda: self._pending is None, timeout_s=left_s)
+        return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
 
     def skip(self, step: int, reason: str) -> None:
         """Count a step that could not be staged; the sidecar hears of it with the next call."""
@@ -268,8 +276,8 @@ class Agent:
 
     def knows_of(self, step: int) -> bool:
         """Whether this step is on its way, or has come to its end."""
-        pending = self._pending
-        return step in self._outcomes or (pending is not None and pending.id.step == step)
+        pending = self.pending
+        return step in self._outcomes or (pending is not None and pending.step == step)
 
     def outcome(self, step: int) -> str | None:
         """'' for a step that was staged, why for one that was not, None for one that is on its way,
@@ -292,30 +300,31 @@ class Agent:
         """Log a warning once per kind; repetitions are only counted."""
         if key not in self._warned and len(self._warned) < _KINDS:
             self._warned.add(key)
-            log.warning("keepstep: rank %d: %s", self.link.rank, message, exc_info=traceback)
+            log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Give the lease back and end the thread; waits for that so long at most."""
         deadline = time.monotonic() + timeout_s
-        self._closing = True
-        _STAGERS.discard(self)
-        self._changed.ring()
+        self._begin_closing()
         # with an image on its way the agent thread may still write: then only our death counts
-        self.link.close(goodbye=self._pending is None, timeout_s=min(2.0, timeout_s))
+        self.session.close(goodbye=self.pending is None, timeout_s=min(2.0, timeout_s))
         self._client.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _begin_closing(self) -> None:
+        self._closing = True
+        _AGENTS.discard(self)
+        self._changed.ring()
 
     def end(self) -> None:
         """For the end of the process, or of whatever used it: stage what is on its way if that is
         quick, then let go. The thread ends before the interpreter does, which would abort it in
         the middle of a copy, and the process with it."""
-        if self._closing or not self.started:
+        if self._closing or self._thread is None:
             return
         if self._thread is threading.current_thread():  # collected in its own thread
-            self._closing = True
-            _STAGERS.discard(self)
-            self._changed.ring()
+            self._begin_closing()
             return
         try:
             self.drain(timeout_s=_DRAIN_S)
@@ -326,15 +335,17 @@ class Agent:
         """In a forked child: nothing here is this process's, and no lock can be trusted."""
         self._closing = True
         self._lock, self._thread = threading.Lock(), None
-        self._pending = self._ready = self._taken = None
+        self._held = None
         self._mappings = {}
-        self.link.forget()
+        self.session.forget()
 
     # --- the agent thread --------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not (self._closing and self._pending is None):
-            self._changed.wait_for(self._is_due, timeout_s=self._nap())
+        while not (self._closing and self.pending is None):
+            # until the sidecar is to be asked again; None while nothing stands in the way
+            left_s = self._retry_at - time.monotonic()
+            self._changed.wait_for(self._is_due, timeout_s=left_s if left_s > 0 else None)
             task = self._next()
             if task is None:
                 continue
@@ -345,38 +356,38 @@ class Agent:
             except BaseException as error:  # whatever it is: without this thread nothing is kept
                 self._stumbled(task, error)
         if self._closing:
-            self.link.close(goodbye=True)  # nothing is on its way, see above
+            self.session.close(goodbye=True)  # nothing is on its way, see above
             self._client.close()
+
+    @property
+    def _is_registered(self) -> bool:
+        """Whether the sidecar knows how images look now."""
+        return self._registered is self._layout
 
     def _is_due(self) -> bool:
         return self._closing or self._next() is not None
 
-    def _nap(self) -> float | None:
-        """Until the sidecar is asked again; None while nothing stands in the way."""
-        left_s = self._retry_at - time.monotonic()
-        return left_s if left_s > 0 else None
-
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""
-        pending = self._pending
-        if pending is not None and not _is_ready_to_report(pending):
+        pending = self.pending
+        if pending is not None and not pending.can_be_reported:
             return self._copy
         if self._closing:
             return None if pending is None else self._abandon
         if time.monotonic() < self._retry_at:
             return None
-        if not self.link.connected:
+        if not self.session.connected:
             return self._reconnect
-        if self._layout is not None and not self._accepted and not self._refused:
+        if not self._is_registered and not self._refusal:
             return self._register
         if pending is not None:
             return self._report
-        if self._accepted and self._ready is None and self._taken is None:
+        if self._registered is not None and self._is_registered and self._held is None:
             return self._fetch
         return self._tell_skips if self._skips else None
 
     def _copy(self) -> None:
-        pending = self._pending
+        pending = self.pending
         assert pending is not None
         try:
             if not pending.copied.is_set():
@@ -388,12 +399,12 @@ class Agent:
                 pending.seal()
         except BaseException as error:
             pending.finish(Verdict.LOST, f"it could not be copied: {error!r}")
-            self.warn("copy", f"step {pending.id.step} was not copied", traceback=True)
+            self.warn("copy", f"step {pending.step} was not copied", traceback=True)
         finally:
             pending.copied.set()
 
     def _report(self) -> None:
-        pending = self._pending
+        pending = self.pending
         assert pending is not None
         if pending.verdict is Verdict.VALID:
             granted = self._report_staged(pending)
@@ -407,19 +418,18 @@ class Agent:
     def _clear(self, pending: Pending) -> None:
         """No image is on its way any more."""
         with self._lock:
-            if self._taken is not None and self._is_submitted(self._taken):
-                self._taken = None  # an exception in `submit` left it
-            if self._pending is pending:
-                self._pending = None
+            if self.pending is pending:
+                self._held = None
         self._changed.ring()
 
     def _report_staged(self, pending: Pending) -> SlotGranted | None:
+        grant = pending.slot.grant
         request = StagedRequest(
-            lease=self.link.lease,
-            slot=str(pending.grant.slot),
-            generation=pending.grant.generation,
-            epoch=pending.epoch,
-            step=pending.id.step,
+            lease=self.session.lease,
+            slot=str(grant.slot),
+            generation=grant.generation,
+            epoch=pending.control.epoch,
+            step=pending.step,
             copy_s=pending.copy_s,
             blocked_s=pending.blocked_s,
         )
@@ -431,45 +441,48 @@ class Agent:
             if error.code in _ASK_AGAIN:
                 raise
             self._lose(pending, f"the sidecar did not take it ({error.code}): {error}")
-            self._accepted = ""
+            self._registered = None
             return None
         self.stats.staged += 1
         self.stats.copy_s += pending.copy_s
         self.stats.last_copy_s = pending.copy_s
         with self._lock:
-            self._end(pending.id.step, "")
+            self._end(pending.step, "")
         pending.finish(Verdict.STAGED)
         self.staged_step = pending
         return granted
 
-    def _lose(self, pending: Pending, reason: str) -> None:
-        """An image that the sidecar will not hear of as such: its step is counted and told."""
-        pending.finish(Verdict.LOST, reason)
-        if not pending.counted:
-            pending.counted = True
-            self.stats.discarded += 1
-            self._note(pending.id.step, reason)
-            self.warn(reason, f"step {pending.id.step} is lost: {reason}")
-
     def _report_discarded(self, pending: Pending) -> SlotGranted:
         reason = pending.why_lost()
-        if not pending.counted:  # a lost connection may bring us here again
-            pending.counted = True
-            self.stats.discarded += 1
-            pending.slot.erase()
-            self._note(pending.id.step, reason, tell=False)
-            self.warn(reason, f"step {pending.id.step} is discarded: {reason}")
+        if self._count_lost(pending, "is discarded", reason, tell=False):
+            pending.slot.mapping.erase()
             if pending.verdict is Verdict.MUTATED:
                 self._be_eager(pending)
             pending.finish(pending.verdict)
+        grant = pending.slot.grant
         request = DiscardRequest(
-            lease=self.link.lease,
-            slot=str(pending.grant.slot),
-            generation=pending.grant.generation,
-            step=pending.id.step,
+            lease=self.session.lease,
+            slot=str(grant.slot),
+            generation=grant.generation,
+            step=pending.step,
             reason=reason,
         )
         return self._client.call("/v1/discard", request, SlotGranted)
+
+    def _lose(self, pending: Pending, reason: str) -> None:
+        """An image that the sidecar will not hear of as such: its step is counted and told."""
+        pending.finish(Verdict.LOST, reason)
+        self._count_lost(pending, "is lost", reason, tell=True)
+
+    def _count_lost(self, pending: Pending, what: str, reason: str, *, tell: bool) -> bool:
+        """Whether it was not counted yet: a lost connection may bring us here again."""
+        if pending.counted:
+            return False
+        pending.counted = True
+        self.stats.discarded += 1
+        self._note(pending.step, reason, tell=tell)
+        self.warn(reason, f"step {pending.step} {what}: {reason}")
+        return True
 
     def _be_eager(self, pending: Pending) -> None:
         """Copy the next image at once; all of them when this is no exception, as with an optimizer
@@ -481,7 +494,7 @@ class Agent:
             self._eager = True
             self.warn(
                 "eager",
-                f"step {pending.id.step} is the second of {saves - before} saves that changed"
+                f"step {pending.step} is the second of {saves - before} saves that changed"
                 " before it was copied: from now on every step is copied before save() returns."
                 " An optimizer that is no torch.optim.Optimizer needs `with"
                 " checkpointer.mutating():` around its step to be copied beside it",
@@ -489,7 +502,9 @@ class Agent:
 
     def _fetch(self) -> None:
         assert self._layout is not None
-        request = SlotRequest(lease=self.link.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S)
+        request = SlotRequest(
+            lease=self.session.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
+        )
         self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 
     def _keep(self, granted: SlotGranted) -> None:
@@ -500,7 +515,7 @@ class Agent:
         try:
             mapping = self._mapped(granted.path, layout)
         except (OSError, FormatError) as error:
-            if not self._accepted:
+            if not self._is_registered:
                 # granted for the layout before; the registration of the new one comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
@@ -509,7 +524,7 @@ class Agent:
             if self._layout is not layout:
                 return  # the training thread changed it while the slot was mapped
             self._mappings[granted.path] = mapping
-            self._ready = (granted, mapping)
+            self._held = Held(Use.READY, Slot(granted, mapping))
             self._patient = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
@@ -519,8 +534,8 @@ class Agent:
         mapping = self._mappings.get(path)
         if mapping is not None and not mapping.is_replaced():
             return mapping
-        for known, one in list(self._mappings.items()):
-            if one.is_replaced():
+        for known, old in list(self._mappings.items()):
+            if old.is_replaced():
                 self._mappings.pop(known, None)
         mapping = SlotMapping(path, layout)
         mapping.populate()
@@ -534,47 +549,45 @@ class Agent:
         layout = self._layout
         assert layout is not None
         header = base64.b64encode(layout.header).decode()
+        request = LayoutRequest(lease=self.session.lease, header=header)
         try:
-            accepted = self._client.call(
-                "/v1/layout", LayoutRequest(lease=self.link.lease, header=header), LayoutAccepted
-            )
+            accepted = self._client.call("/v1/layout", request, LayoutAccepted)
         except NoMemoryError as error:
             with self._lock:
                 if self._layout is layout:
-                    self._refused = str(error)
+                    self._refusal = str(error)
             self._changed.ring()
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)
-        with self._lock:
-            if self._layout is layout:
-                self._accepted = accepted.layout
+        self._registered = layout
 
     def _tell_skips(self) -> None:
         with self._lock:
             reason, (step, count) = next(iter(self._skips.items()))
-        request = SkippedRequest(lease=self.link.lease, step=step, reason=reason, count=count)
+        request = SkippedRequest(lease=self.session.lease, step=step, reason=reason, count=count)
         self._client.call("/v1/skipped", request, dict)
         with self._lock:
             newest, now = self._skips.pop(reason)
             if now > count:
                 self._skips[reason] = (newest, now - count)
 
-    def _holding(self) -> tuple[str, ...]:
-        """Slots that are ours to fill, as far as we know."""
-        pending, ready, taken = self._pending, self._ready, self._taken
-        grants = (pending and pending.grant, ready and ready[0], taken and taken[0])
-        return tuple(grant.slot for grant in grants if grant and grant.slot)
-
     def _reconnect(self) -> None:
-        granted = self.link.take(self._holding())
+        held = self._held
+        mine = held.slot.grant.slot if held is not None else None
+        granted = self.session.take(() if mine is None else (mine,))
         with self._lock:
-            if self._ready and self._ready[0].slot not in granted.held:
-                self._ready = None
-            self._accepted = self._refused = ""
-        log.info("keepstep: rank %d: the sidecar is back", self.link.rank)
+            if mine not in granted.held:
+                self._drop_ready()
+            self._registered, self._refusal = None, ""
+        log.info("keepstep: rank %d: the sidecar is back", self.session.rank)
         self._warned.discard("the sidecar is away")
         self._patient = True
+
+    def _drop_ready(self) -> None:
+        """The slot at hand is none any more; one that is being filled is its filler's to end."""
+        if self._held is not None and self._held.use is Use.READY:
+            self._held = None
 
     def _failed(self, error: SidecarError) -> None:
         absent = isinstance(error, SidecarAbsent)
@@ -583,44 +596,36 @@ class Agent:
         self._retry_at = time.monotonic() + pause_s
         if not absent:
             self.warn(error.code, str(error))
-            self.link.drop()  # whatever we disagree about: begin anew
+            self.session.drop()  # whatever we disagree about: begin anew
 
     def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
         """An exception that nobody foresaw costs the step that it struck, and no other one."""
         self.warn(repr(error), f"the agent thread failed: {error!r}", traceback=True)
-        pending = self._pending
+        pending = self.pending
         if pending is not None and task == self._report:
             if pending.verdict is not Verdict.STAGED:
                 self._lose(pending, f"it could not be reported: {error!r}")
-                pending.slot.erase()
+                pending.slot.mapping.erase()
             self._clear(pending)
         if self._failures:  # not only once: begin anew, and not too fast
             self._failed(SidecarError(str(error)))
         self._failures += 1
 
     def _abandon(self) -> None:
-        pending = self._pending
+        pending = self.pending
         if pending is not None:
             self._lose(pending, "the trainer ended before it was reported")
             self._clear(pending)
 
 
-_ASK_AGAIN = ("starting", "stopping", "no-lease")
-"""Problems of a sidecar that comes or goes: the same is said again to the next one."""
-
-_STAGERS: weakref.WeakSet[Agent] = weakref.WeakSet()
+_AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()
 """Those that hold a rank of this process."""
 
 
-def _is_ready_to_report(pending: Pending) -> bool:
-    done = pending.copied.is_set() and pending.judged.is_set()
-    return done and (pending.sealed or pending.verdict is not Verdict.VALID)
-
-
 def _disown_in_child() -> None:
-    for agent in list(_STAGERS):
+    for agent in list(_AGENTS):
         agent.disown()
-    _STAGERS.clear()
+    _AGENTS.clear()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from keepstep.client import copying
-from keepstep.client.slot import SlotMapping
+from keepstep.client.slot import Slot
 from keepstep.client.wakeups import Gate
 from keepstep.image import ControlPage
-from keepstep.state.take import TensorLeaf
-from keepstep.steps import Epoch, StepId
-from keepstep.wire.trainer import SlotGranted
+from keepstep.state.leaves import TensorLeaf
 
 
 class Verdict(enum.Enum):
@@ -68,25 +66,22 @@ class Guard:
         for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
             if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:
                 return leaf.name
-        return "" if same(self.fingerprint.take(), self.samples) else "?"
+        return "" if all(map(torch.equal, self.fingerprint.take(), self.samples)) else "?"
 
 
 @dataclass(eq=False)
 class Pending:
     """One image on its way; see the module.
 
-    `transfers`: what is left to copy, worked out on the agent thread. `late`: bytes for the slot
-    that must wait for the GPU. `thread`: the one that trains.
+    `control`: what seals it. `transfers`: what is left to copy, worked out on the agent thread.
+    `late`: bytes for the slot that must wait for the GPU. `thread`: the one that trains.
     """
 
-    id: StepId
-    epoch: Epoch
-    grant: SlotGranted
-    slot: SlotMapping
+    slot: Slot
     control: ControlPage
     guard: Guard | None
     transfers: Callable[[], copying.Transfers] | None = None
-    late: list[Callable[[], None]] = field(default_factory=list)
+    late: list[Callable[[], object]] = field(default_factory=list)
     cuda_done: torch.cuda.Event | None = None
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -99,6 +94,22 @@ class Pending:
     copy_s: float = 0.0
     blocked_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def step(self) -> int:
+        """The step's number, in the epoch of `control`."""
+        return self.control.step
+
+    @property
+    def lazy_event(self) -> torch.cuda.Event | None:
+        """When the GPU has copied what an optimizer step changes; None where it has no part."""
+        return self.cuda_done if self.guard is not None else None
+
+    @property
+    def can_be_reported(self) -> bool:
+        """Whether it is sealed, or known never to be."""
+        done = self.copied.is_set() and self.judged.is_set()
+        return done and (self.sealed or self.verdict is not Verdict.VALID)
 
     def copy(self) -> None:
         """Move the bytes (agent thread)."""
@@ -142,7 +153,7 @@ class Pending:
 
     def seal(self) -> None:
         """Write the control page: from here on, the image is complete."""
-        self.slot.seal(self.control)
+        self.slot.mapping.seal(self.control)
         self.sealed = True
 
     def why_lost(self) -> str:
@@ -210,8 +221,3 @@ class Fingerprint:
     def take(self) -> list[Tensor]:
         """The samples now, one small tensor per device and element size."""
         return [torch.cat(group) for group in self._groups]
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two readings agree, bit by bit."""
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

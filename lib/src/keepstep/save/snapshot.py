@@ -13,13 +13,12 @@ import time
 import torch
 
 from keepstep.client import copying
-from keepstep.client.slot import SlotMapping
+from keepstep.client.slot import Slot, SlotMapping
 from keepstep.image import ControlPage, Layout
 from keepstep.save.pending import Fingerprint, Guard, Pending
+from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.state.memory import check_memory
-from keepstep.state.take import Taken, TensorLeaf
-from keepstep.steps import Epoch, StepId
-from keepstep.wire.trainer import SlotGranted
+from keepstep.steps import Epoch
 
 
 class Snapshots:
@@ -42,33 +41,35 @@ class Snapshots:
 
     def begin(
         self,
-        slot: tuple[SlotGranted, SlotMapping],
+        slot: Slot,
         taken: Taken,
         extras: bytes,
         *,
-        id: StepId,
+        step: int,
         epoch: Epoch,
         lazy: bool,
     ) -> Pending:
         """Erase the slot, write what must be written now, and say what is left to copy."""
-        grant, mapping = slot
+        mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
         later = [leaf for leaf in taken.tensors if lazy and leaf.lazy and _may_wait(leaf.tensor)]
         names = {leaf.name for leaf in later}
         now = [leaf for leaf in taken.tensors if leaf.name not in names]
-        pending = Pending(
-            id=id,
+        control = ControlPage.staged(
+            self.layout,
+            run=self._run,
             epoch=epoch,
-            grant=grant,
-            slot=mapping,
-            control=self._control(id, epoch, len(extras)),
-            guard=Guard.take(later, self._fingerprint_of(later)) if later else None,
+            step=step,
+            extras_bytes=len(extras),
+            staged_at=time.time(),
         )
+        guard = Guard.take(later, self._fingerprint_of(later)) if later else None
+        pending = Pending(slot, control, guard)
         device = next((leaf.tensor.device for leaf in taken.tensors if leaf.tensor.is_cuda), None)
         if device is None:
             mapping.erase()
             mapping.write_extras(extras)
-            self._copy_now(mapping, now)
+            copying.run(self._transfers(mapping, now), threads=copying.default_threads())
             pending.transfers = functools.partial(self._transfers, mapping, later)
         else:
             self._begin_cuda(pending, device, now, later, extras)
@@ -88,11 +89,12 @@ class Snapshots:
         gradients were exchanged. That exchange is queued on the compute stream, so the slot is
         erased in stream order too, and bytes from the CPU follow only when the stream got there.
         """
-        mapping = pending.slot
+        mapping = pending.slot.mapping
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         compute = torch.cuda.current_stream(device)
         stream.wait_stream(compute)
-        control = self._control_view(mapping)
+        begin = self.layout.control_begin
+        control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
         zero = self._zero_pages.get(device)
         if zero is None:
             zero = self._zero_pages[device] = torch.zeros_like(control, device=device)
@@ -110,29 +112,13 @@ class Snapshots:
 
     def _queue(self, pending: Pending, stream: torch.cuda.Stream, leaves: list[TensorLeaf]) -> None:
         for leaf in leaves:
-            target = pending.slot.view(self.layout.entries[leaf.name])
+            target = pending.slot.mapping.view(self.layout.entries[leaf.name])
             if leaf.tensor.is_cuda:
                 target.copy_(leaf.tensor, non_blocking=True)
                 leaf.tensor.record_stream(stream)
             else:
                 # small (an optimizer's step counters): cloned now, written when the GPU got there
-                pending.late.append(functools.partial(_set, target, leaf.tensor.clone()))
-
-    def _control(self, id: StepId, epoch: Epoch, extras_bytes: int) -> ControlPage:
-        return ControlPage(
-            run=self._run,
-            layout=self.layout.id,
-            epoch=epoch,
-            rank=self.layout.rank,
-            world=self.layout.world,
-            step=id.step,
-            extras_bytes=extras_bytes,
-            staged_at=time.time(),
-        )
-
-    def _control_view(self, mapping: SlotMapping) -> torch.Tensor:
-        begin = self.layout.control_begin
-        return torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
+                pending.late.append(functools.partial(target.copy_, leaf.tensor.clone()))
 
     def _fingerprint_of(self, leaves: list[TensorLeaf]) -> Fingerprint:
         pointers = tuple(leaf.tensor.data_ptr() for leaf in leaves)
@@ -153,10 +139,6 @@ class Snapshots:
                 copies.append(copying.Copy(mapping.view(entry), leaf.tensor))
         return copying.Transfers(moves, copies)
 
-    def _copy_now(self, mapping: SlotMapping, leaves: list[TensorLeaf]) -> None:
-        transfers = self._transfers(mapping, leaves)
-        copying.run(transfers, threads=copying.default_threads())
-
 
 def _may_wait(tensor: torch.Tensor) -> bool:
     """Whether changes of this tensor can be seen afterwards: dense, in whatever order."""
@@ -170,7 +152,3 @@ def _may_wait(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _set(target: torch.Tensor, value: torch.Tensor) -> None:
-    target.copy_(value)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import FormatError
-from keepstep.image import fields, strictjson
+from keepstep.image import Parameters, Section, TensorSpec, fields, strictjson
 from keepstep.image.arrays import ArrayForm
-from keepstep.image.layout import Parameters, Section, TensorSpec
 from keepstep.state import sharding
 from keepstep.state.dtypes import code_of
 from keepstep.state.sharding import Sharing

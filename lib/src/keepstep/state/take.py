@@ -22,24 +22,9 @@ import torch
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import extras
-from keepstep.state import parts
-from keepstep.state.leaves import Node, Taken, TensorLeaf, build, leaves_of
-from keepstep.state.topology import ALONE, Topology
+from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
+from keepstep.state.topology import ALONE, Bulk, Topology, cut
 from keepstep.state.walk import Walker
-from keepstep.state.wrappers import tree_of, unwrap
-
-__all__ = [
-    "Node",
-    "Taken",
-    "TensorLeaf",
-    "build",
-    "check_components",
-    "encode",
-    "leaves_of",
-    "take",
-    "tree_of",
-    "unwrap",
-]
 
 
 def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,9 +108,9 @@ def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int)
     is that of their names: ranks may number their parameters differently."""
     places = sorted(places, key=lambda at: leaves[at].name)
     bulks = tuple(
-        parts.Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places
+        Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places
     )
-    for at, bulk, rows in zip(places, bulks, parts.cut(bulks, sharers), strict=True):
+    for at, bulk, rows in zip(places, bulks, cut(bulks, sharers), strict=True):
         leaf, dim, begin, end = leaves[at], bulk.dim, rows[number], rows[number + 1]
         assert leaf.sharing is not None
         offsets = list(leaf.sharing.offsets)

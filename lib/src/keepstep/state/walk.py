@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.image import Parameters, Section, local_name
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.image.layout import Parameters, Section, local_name
 from keepstep.state import sharding
 from keepstep.state.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
 from keepstep.state.memory import check_memory

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.wire.status import DepotProgress, RankCounters, VolumeUsage
 
 PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
@@ -61,27 +62,18 @@ class ReportedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedRank:
-    """One rank on this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
-    started; `staged_at` unix seconds. `peer`: copies kept here for another pod, of its ranks, so
+class ReportedRank(RankCounters):
+    """`staged_at` in unix seconds. `peer`: copies kept here for another pod, of its ranks, so
     such a rank is never `alive` here. `archive`: what the archive was seen to hold of it.
 
     A tier whose answer is None does not exist on this pod, or is not spoken of in this report.
     """
 
-    rank: int
-    world: int
-    alive: bool
     memory: tuple[ReportedShard, ...] = ()
     local: tuple[ReportedShard, ...] = ()
     memory_answer: Answer = Answer.UNKNOWN
     local_answer: Answer = Answer.UNKNOWN
-    staged: StepId | None = None
     staged_at: float | None = None
-    saves: int = 0
-    skipped: int = 0
-    discarded: int = 0
-    blocked_s: float = 0.0
     peer: tuple[ReportedShard, ...] = ()
     archive: tuple[ReportedShard, ...] = ()
     peer_answer: Answer | None = None
@@ -104,34 +96,10 @@ class ReportedRestore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedVolume:
-    """One volume of the pod. `failed`: why it takes no writes, '' when it does."""
+class ReportedVolume(VolumeUsage):
+    """`name`: the pod mounts it under that."""
 
     name: str
-    engine: str
-    used_bytes: int
-    free_bytes: int
-    capacity_bytes: int | None = None
-    failed: str = ""
-    quarantined: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportedDepot:
-    """How it goes with what is beyond the pod: `tier` peer or archive, `where` it is.
-
-    `backlog`: shards not there yet, `behind_s`: for how long the oldest of them waits. Counters
-    since the sidecar started. `trouble`: the last error, '' when the last attempt went well.
-    """
-
-    tier: Tier
-    where: str
-    sent: int = 0
-    sent_bytes: int = 0
-    failures: int = 0
-    backlog: int = 0
-    behind_s: float = 0.0
-    trouble: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +142,7 @@ class Report:
     persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
-    depots: tuple[ReportedDepot, ...] = ()
+    depots: tuple[DepotProgress, ...] = ()
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
@@ -235,3 +203,28 @@ def _rank_report(one: ReportedRank) -> RankReport:
         },
         answers={tier: answer for tier, (_, answer) in known.items()},
     )
+
+
+# --- certificates ----------------------------------------------------------------------------
+#
+# What other pods of its run know a sidecar by: JSON over HTTPS, with the token that reports carry.
+# The request names nobody: the operator takes namespace, run and node rank from its own record of
+# the pod, and signs only those.
+
+
+CERTIFICATES_PATH = "/v1/certificates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateRequest:
+    """`request`: PEM of a PKCS #10 request; only its public key counts."""
+
+    request: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssuedCertificate:
+    """PEM. `authorities`: all that sign, or have signed, for pods; trust no others."""
+
+    certificate: str
+    authorities: str

@@ -22,32 +22,39 @@ class SlotStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankStatus:
-    """One rank as the sidecar sees it. Counters are since the sidecar started. `waits`: why its
-    vote on what to restore has to wait, '' while there is none that waits."""
+class RankCounters:
+    """One rank of this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
+    started."""
 
     rank: int
     world: int
     alive: bool
-    pid: int = 0
     staged: StepId | None = None
-    durable: StepId | None = None
-    slot_bytes: int = 0
-    slots: tuple[SlotStatus, ...] = ()
     saves: int = 0
     skipped: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus(RankCounters):
+    """One rank as the sidecar sees it. `waits`: why its vote on what to restore has to wait, ''
+    while there is none that waits."""
+
+    pid: int = 0
+    durable: StepId | None = None
+    slot_bytes: int = 0
+    slots: tuple[SlotStatus, ...] = ()
     copy_s: float = 0.0
     warning: str = ""
     waits: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VolumeStatus:
-    """One volume. `engine`: direct (O_DIRECT) or buffered, and why."""
+class VolumeUsage:
+    """One volume. `engine`: direct (O_DIRECT) or buffered, and why. `failed`: why it takes no
+    writes, '' when it does."""
 
-    path: str
     engine: str
     used_bytes: int
     free_bytes: int
@@ -57,9 +64,16 @@ class VolumeStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepotStatus:
-    """What lies beyond this machine: `tier` peer or archive, `where` it is. Counters since the
-    start, in shards, bytes, seconds.
+class VolumeStatus(VolumeUsage):
+    """`path`: the run's directory on it."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepotProgress:
+    """How it goes with what is beyond this pod: `tier` peer or archive, `where` it is. Counters
+    since the sidecar started, in shards and bytes.
 
     `backlog`: shards that should be there and are not yet; `behind_s`: for how long the oldest of
     them waits. `trouble`: the last error, '' when the last attempt went well.
@@ -69,13 +83,19 @@ class DepotStatus:
     where: str
     sent: int = 0
     sent_bytes: int = 0
-    sent_seconds: float = 0.0
-    received_bytes: int = 0
-    received_seconds: float = 0.0
     failures: int = 0
     backlog: int = 0
     behind_s: float = 0.0
     trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepotStatus(DepotProgress):
+    """How long sending took, and what was fetched from there."""
+
+    sent_seconds: float = 0.0
+    received_bytes: int = 0
+    received_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -402,15 +402,8 @@ def from_json(kind: type[T], data: bytes | str) -> T:
     """
     try:
         return typing.cast(T, _build(kind, json.loads(data)))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise ProtocolError(f"not a {kind.__name__}: {error}", code="protocol") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise ProtocolError(f"not a {kind.__name__}: {e}", code="protocol") from e
 
 
 def _build(kind: Any, value: Any) -> Any:
@@ -429,17 +422,8 @@ def _build(kind: Any, value: Any) -> Any:
         return typing.cast(Any, kind)(**known)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, kind):
-        try:
-            return (
-                kind(value)
-                if issubclass(kind, str) and isinstance(value, str)
-                else _wrong(kind, value)
-            )
-        except ValueError as error:
-            raise TypeError(str(error)) from error
-    return value
-
-
-def _wrong(kind: Any, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    if issubclass(kind, str) and isinstance(value, str):
+        return kind(value)
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

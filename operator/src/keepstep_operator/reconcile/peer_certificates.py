@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from keepstep.wire.certificates import CertificateRequest, IssuedCertificate
+from keepstep.wire.reports import CertificateRequest, IssuedCertificate
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.journal import say
 from keepstep_operator.reconcile.token_auth import Refused

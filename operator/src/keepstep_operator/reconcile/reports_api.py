@@ -18,8 +18,14 @@ import msgspec
 from aiohttp import web
 
 from keepstep.steps import EpochId, StepId
-from keepstep.wire import certificates
-from keepstep.wire.reports import PATH, Report, ReportedRank, ReportedShard
+from keepstep.wire.reports import (
+    CERTIFICATES_PATH,
+    PATH,
+    CertificateRequest,
+    Report,
+    ReportedRank,
+    ReportedShard,
+)
 from keepstep.wire.trainer import Problem
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.run import cut
@@ -67,7 +73,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CarryOut = Callable[[Iterable[Action]], None]
 
 _decode: Final = msgspec.json.Decoder(Report).decode
-_decode_request: Final = msgspec.json.Decoder(certificates.CertificateRequest).decode
+_decode_request: Final = msgspec.json.Decoder(CertificateRequest).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -103,7 +109,7 @@ class ReportsApi:
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
         app = web.Application(client_max_size=LARGEST_REPORT_BYTES, middlewares=[self._problems])
-        mine = [web.post(PATH, self._take), web.post(certificates.PATH, self._sign)]
+        mine = [web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from keepstep.core.ledger import RankReport
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import Report, ReportedDepot, ReportedRank, ReportedShard, ReportedVolume
-from keepstep.wire.status import DepotStatus, VolumeStatus
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportedVolume
+from keepstep.wire.status import DepotProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as look
 from keepstep_sidecar.api.service import Service
@@ -57,7 +58,9 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         persist_seconds=totals.seconds,
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
-        depots=tuple(_depot(one) for one in service.remote_tiers.statuses()),
+        depots=tuple(
+            DepotProgress(**_part_of(one, DepotProgress)) for one in service.remote_tiers.statuses()
+        ),
     )
 
 
@@ -120,28 +123,13 @@ def _own(service: Service, held: RankReport) -> RankReport:
 
 def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
     """A pod mounts each volume under its name; the run's directory lies below."""
-    return ReportedVolume(
-        name=volume.root.parent.name,
-        engine=measured.engine,
-        used_bytes=measured.used_bytes,
-        free_bytes=measured.free_bytes,
-        capacity_bytes=measured.capacity_bytes,
-        failed=volume.failed,
-        quarantined=measured.quarantined,
-    )
+    usage = _part_of(measured, VolumeUsage) | {"failed": volume.failed}
+    return ReportedVolume(name=volume.root.parent.name, **usage)
 
 
-def _depot(one: DepotStatus) -> ReportedDepot:
-    return ReportedDepot(
-        tier=one.tier,
-        where=one.where,
-        sent=one.sent,
-        sent_bytes=one.sent_bytes,
-        failures=one.failures,
-        backlog=one.backlog,
-        behind_s=one.behind_s,
-        trouble=one.trouble,
-    )
+def _part_of(status: object, kind: type[Any]) -> dict[str, Any]:
+    """What `status` has of the fields of `kind`, a base of its own."""
+    return {field.name: getattr(status, field.name) for field in fields(kind)}
 
 
 # --- ranks of other pods ---------------------------------------------------------------------

@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.wire.certificates import PATH, CertificateRequest, IssuedCertificate
+from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_sidecar.config.peers import Files
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
@@ -302,7 +302,7 @@ class IssuedCredentials:
 
     def _address(self) -> str:
         """Beside the reports."""
-        return urljoin(self._reporting.address, PATH)
+        return urljoin(self._reporting.address, CERTIFICATES_PATH)
 
 
 def _make_request() -> tuple[bytes, str]:
