@@ -1,22 +1,11 @@
 """Which layouts are tested: for each world the names, with the number of nodes that they run on."""
 
+_ONE_NODE = ("fsdp", "tensor-parallel", "pipeline", "ddp", "ddp-spread", "zero", "own-optimizers")
 WORLDS = {
-    2: {
-        "fsdp": 1,
-        "tensor-parallel": 1,
-        "pipeline": 1,
-        "ddp": 1,
-        "ddp-spread": 1,
-        "zero": 1,
-        "own-optimizers": 1,
-    },
+    2: dict.fromkeys(_ONE_NODE, 1),
     4: {
-        "two-dimensions": 1,
-        "hybrid": 1,
-        "empty-shards": 1,
-        "ddp-on-two-nodes": 2,
-        "hybrid-on-two-nodes": 2,
-        "ddp-spread-over-nodes": 2,
+        **dict.fromkeys(("two-dimensions", "hybrid", "empty-shards"), 1),
+        **dict.fromkeys(("ddp-on-two-nodes", "hybrid-on-two-nodes", "ddp-spread-over-nodes"), 2),
     },
 }
 

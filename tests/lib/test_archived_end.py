@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import keepstep
+from tests.lib.training import begun
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ def archiving(sidecars, archive, monkeypatch):
 
 def train(steps, *, timeout=60.0, strict=False, unmount=None):
     """One life; `unmount`: an archive that goes away in the middle."""
-    checkpointer = keepstep.Checkpointer({"model": nn.Linear(8, 8)}, strict=strict)
-    checkpointer.restore()
+    checkpointer = begun({"model": nn.Linear(8, 8)}, strict=strict)
     if unmount is not None:
         shutil.rmtree(unmount)
     for step in range(1, steps):

@@ -10,6 +10,7 @@ from torch import nn
 
 import keepstep
 from keepstep.image import ControlPage, Layout
+from tests.lib.training import begun
 
 SAID = {"said": "0123456789" * 50}
 
@@ -17,8 +18,7 @@ SAID = {"said": "0123456789" * 50}
 def killed_after(steps, sidecar):
     """A life that ends without a goodbye; returns the weights of its last step."""
     model, notes = nn.Linear(8, 8), dict(SAID)
-    checkpointer = keepstep.Checkpointer({"m": model, "notes": notes})
-    checkpointer.restore()
+    checkpointer = begun({"m": model, "notes": notes})
     for step in range(steps):
         with checkpointer.mutating():
             model.weight.data.add_(1)

@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 import keepstep
-
-
-def begun(components, **options):
-    checkpointer = keepstep.Checkpointer(components, **options)
-    checkpointer.restore()
-    return checkpointer
+from tests.lib.training import begun
 
 
 def script(text, **environment):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import keepstep
+from tests.lib.training import begun
 
 
 def eventually_saved(checkpointer, model, step):
@@ -47,8 +48,7 @@ def test_the_sidecar_dies_and_comes_back_in_mid_run(sidecars, monkeypatch):
     sidecar = sidecars().start()
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     model = nn.Linear(8, 8)
-    checkpointer = keepstep.Checkpointer({"m": model})
-    checkpointer.restore()
+    checkpointer = begun({"m": model})
     assert checkpointer.save(0)
     checkpointer.wait(0)
     sidecar.kill()
@@ -70,8 +70,7 @@ def test_the_sidecar_dies_and_comes_back_in_mid_run(sidecars, monkeypatch):
 
 def test_a_hanging_sidecar_costs_one_wait_not_one_a_step(sidecar):
     model = nn.Linear(8, 8)
-    checkpointer = keepstep.Checkpointer({"m": model})
-    checkpointer.restore()
+    checkpointer = begun({"m": model})
     checkpointer.save(0)
     checkpointer.wait(0, "staged")
     os.kill(sidecar.process.pid, signal.SIGSTOP)
@@ -99,26 +98,13 @@ def test_save_before_restore_says_so_and_strict_raises(sidecar):
 
 
 def test_steps_never_go_back_within_an_epoch(sidecar):
-    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)}, strict=True)
-    checkpointer.restore()
+    checkpointer = begun({"m": nn.Linear(2, 2)}, strict=True)
     checkpointer.save(5)
     with pytest.raises(keepstep.UsageError, match="only grow"):
         checkpointer.save(5)
     with pytest.raises(keepstep.UsageError, match="only grow"):
         checkpointer.save(4)
     checkpointer.close()
-
-
-def test_two_trainers_of_one_rank_are_refused(sidecar, monkeypatch):
-    monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.5)
-    first = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
-    first.restore()
-    second = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
-    with pytest.raises(keepstep.RestoreError, match=str(os.getpid())):
-        second.restore()
-    second.close()
-    assert first.save(0)
-    first.close()
 
 
 def test_a_forked_worker_does_not_hold_its_dead_parents_lease(sidecar, monkeypatch):
@@ -153,8 +139,7 @@ def test_no_room_for_two_slots_is_said_and_training_goes_on(sidecars, monkeypatc
     sidecar = sidecars().start("--memory-limit", "1Mi")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     model = nn.Linear(1024, 1024)
-    checkpointer = keepstep.Checkpointer({"m": model})
-    checkpointer.restore()
+    checkpointer = begun({"m": model})
     assert checkpointer.save(0) is False
     assert any("memory" in reason for reason in checkpointer.stats.reasons)
     with pytest.raises(keepstep.NotDurableError):
@@ -162,8 +147,7 @@ def test_no_room_for_two_slots_is_said_and_training_goes_on(sidecars, monkeypatc
 
 
 def test_close_says_which_step_is_not_durable(sidecar):
-    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
-    checkpointer.restore()
+    checkpointer = begun({"m": nn.Linear(2, 2)})
     checkpointer.save(3)
     checkpointer.wait(3, "staged")
     sidecar.kill()
@@ -175,8 +159,7 @@ def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch)
     from keepstep.client import copying
 
     model = nn.Linear(8, 8)
-    checkpointer = keepstep.Checkpointer({"m": model})
-    checkpointer.restore()
+    checkpointer = begun({"m": model})
     run, failed = copying.run, []
 
     def fail_once(transfers, *, threads=1):
@@ -204,8 +187,7 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
     from keepstep.save.snapshot import Snapshots
 
     model, extra = nn.Linear(8, 8), {"x": torch.zeros(4)}
-    checkpointer = keepstep.Checkpointer({"m": model, "extra": extra}, strict=True)
-    checkpointer.restore()
+    checkpointer = begun({"m": model, "extra": extra}, strict=True)
     begin = Snapshots.begin
 
     def begin_while_the_agent_wakes(self, *arguments, **options):
@@ -214,7 +196,7 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
         while checkpointer._agent._skips and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not checkpointer._agent._skips, "the agent is awake, and has nothing left to do"
-        assert checkpointer._agent._ready is None, "one slot is being filled, none is at hand"
+        assert checkpointer._agent.taken is not None, "one slot is being filled, none is at hand"
         return begin(self, *arguments, **options)
 
     monkeypatch.setattr(Snapshots, "begin", begin_while_the_agent_wakes)
@@ -223,5 +205,5 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
         assert checkpointer.save(step)
         used.append(checkpointer._agent.pending or checkpointer._agent.staged_step)
         checkpointer.wait(step, "staged")
-    assert len({(one.grant.slot, one.grant.generation) for one in used}) == 6
+    assert len({(one.slot.grant.slot, one.slot.grant.generation) for one in used}) == 6
     checkpointer.close()

@@ -26,6 +26,7 @@ import keepstep
 from keepstep.client import copying
 from keepstep.image import read_control, read_layout
 from tests.harness import torchrun
+from tests.lib.training import begun, bring_back, keep
 
 
 def two():
@@ -108,7 +109,10 @@ REFUSED = {
         r"st\.0\.running_mean: .*one batch",
     ),
     "a tree that contains itself": (itself, r"st\.a\.b\.1: this is st\.a again, which contains"),
-    "an object": (lambda: {"deep": [1, {"x": Odd()}]}, r"st\['deep'\]\[1\]\['x'\]: .*Odd cannot"),
+    "an object": (
+        lambda: {"deep": [1, {"x": Odd()}]},
+        r"st\['deep'\]\[1\]\['x'\]: .*Odd cannot.*trusted=True",
+    ),
     "an object beside tensors": (
         lambda: {"t": torch.ones(1), "deep": [1, {"x": Odd()}]},
         r"st\.deep\[1\]\['x'\]: .*Odd cannot be",
@@ -178,8 +182,7 @@ def test_every_rank_is_told_of_what_one_of_them_cannot_keep(sidecar, tmp_path):
 
 def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(sidecar, caplog):
     state = {"n": 1, "t": torch.ones(2)}
-    with keepstep.Checkpointer({"st": state}) as checkpointer:
-        checkpointer.restore()
+    with begun({"st": state}) as checkpointer:
         assert checkpointer.save(0)
         state["t"] = two()
         with caplog.at_level(logging.WARNING, logger="keepstep"):
@@ -210,20 +213,6 @@ def test_memory_that_is_gone_is_an_error_and_no_signal(make):
     with pytest.raises(keepstep.KeepstepError, match="lost its memory"):
         copying.run(copying.Transfers([copying.Move(there.data_ptr(), 0, 4)]))
     assert not there.any()
-
-
-def bring_back(components):
-    checkpointer = keepstep.Checkpointer(components, strict=True)
-    try:
-        return checkpointer.restore()
-    finally:
-        checkpointer.close()
-
-
-def keep(components, step=0):
-    with keepstep.Checkpointer(components, strict=True) as checkpointer:
-        checkpointer.restore()
-        checkpointer.save(step)
 
 
 def test_an_expanded_tensor_of_a_dict_comes_back_with_its_values(sidecar):
@@ -463,8 +452,7 @@ def numbers(module):
 def test_a_module_of_wrapped_tensors_is_filled_where_it_is(sidecar, own):
     model = Wrapped(1, own=own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with keepstep.Checkpointer({"m": model, "o": optimizer}, strict=True) as checkpointer:
-        checkpointer.restore()
+    with begun({"m": model, "o": optimizer}, strict=True) as checkpointer:
         checkpointer.save(0)
         (model.weight.sum() + model.plain.weight.sum()).backward()
         optimizer.step()

@@ -14,6 +14,7 @@ from torch import nn
 import keepstep
 from keepstep.client import copying
 from keepstep.save import pending as pending_module
+from tests.lib.training import begun
 
 
 @pytest.fixture
@@ -70,8 +71,7 @@ def by_reinitialising(model):
     "mutate", [in_place, by_data, by_a_view_of_data, by_load_state_dict, by_reinitialising]
 )
 def test_a_change_between_save_and_copy_discards_the_image(sidecar, held_copy, model, mutate):
-    checkpointer = keepstep.Checkpointer({"model": model})
-    checkpointer.restore()
+    checkpointer = begun({"model": model})
     assert checkpointer.save(1)
     mutate(model)
     held_copy.set()
@@ -87,34 +87,24 @@ def test_a_change_between_save_and_copy_discards_the_image(sidecar, held_copy, m
     assert torch.equal(weight, expected)
 
 
-def test_an_optimizer_step_waits_for_the_copy(sidecar, held_copy, model):
+@pytest.mark.parametrize("by_optimizer", [True, False], ids=["optimizer step", "mutating"])
+def test_what_is_said_to_change_the_tensors_waits_for_the_copy(
+    sidecar, held_copy, model, by_optimizer
+):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    checkpointer = keepstep.Checkpointer({"model": model})
-    checkpointer.restore()
+    checkpointer = begun({"model": model})
     expected = model[0].weight.detach().clone()
     checkpointer.save(1)
     model(torch.randn(4, 256)).sum().backward()
-    opener = threading.Timer(0.2, held_copy.set)
-    opener.start()
-    optimizer.step()
-    assert held_copy.is_set(), "the step went ahead of the copy"
+    threading.Timer(0.2, held_copy.set).start()
+    if by_optimizer:
+        optimizer.step()
+    else:
+        with checkpointer.mutating():
+            assert held_copy.is_set()
+            model[0].weight.data.add_(1)
+    assert held_copy.is_set(), "the change went ahead of the copy"
     assert not torch.equal(model[0].weight, expected)
-    checkpointer.close()
-    at, weight = restored_weight(model)
-    assert at.step == 1
-    assert torch.equal(weight, expected)
-
-
-def test_mutating_is_a_fence(sidecar, held_copy, model):
-    checkpointer = keepstep.Checkpointer({"model": model})
-    checkpointer.restore()
-    expected = model[0].weight.detach().clone()
-    checkpointer.save(1)
-    opener = threading.Timer(0.2, held_copy.set)
-    opener.start()
-    with checkpointer.mutating():
-        assert held_copy.is_set()
-        model[0].weight.data.add_(1)
     checkpointer.close()
     at, weight = restored_weight(model)
     assert at.step == 1
@@ -123,8 +113,7 @@ def test_mutating_is_a_fence(sidecar, held_copy, model):
 
 def test_buffers_and_plain_tensors_may_change_at_once(sidecar, held_copy):
     norm, extra = nn.BatchNorm1d(4), {"x": torch.zeros(3)}
-    with keepstep.Checkpointer({"norm": norm, "extra": extra}, strict=True) as checkpointer:
-        checkpointer.restore()
+    with begun({"norm": norm, "extra": extra}, strict=True) as checkpointer:
         checkpointer.save(1)
         norm(torch.randn(8, 4))
         extra["x"].add_(1)
@@ -137,8 +126,7 @@ def test_buffers_and_plain_tensors_may_change_at_once(sidecar, held_copy):
 
 
 def test_a_discarded_image_leaves_nothing_sealed(sidecar, held_copy, model):
-    checkpointer = keepstep.Checkpointer({"model": model})
-    checkpointer.restore()
+    checkpointer = begun({"model": model})
     checkpointer.save(1)
     by_data(model)
     held_copy.set()

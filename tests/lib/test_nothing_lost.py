@@ -3,10 +3,8 @@ counted, logged and told."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -19,22 +17,13 @@ import keepstep
 from keepstep.client import copying
 from keepstep.save.agent import Agent
 from tests.harness import eventually
-
-
-class Interrupted(BaseException):
-    """What a signal handler of the user's raises."""
+from tests.lib.training import begun
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     return nn.Linear(8, 8)
-
-
-def begun(components, **options):
-    checkpointer = keepstep.Checkpointer(components, **options)
-    checkpointer.restore()
-    return checkpointer
 
 
 def kept(checkpointer, step, *, within_s=20.0):
@@ -111,60 +100,6 @@ def test_whole_numbers_of_other_types_are_steps(sidecar, model):
         for step in (numpy.int64(0), torch.tensor(1), numpy.uint8(2), 10**18 - 1):
             assert checkpointer.save(step)
             checkpointer.wait(step, "staged")
-
-
-def test_an_exception_at_any_line_of_a_save_costs_that_step_only(sidecar, model, monkeypatch):
-    """As a signal handler raises it: Ctrl-C in a notebook, an alarm, a preemption notice."""
-    monkeypatch.setattr(logging.getLogger("keepstep"), "disabled", True)
-    checkpointer = begun({"m": model})
-    step, line, struck = kept(checkpointer, 0), 0, set()
-    while True:
-        step, line = step + 1, line + 1
-        where = interrupted_at(line, checkpointer, step)
-        if where is None:
-            break
-        struck.add(where)
-        step = kept(checkpointer, step + 1, within_s=10)
-    names = {name for name, _ in struck}
-    assert {"_save", "submit", "await_slot", "begin", "settle", "heal", "put_back"} - names == {
-        "put_back"
-    }
-    assert accounted(checkpointer) or checkpointer._agent.drain(timeout_s=5)
-    checkpointer.close()
-
-
-def interrupted_at(line, checkpointer, step):
-    """Save, and raise at the so-many-th line of our code; where that was, None beyond the last."""
-    left, where = line, None
-
-    def trace(frame, event, _):
-        nonlocal left, where
-        if "keepstep" not in frame.f_code.co_filename or where is not None:
-            return None
-        if event == "line":
-            left -= not leaves_a_with(frame)
-            if left == 0:
-                where = frame.f_code.co_name, frame.f_lineno
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        checkpointer.save(step)
-    except Interrupted:
-        assert where is not None
-    finally:
-        sys.settrace(before)
-    return where
-
-
-def leaves_a_with(frame):
-    """Python raises nothing between the end of such a block and its `__exit__`; a trace would."""
-    import linecache
-
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return text.startswith("with ") and frame.f_lasti > 0 and frame.f_locals.get("_") is None
 
 
 @pytest.mark.parametrize("error", [TypeError("no message"), SystemExit("no thread")])
