@@ -45,8 +45,8 @@ def plan(world: int, tensors: int) -> tuple[float, float, int]:
     for number in range(tensors):
         name = f"model.layers.{number}.weight"
         begin = torch.full_like(rank, 4096 * (1 + number))
-        rows = torch.stack([rank, begin, *boxes], dim=1)
-        found[name] = Saved(name, "F32", shape, array("q", rows.numpy().tobytes()))
+        numbers = torch.stack([rank, begin, *boxes], dim=1)
+        found[name] = Saved(name, "F32", shape, array("q", numbers.numpy().tobytes()))
     index = Index(world=world, tensors=found)
     target = -(-shape[0] // (rows // 2))
     wants = [Want(name, Box((target, 0), (target, 128))) for name in found]
