@@ -55,7 +55,8 @@ def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(
     print(f"image {size}, read {read}, shared {shared}, received {received}")
     # each rank looks at the values that are no tensors before all know what they want
     assert size - CHUNK_BYTES < read["archive"] <= size + 2 * CHUNK_BYTES
-    assert received == read["archive"]
+    # the manifest (header, digest table, control page) passes through no window
+    assert 0 <= received - read["archive"] < 1 << 20
     assert size - CHUNK_BYTES < shared <= size
 
 
