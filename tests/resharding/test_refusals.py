@@ -81,7 +81,7 @@ def test_a_foreign_file_in_a_steps_directory_is_left_alone_and_not_read(run_of, 
     run.lose_memory()
     for answer in run.restore("plain", 1):
         assert (answer["step"], answer["wrong"]) == (step, [])
-    assert f"{stray}: holds rank 0 of 2, unlike its name" in sidecar.text()
+    assert f"{stray}: holds rank 0 of 2, not rank 0 of 3" in sidecar.text()
     assert list(sidecar.volume.rglob("*rank-00000-of-00003.foreign*")), "kept, under another name"
     assert foreign.exists()
     assert str(foreign) in sidecar.text()
