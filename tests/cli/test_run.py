@@ -100,7 +100,7 @@ def test_other_options_replace_the_lingering_sidecar_and_keep_its_memory(
     keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     before = keepstep.sidecar()
     again = keepstep("run", "--keep", "1", "--", warm.python(), "train.py", "6", "-1")
-    assert not before.is_running()
+    assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
     assert again.stdout.splitlines() == ["from 3"]
     assert len(keepstep.json("steps")["steps"]) == 1
 

@@ -25,9 +25,11 @@ import safetensors
 import torch
 
 from keepstep.core import candidates
+from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
+from keepstep.image.manifest import Manifest
 from keepstep.image.verify import seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
@@ -44,7 +46,6 @@ from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
-from keepstep_sidecar.tiers.peer.receive import Manifest
 from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
@@ -413,8 +414,8 @@ def read_record(data: bytes) -> object:
 
 
 def read_manifest(data: bytes) -> object:
-    name = ShardName(id=ID, rank=0, world=2)
-    return Manifest.parse(memoryview(data), run="demo", name=name, path=pathlib.Path("x"))
+    shard = Shard(step_id=ID, rank=0, world=2)
+    return Manifest.parse(memoryview(data), run="demo", shard=shard, path=pathlib.Path("x"))
 
 
 def manifest() -> bytes:

@@ -129,10 +129,9 @@ def test_a_key_that_everybody_may_read_is_told_of(
     assert "peer key not private" in caplog.text
 
 
-def test_settings_that_cannot_work_are_refused(authority: Authority) -> None:
-    for wrong in ({"listen": "nowhere"}, {"replicas": -1}, {"bytes_per_second": 0}):
-        with pytest.raises(UsageError):
-            PeerSettings(**{"listen": "127.0.0.1:0", **wrong})
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(UsageError):
+        PeerSettings(listen="nowhere")
     with pytest.raises(UsageError, match="--peer-cert"):
         PeerSettings(listen="127.0.0.1:0", peers=("10.0.0.1:9465",))
 

@@ -132,6 +132,8 @@ def test_any_text_survives_a_file(text: str) -> None:
         ("keep_every = 0", "keep_every: '0' keeps nothing; write a number of steps, or a time"),
         ('keep_every = "often"', "keep_every: 'often' is not a duration"),
         ("bytes_per_second = 0", "bytes_per_second: 0: starts at 1; leave it out for no limit"),
+        ("peer_bytes_per_second = 0", "peer_bytes_per_second: 0: starts at 1"),
+        ("peer_replicas = -1", "peer_replicas: -1 is not a whole number of at least 0"),
         ('verify = "half"', "verify: 'half' is not one of full, seal"),
         ('peer_fetch = "maybe"', "peer_fetch: 'maybe' is not true or false"),
         ('volumes = "/v"', "volumes: '/v' is not a list"),
