@@ -1,4 +1,4 @@
-"""Uploads to an S3 gateway on this machine: our depot beside plain `obstore.put` of the same bytes.
+"""Uploads to an S3 gateway on this machine: our tier beside plain `obstore.put` of the same bytes.
 
     python -m bench.archive [--mib 512] [--rounds 5]
 
@@ -29,7 +29,7 @@ from obstore.store import S3Store
 
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
-from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, SECRET, Gateway
@@ -104,14 +104,14 @@ async def ours(gateway: Gateway, bucket: str, found: LocalShard) -> None:
     config = ArchiveConfig(
         url=f"s3://{bucket}/runs", every=1, endpoint=gateway.endpoint, region="us-east-1"
     )
-    depot = ArchiveDepot(config, open_store(config), run=RUN)
-    work = asyncio.ensure_future(depot.run())
-    depot.committed(found.step_id, {found.rank: found})
-    if not await depot.drain(timeout_s=300):
-        raise RuntimeError(depot.status().trouble)
+    remote_tier = ArchiveTier(config, open_store(config), run=RUN)
+    work = asyncio.ensure_future(remote_tier.run())
+    remote_tier.committed(found.step_id, {found.rank: found})
+    if not await remote_tier.drain(timeout_s=300):
+        raise RuntimeError(remote_tier.status().trouble)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
-    await depot.close()
+    await remote_tier.close()
 
 
 async def plain(gateway: Gateway, bucket: str, found: LocalShard) -> None:

@@ -98,16 +98,16 @@ async def ours(node: Node, slot: Any, found: Any, files: Files) -> tuple[float, 
     try:
         assert buddy.stdout is not None
         address = buddy.stdout.readline().strip()
-        node.depot.peers_are((Peer(node_rank=1, address=address, buddy=True),))
+        node.remote_tier.peers_are((Peer(node_rank=1, address=address, buddy=True),))
         began = time.perf_counter()
-        node.depot.durable(found)
-        await until(lambda: node.depot.status().sent, within_s=300)
+        node.remote_tier.durable(found)
+        await until(lambda: node.remote_tier.status().sent, within_s=300)
         sent = time.perf_counter() - began
-        remotes = (await node.depot.look()).shards
+        remotes = (await node.remote_tier.look()).shards
         view = empty_slot(slot.layout)
         view[:] = bytes(len(view))  # slots are populated ahead of time
         began = time.perf_counter()
-        await reading.load(node.depot, remotes[0], view)
+        await reading.load(node.remote_tier, remotes[0], view)
         return sent, time.perf_counter() - began
     finally:
         buddy.kill()

@@ -31,7 +31,7 @@ SEALED_TO_COMMITTED = (
     "keepstep_sidecar/volume/direct_io.py",
     "keepstep_sidecar/commit/inventory.py",
     "keepstep/core/ledger/machine.py",
-    "keepstep/core/ledger/copies.py",
+    "keepstep/core/ledger/commit_rule.py",
     "keepstep_sidecar/volume/directories.py",
 )
 """The files that a step passes, in order; `tests/sidecar/test_commit_path.py` follows one."""

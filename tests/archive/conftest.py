@@ -1,4 +1,4 @@
-"""Depots over a real directory or a real S3 gateway, and shards that a real volume wrote."""
+"""Remote tiers over a real directory or a real S3 gateway, and shards that a real volume wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from keepstep.steps import Epoch
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
-from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
@@ -71,22 +71,22 @@ async def running(
     epochs: tuple[Epoch, ...] = (EPOCH,),
     facts: RunFacts | None = None,
     **more: Any,
-) -> AsyncIterator[ArchiveDepot]:
-    """A depot that works until the block ends."""
+) -> AsyncIterator[ArchiveTier]:
+    """A remote tier that works until the block ends."""
     more = {"retry_s": QUICKLY, **more}
-    depot = ArchiveDepot(config, open_store(config), run=run, epochs=lambda: epochs, **more)
-    depot.begin(facts or RunFacts())
-    work = asyncio.ensure_future(depot.run())
+    remote_tier = ArchiveTier(config, open_store(config), run=run, epochs=lambda: epochs, **more)
+    remote_tier.begin(facts or RunFacts())
+    work = asyncio.ensure_future(remote_tier.run())
     try:
-        yield depot
+        yield remote_tier
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        await depot.close()
+        await remote_tier.close()
 
 
-def commit(depot: ArchiveDepot, shards: dict[int, LocalShard]) -> None:
-    depot.committed(next(iter(shards.values())).step_id, shards)
+def commit(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
+    remote_tier.committed(next(iter(shards.values())).step_id, shards)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,9 @@ def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
     config = ArchiveConfig(url=str(archive_dir), every=1)
 
     async def fill() -> None:
-        async with running(config) as depot:
-            commit(depot, write_step(local, 10))
-            assert await depot.drain(timeout_s=10)
+        async with running(config) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            assert await remote_tier.drain(timeout_s=10)
 
     asyncio.run(fill())
     return config
@@ -64,8 +64,8 @@ def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
     async def scenario() -> None:
-        async with running(archived, epochs=(child,)) as depot:
-            held = await depot.look()
+        async with running(archived, epochs=(child,)) as remote_tier:
+            held = await remote_tier.look()
             assert (held.answer, held.reason) == (Answer.STEPS, "")
 
     asyncio.run(scenario())
@@ -77,11 +77,11 @@ def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
     before = everything(archive_dir)
 
     async def scenario() -> None:
-        async with running(archived) as depot:
-            depot._complete = frozenset()
+        async with running(archived) as remote_tier:
+            remote_tier._complete = frozenset()
             other = write_step(volumes("elsewhere"), 10, seed=7)
             with pytest.raises(Exception, match="two writers of one run"):
-                await depot._sender.send(other[0])
+                await remote_tier._sender.send(other[0])
 
     asyncio.run(scenario())
     assert everything(archive_dir) == before
@@ -116,14 +116,14 @@ def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_d
     before = everything(step)
 
     async def scenario() -> None:
-        async with running(archived) as depot:
-            held = await depot.look()
+        async with running(archived) as remote_tier:
+            held = await remote_tier.look()
             assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
             assert said in held.reason
             for later in (20, 30, 40, 50):
-                commit(depot, write_step(local, later))
-            assert await depot.drain(timeout_s=20)
-            assert [id.step for id in sorted((await depot.look()).complete)] == [30, 40, 50]
+                commit(remote_tier, write_step(local, later))
+            assert await remote_tier.drain(timeout_s=20)
+            assert [id.step for id in sorted((await remote_tier.look()).complete)] == [30, 40, 50]
 
     asyncio.run(scenario())
     assert everything(step) == before
@@ -136,8 +136,8 @@ def test_a_record_of_another_step_does_not_pass_for_this_one(
     shutil.copytree(archive_dir / RUN / str(step_id(10)), moved)
 
     async def scenario() -> None:
-        async with running(archived) as depot:
-            held = await depot.look()
+        async with running(archived) as remote_tier:
+            held = await remote_tier.look()
             assert held.complete == {step_id(10)}
             assert f"step {step_id(10)}" in held.reason
 
@@ -154,10 +154,10 @@ def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
         place = archive_dir / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors"
         place.parent.mkdir(parents=True)
         shutil.copy(older[1].path, place)
-        async with running(config) as depot:
-            depot.committed(step_id(10), {0: shards[0]})
-            await until(lambda: "not step" in depot.status().trouble)
-            assert (await depot.look()).complete == frozenset()
+        async with running(config) as remote_tier:
+            remote_tier.committed(step_id(10), {0: shards[0]})
+            await until(lambda: "not step" in remote_tier.status().trouble)
+            assert (await remote_tier.look()).complete == frozenset()
 
     asyncio.run(scenario())
 
@@ -169,15 +169,15 @@ def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
     async def scenario() -> None:
-        async with running(archived) as depot:
-            commit(depot, write_step(local, 20))
-            assert await depot.drain(timeout_s=10)
-        async with running(archived, epochs=(EPOCH, child)) as depot:
-            assert await depot.expire() == ()  # none of the new life is there yet
+        async with running(archived) as remote_tier:
+            commit(remote_tier, write_step(local, 20))
+            assert await remote_tier.drain(timeout_s=10)
+        async with running(archived, epochs=(EPOCH, child)) as remote_tier:
+            assert await remote_tier.expire() == ()  # none of the new life is there yet
             later = StepId(child.id, 15)
-            commit(depot, write_step(local, 15, epoch=child))
-            assert await depot.drain(timeout_s=10)
+            commit(remote_tier, write_step(local, 15, epoch=child))
+            assert await remote_tier.drain(timeout_s=10)
             await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
-            assert (await depot.look()).complete == {step_id(10), later}
+            assert (await remote_tier.look()).complete == {step_id(10), later}
 
     asyncio.run(scenario())

@@ -38,10 +38,10 @@ def archived(local: Volume, archive_dir: Path) -> Path:
 
 def fill(config: ArchiveConfig, local: Volume, **image: int) -> None:
     async def scenario() -> None:
-        async with running(config) as depot:
+        async with running(config) as remote_tier:
             for step in (10, 20):
-                commit(depot, write_step(local, step, **image))
-            assert await depot.drain(timeout_s=30)
+                commit(remote_tier, write_step(local, step, **image))
+            assert await remote_tier.drain(timeout_s=30)
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ from keepstep.image import PAGE_BYTES, chunk_bounds
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
-from keepstep_sidecar.tiers.archive.tier import ArchiveDepot
+from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
@@ -38,12 +38,12 @@ def test_a_committed_step_is_archived_with_its_record_last(
         news: list[bool] = []
         async with running(
             config(archive_dir), facts=RunFacts(changed=lambda: news.append(True))
-        ) as depot:
+        ) as remote_tier:
             shards = write_step(local, 10)
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=10)
-            held = await depot.look()
-            status = depot.status()
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=10)
+            held = await remote_tier.look()
+            status = remote_tier.status()
         assert held.answer is Answer.STEPS
         assert held.complete == {step_id(10)}
         assert [(one.rank, one.world, one.root) for one in held.shards] == [
@@ -67,12 +67,12 @@ def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with running(config(archive_dir)) as depot:
+        async with running(config(archive_dir)) as remote_tier:
             shards = write_step(local, 10)
-            commit(depot, {0: shards[0]})  # rank 1 is on another pod, and never sends
-            assert await depot.drain(timeout_s=10, whole=False)
-            assert depot.status().sent == 1
-            assert not await depot.drain(timeout_s=0.1)
+            commit(remote_tier, {0: shards[0]})  # rank 1 is on another pod, and never sends
+            assert await remote_tier.drain(timeout_s=10, whole=False)
+            assert remote_tier.status().sent == 1
+            assert not await remote_tier.drain(timeout_s=0.1)
 
     asyncio.run(scenario())
 
@@ -81,20 +81,20 @@ def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with running(config(archive_dir)) as depot:
+        async with running(config(archive_dir)) as remote_tier:
             shards = write_step(local, 10, parameters=3 << 20)  # several chunks
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=20)
-            held = await depot.look()
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=20)
+            held = await remote_tier.look()
             remote = held.shards[1]
-            layout = (await reading.manifest(depot, remote)).layout
+            layout = (await reading.manifest(remote_tier, remote)).layout
             slot = empty_slot(layout)
-            control = await reading.load(depot, remote, slot)
+            control = await reading.load(remote_tier, remote, slot)
             assert bytes(slot) == shards[1].path.read_bytes()
-            assert control == (await reading.manifest(depot, remote)).control
+            assert control == (await reading.manifest(remote_tier, remote)).control
             begin, end = chunk_bounds(layout, 1)
             piece = memoryview(bytearray(end - begin))
-            await reading.chunks(depot, remote, [(1, piece)])
+            await reading.chunks(remote_tier, remote, [(1, piece)])
             assert piece == slot[begin:end]
 
     asyncio.run(scenario())
@@ -104,18 +104,20 @@ def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with running(config(archive_dir)) as depot:
-            commit(depot, write_step(local, 10))
-            assert await depot.drain(timeout_s=10)
-            remote = (await depot.look()).shards[0]
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            assert await remote_tier.drain(timeout_s=10)
+            remote = (await remote_tier.look()).shards[0]
             flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
-            layout = (await reading.manifest(depot, remote)).layout
+            layout = (await reading.manifest(remote_tier, remote)).layout
             slot = empty_slot(layout)
             with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
-                await reading.load(depot, remote, slot)
+                await reading.load(remote_tier, remote, slot)
             assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
             with pytest.raises(DigestError, match="chunk 0"):
-                await reading.chunks(depot, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
+                await reading.chunks(
+                    remote_tier, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])]
+                )
 
     asyncio.run(scenario())
 
@@ -130,14 +132,14 @@ def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with running(config(archive_dir, every=10)) as depot:
+        async with running(config(archive_dir, every=10)) as remote_tier:
             for step in (10, 15, 20):
-                commit(depot, write_step(local, step))
-            assert await depot.drain(timeout_s=10)
-            assert (await depot.look()).complete == {step_id(10), step_id(20)}
-            depot.want(step_id(15))
-            assert await depot.drain(timeout_s=10)
-            assert step_id(15) in (await depot.look()).complete
+                commit(remote_tier, write_step(local, step))
+            assert await remote_tier.drain(timeout_s=10)
+            assert (await remote_tier.look()).complete == {step_id(10), step_id(20)}
+            remote_tier.want(step_id(15))
+            assert await remote_tier.drain(timeout_s=10)
+            assert step_id(15) in (await remote_tier.look()).complete
 
     asyncio.run(scenario())
 
@@ -166,10 +168,10 @@ def test_what_is_there_already_is_not_sent_again(local: Volume, archive_dir: Pat
     async def scenario() -> None:
         shards = write_step(local, 10)
         for sent in (2, 0):
-            async with running(config(archive_dir)) as depot:
-                commit(depot, shards)
-                assert await depot.drain(timeout_s=10)
-                assert depot.status().sent == sent
+            async with running(config(archive_dir)) as remote_tier:
+                commit(remote_tier, shards)
+                assert await remote_tier.drain(timeout_s=10)
+                assert remote_tier.status().sent == sent
 
     asyncio.run(scenario())
 
@@ -178,10 +180,10 @@ def test_a_shard_that_was_published_meanwhile_is_found(local: Volume, archive_di
     async def scenario() -> None:
         shards = write_step(local, 10)
         local.publish(step_id(10))
-        async with running(config(archive_dir)) as depot:
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=10)
-            assert (await depot.look()).complete == {step_id(10)}
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=10)
+            assert (await remote_tier.look()).complete == {step_id(10)}
 
     asyncio.run(scenario())
 
@@ -192,12 +194,12 @@ def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
     async def scenario() -> None:
         gone, kept = write_step(local, 10), write_step(local, 20)
         local.retire(step_id(10))
-        async with running(config(archive_dir)) as depot:
-            commit(depot, gone)
-            commit(depot, kept)
-            assert await depot.drain(timeout_s=10)
-            assert (await depot.look()).complete == {step_id(20)}
-            assert depot.status().trouble == ""
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, gone)
+            commit(remote_tier, kept)
+            assert await remote_tier.drain(timeout_s=10)
+            assert (await remote_tier.look()).complete == {step_id(20)}
+            assert remote_tier.status().trouble == ""
 
     asyncio.run(scenario())
 
@@ -206,17 +208,19 @@ def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        depot = ArchiveDepot(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
+        remote_tier = ArchiveTier(
+            config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN
+        )
         for step in (10, 15, 20):
-            commit(depot, write_step(local, step))
-        assert [step for step in (10, 15, 20) if depot.in_use(step_id(step))] == [10]
+            commit(remote_tier, write_step(local, step))
+        assert [step for step in (10, 15, 20) if remote_tier.in_use(step_id(step))] == [10]
         archive_dir.rmdir()
-        work = asyncio.ensure_future(depot.run())
-        await until(lambda: depot.status().trouble)
-        await until(lambda: not depot.in_use(step_id(10)))
+        work = asyncio.ensure_future(remote_tier.run())
+        await until(lambda: remote_tier.status().trouble)
+        await until(lambda: not remote_tier.in_use(step_id(10)))
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        await depot.close()
+        await remote_tier.close()
 
     asyncio.run(scenario())
 
@@ -226,16 +230,16 @@ def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_go
 ) -> None:
     async def scenario() -> None:
         archive_dir.rmdir()
-        async with running(config(archive_dir)) as depot:
-            commit(depot, write_step(local, 10))
-            await until(lambda: depot.status().trouble)
-            depot.forget([step_id(10)])
-            failures = depot.status().failures
-            await until(lambda: depot.status().failures > failures + 1)
-            assert depot.status().backlog == 0
-            assert "mount it" in depot.status().trouble
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            await until(lambda: remote_tier.status().trouble)
+            remote_tier.forget([step_id(10)])
+            failures = remote_tier.status().failures
+            await until(lambda: remote_tier.status().failures > failures + 1)
+            assert remote_tier.status().backlog == 0
+            assert "mount it" in remote_tier.status().trouble
             archive_dir.mkdir()
-            await until(lambda: not depot.status().trouble)
+            await until(lambda: not remote_tier.status().trouble)
 
     asyncio.run(scenario())
 
@@ -246,11 +250,11 @@ def test_a_rotten_local_shard_does_not_become_an_archived_one(
     async def scenario() -> None:
         shards = write_step(local, 10)
         flip(shards[1].path, at=PAGE_BYTES * 3)
-        async with running(config(archive_dir)) as depot:
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=10)
-            assert (await depot.look()).complete == frozenset()
-            assert depot.status().failures == 1
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=10)
+            assert (await remote_tier.look()).complete == frozenset()
+            assert remote_tier.status().failures == 1
 
     asyncio.run(scenario())
     names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
@@ -264,11 +268,11 @@ def test_old_steps_go_record_first_and_the_newest_stays(local: Volume, archive_d
         pinned = {step_id(120)}
         async with running(
             config(archive_dir, retention=policy), facts=RunFacts(pinned=lambda: pinned)
-        ) as depot:
+        ) as remote_tier:
             for step in (100, 110, 120, 130):
-                commit(depot, write_step(local, step))
-                assert await depot.drain(timeout_s=10)
-            left = {id.step for id in (await depot.look()).complete}
+                commit(remote_tier, write_step(local, step))
+                assert await remote_tier.drain(timeout_s=10)
+            left = {id.step for id in (await remote_tier.look()).complete}
             assert left == {100, 120, 130}
 
     asyncio.run(scenario())
@@ -284,13 +288,13 @@ def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
     async def scenario() -> None:
         nonlocal pinned
         settings = config(archive_dir, retention=Retention(last=1))
-        async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as depot:
+        async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as remote_tier:
             for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
                 if step == 40:
                     pinned = {step_id(10)}
-                commit(depot, write_step(local, step))
-                assert await depot.drain(timeout_s=10)
-                assert {id.step for id in (await depot.look()).complete} == left
+                commit(remote_tier, write_step(local, step))
+                assert await remote_tier.drain(timeout_s=10)
+                assert {id.step for id in (await remote_tier.look()).complete} == left
 
     asyncio.run(scenario())
 
@@ -301,20 +305,20 @@ def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
     async def scenario() -> None:
         archive_dir.rmdir()
         order: list[StepId] = []
-        async with running(config(archive_dir, retention=Retention(last=9))) as depot:
+        async with running(config(archive_dir, retention=Retention(last=9))) as remote_tier:
             for step in (3, 1, 2):
-                commit(depot, write_step(local, step))
-            assert not await depot.drain(timeout_s=0.3)
-            held = await depot.look()
+                commit(remote_tier, write_step(local, step))
+            assert not await remote_tier.drain(timeout_s=0.3)
+            held = await remote_tier.look()
             assert held.answer is Answer.UNKNOWN
             assert "not there; mount it" in held.reason
-            status = depot.status()
+            status = remote_tier.status()
             assert (status.backlog, status.failures > 1) == (6, True)
             assert "mount it" in status.trouble
             assert status.behind_s > 0
             archive_dir.mkdir()
-            assert await depot.drain(timeout_s=10)
-            assert depot.status().trouble == ""
+            assert await remote_tier.drain(timeout_s=10)
+            assert remote_tier.status().trouble == ""
         times = {path.stat().st_mtime_ns: path.parent.name for path in archive_dir.rglob("*.json")}
         order = [StepId.parse(times[at]) for at in sorted(times)]
         assert [id.step for id in order] == [1, 2, 3]
@@ -326,14 +330,14 @@ def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
     local: Volume, archive_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with running(config(archive_dir)) as depot:
-            commit(depot, write_step(local, 10))
-            assert await depot.drain(timeout_s=10)
-            remote = (await depot.look()).shards[0]
-            layout = (await reading.manifest(depot, remote)).layout
+        async with running(config(archive_dir)) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            assert await remote_tier.drain(timeout_s=10)
+            remote = (await remote_tier.look()).shards[0]
+            layout = (await reading.manifest(remote_tier, remote)).layout
             shutil.rmtree(archive_dir)
             with pytest.raises(StorageError, match=str(archive_dir)):
-                await reading.load(depot, remote, empty_slot(layout))
+                await reading.load(remote_tier, remote, empty_slot(layout))
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ from keepstep.image import check_control
 from keepstep.steps import Answer, Tier
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.restore_from import parse
-from keepstep_sidecar.tiers.archive.fork import AncestorDepot
+from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
@@ -33,13 +33,13 @@ def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_t
     config: ArchiveConfig, local: Volume
 ) -> None:
     async def scenario() -> None:
-        async with running(config) as depot:
+        async with running(config) as remote_tier:
             for number in (10, 20):
-                commit(depot, write_step(local, number))
-            assert await depot.drain(timeout_s=30)
+                commit(remote_tier, write_step(local, number))
+            assert await remote_tier.drain(timeout_s=30)
         store = open_store(config)
         before = await store.list_below("")
-        ancestor = AncestorDepot(store, parse(f"{RUN}/10"), run="second")
+        ancestor = AncestorTier(store, parse(f"{RUN}/10"), run="second")
         found = await ancestor.look()
         assert (found.answer, found.epochs) == (Answer.STEPS, ())
         assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
@@ -65,7 +65,7 @@ def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_t
 def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
-        ancestor = AncestorDepot(store, parse("first/10"), run="second")
+        ancestor = AncestorTier(store, parse("first/10"), run="second")
         found = await ancestor.look()
         assert found.answer is Answer.UNKNOWN
         assert "begin from first/10, but" in found.reason

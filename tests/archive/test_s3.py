@@ -31,17 +31,17 @@ def in_bucket(bucket: Bucket, step: int) -> Path:
 
 def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucket) -> None:
     async def scenario() -> None:
-        async with running(bucket.config()) as depot:
+        async with running(bucket.config()) as remote_tier:
             shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=30)
-            held = await depot.look()
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=30)
+            held = await remote_tier.look()
             assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
             for remote in held.shards:
-                slot = empty_slot((await reading.manifest(depot, remote)).layout)
-                await reading.load(depot, remote, slot)
+                slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
+                await reading.load(remote_tier, remote, slot)
                 assert bytes(slot) == shards[remote.rank].path.read_bytes()
-            status = depot.status()
+            status = remote_tier.status()
             size_bytes = sum(one.size_bytes for one in held.shards)
             assert status.sent_bytes == size_bytes
             headers = 3 * len(held.shards) * (64 << 10)  # read first, with what follows them
@@ -56,12 +56,12 @@ def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -
     async def scenario() -> None:
         process = psutil.Process()
         shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB
-        async with running(bucket.config(direct=True)) as depot:
-            commit(depot, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
-            assert await depot.drain(timeout_s=30)  # threads and buffers are there by now
+        async with running(bucket.config(direct=True)) as remote_tier:
+            commit(remote_tier, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
+            assert await remote_tier.drain(timeout_s=30)  # threads and buffers are there by now
             before = process.memory_info().rss
-            commit(depot, shards)
-            peak, drained = before, asyncio.ensure_future(depot.drain(timeout_s=60))
+            commit(remote_tier, shards)
+            peak, drained = before, asyncio.ensure_future(remote_tier.drain(timeout_s=60))
             while not drained.done():
                 peak = max(peak, process.memory_info().rss)
                 await asyncio.sleep(0.005)
@@ -77,15 +77,15 @@ def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(
     async def scenario() -> None:
         faults = bucket.proxy.faults
         faults.answer, faults.to = 503, "^(PUT|POST)"
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10))
-            await until(lambda: depot.status().trouble)
-            trouble = depot.status().trouble
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            await until(lambda: remote_tier.status().trouble)
+            trouble = remote_tier.status().trouble
             assert "SlowDown" in trouble or "503" in trouble
             faults.answer = None
-            assert await depot.drain(timeout_s=20)
-            assert depot.status().trouble == ""
-            assert (await depot.look()).complete == {step_id(10)}
+            assert await remote_tier.drain(timeout_s=20)
+            assert remote_tier.status().trouble == ""
+            assert (await remote_tier.look()).complete == {step_id(10)}
         assert faults.broken > 3
 
     asyncio.run(scenario())
@@ -97,15 +97,15 @@ def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
     async def scenario() -> None:
         faults = bucket.proxy.faults
         faults.drop_after = 1 << 20
-        async with running(bucket.config()) as depot:
+        async with running(bucket.config()) as remote_tier:
             shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-            commit(depot, shards)
+            commit(remote_tier, shards)
             await until(lambda: faults.broken >= 3)
             faults.drop_after = None
-            assert await depot.drain(timeout_s=30)
-            remote = (await depot.look()).shards[0]
-            slot = empty_slot((await reading.manifest(depot, remote)).layout)
-            await reading.load(depot, remote, slot)
+            assert await remote_tier.drain(timeout_s=30)
+            remote = (await remote_tier.look()).shards[0]
+            slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
+            await reading.load(remote_tier, remote, slot)
             assert bytes(slot) == shards[0].path.read_bytes()
 
     asyncio.run(scenario())
@@ -116,10 +116,10 @@ def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
 ) -> None:
     async def scenario() -> None:
         bucket.proxy.faults.answer = 503
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10))
-            assert not await depot.drain(timeout_s=60, whole=False)
-            assert depot.status().trouble
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            assert not await remote_tier.drain(timeout_s=60, whole=False)
+            assert remote_tier.status().trouble
 
     asyncio.run(scenario())
 
@@ -132,11 +132,11 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     async def scenario() -> set[str]:
         told: set[str] = set()
         nobody = replace(bucket.config(), endpoint=f"http://127.0.0.1:{free_port()}")
-        async with running(nobody) as depot:
-            commit(depot, write_step(local, 10))
+        async with running(nobody) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
             for failures in (1, 2):
-                await until(lambda n=failures: depot.status().failures >= n)
-                told.add(depot.status().trouble)
+                await until(lambda n=failures: remote_tier.status().failures >= n)
+                told.add(remote_tier.status().trouble)
         return told
 
     (trouble,) = asyncio.run(scenario())
@@ -147,31 +147,31 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
 def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
     async def scenario() -> None:
         bucket.proxy.faults.delay_s = 0.1
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10))
-            await until(lambda: depot.in_use(step_id(10)))
-            assert not await depot.drain(timeout_s=0.1)
-            assert await depot.drain(timeout_s=30)
-            assert not depot.in_use(step_id(10))
-            assert depot.status().failures == 0
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            await until(lambda: remote_tier.in_use(step_id(10)))
+            assert not await remote_tier.drain(timeout_s=0.1)
+            assert await remote_tier.drain(timeout_s=30)
+            assert not remote_tier.in_use(step_id(10))
+            assert remote_tier.status().failures == 0
 
     asyncio.run(scenario())
 
 
 def test_other_bytes_than_were_sent_are_never_given_out(local: Volume, bucket: Bucket) -> None:
     async def scenario() -> None:
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10))
-            assert await depot.drain(timeout_s=20)
-            remote = (await depot.look()).shards[0]
-            layout = (await reading.manifest(depot, remote)).layout
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            assert await remote_tier.drain(timeout_s=20)
+            remote = (await remote_tier.look()).shards[0]
+            layout = (await reading.manifest(remote_tier, remote)).layout
             bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
             slot = empty_slot(layout)
             with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
-                await reading.load(depot, remote, slot)
+                await reading.load(remote_tier, remote, slot)
             assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
             bucket.proxy.faults.flip = None
-            await reading.load(depot, remote, slot)
+            await reading.load(remote_tier, remote, slot)
 
     asyncio.run(scenario())
 
@@ -180,13 +180,13 @@ def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(
     local: Volume, bucket: Bucket
 ) -> None:
     async def scenario() -> None:
-        async with running(bucket.config()) as depot:
+        async with running(bucket.config()) as remote_tier:
             bucket.proxy.faults.flip = PAGE_BYTES + 10  # in the tail that is read back
-            commit(depot, write_step(local, 10))
-            await until(lambda: "other bytes than it was sent" in depot.status().trouble)
-            assert (await depot.look()).complete == frozenset()
+            commit(remote_tier, write_step(local, 10))
+            await until(lambda: "other bytes than it was sent" in remote_tier.status().trouble)
+            assert (await remote_tier.look()).complete == frozenset()
             bucket.proxy.faults.flip = None
-            assert await depot.drain(timeout_s=20)
+            assert await remote_tier.drain(timeout_s=20)
 
     asyncio.run(scenario())
 
@@ -195,12 +195,12 @@ def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
     local: Volume, bucket: Bucket
 ) -> None:
     async def scenario() -> None:
-        async with running(bucket.config()) as depot:
-            commit(depot, write_step(local, 10, parameters=SEVERAL_PARTS))
-            assert await depot.drain(timeout_s=30)
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS))
+            assert await remote_tier.drain(timeout_s=30)
             damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
             os.truncate(damaged, damaged.stat().st_size - (8 << 20))
-            held = await depot.look()
+            held = await remote_tier.look()
             assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
             assert "rank-00001-of-00002.safetensors has" in held.reason
 
@@ -213,9 +213,9 @@ def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket: Bucke
         place = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
         place.parent.mkdir(parents=True)
         place.write_bytes(shards[1].path.read_bytes()[: 8 << 20])
-        async with running(bucket.config()) as depot:
-            commit(depot, shards)
-            assert await depot.drain(timeout_s=30)
+        async with running(bucket.config()) as remote_tier:
+            commit(remote_tier, shards)
+            assert await remote_tier.drain(timeout_s=30)
         assert place.read_bytes() == shards[1].path.read_bytes()
 
     asyncio.run(scenario())
@@ -225,11 +225,11 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def reason(config: ArchiveConfig) -> str:
-        async with running(config) as depot:
-            commit(depot, write_step(local, 10))
-            held = await depot.look()
-            assert not await depot.drain(timeout_s=0.5)
-            assert depot.status().trouble
+        async with running(config) as remote_tier:
+            commit(remote_tier, write_step(local, 10))
+            held = await remote_tier.look()
+            assert not await remote_tier.drain(timeout_s=0.5)
+            assert remote_tier.status().trouble
             assert held.answer is Answer.UNKNOWN
             return held.reason
 
@@ -248,17 +248,17 @@ def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
 ) -> None:
     async def scenario() -> None:
         bucket.proxy.faults.answer = 503
-        async with running(bucket.config(retention=Retention(last=9))) as depot:
+        async with running(bucket.config(retention=Retention(last=9))) as remote_tier:
             for step in range(1, 6):
-                commit(depot, write_step(local, step))
+                commit(remote_tier, write_step(local, step))
             for step in (1, 2):  # retired here while the archive was away: nothing to be done
                 local.retire(step_id(step))
-            depot.forget([step_id(1), step_id(2)])
-            await until(lambda: depot.status().failures)
-            assert depot.status().backlog == 6
+            remote_tier.forget([step_id(1), step_id(2)])
+            await until(lambda: remote_tier.status().failures)
+            assert remote_tier.status().backlog == 6
             bucket.proxy.faults.answer = None
-            assert await depot.drain(timeout_s=30)
-            assert [id.step for id in sorted((await depot.look()).complete)] == [3, 4, 5]
+            assert await remote_tier.drain(timeout_s=30)
+            assert [id.step for id in sorted((await remote_tier.look()).complete)] == [3, 4, 5]
         written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
         assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
 
@@ -268,10 +268,10 @@ def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
 def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:
     async def scenario() -> None:
         bucket.proxy.faults.drop_after = -1
-        async with running(bucket.config()) as depot:
-            held = await depot.look()
+        async with running(bucket.config()) as remote_tier:
+            held = await remote_tier.look()
             assert held.answer is Answer.UNKNOWN
             with pytest.raises(StorageError, match=bucket.name):
-                await depot.store.list_below(RUN)
+                await remote_tier.store.list_below(RUN)
 
     asyncio.run(scenario())

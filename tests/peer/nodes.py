@@ -11,7 +11,7 @@ from typing import Any
 from keepstep.steps import StepId
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.peers import Files, PeerSettings
-from keepstep_sidecar.tiers.peer.tier import PeerDepot
+from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
@@ -37,10 +37,10 @@ class Node:
         self.volume = Volume(self.root, run=RUN, **options)
         self.volumes = VolumeSet([self.volume])
         self.files = files
-        self.depot = self.make()
+        self.remote_tier = self.make()
 
-    def make(self, **settings: Any) -> PeerDepot:
-        return PeerDepot(
+    def make(self, **settings: Any) -> PeerTier:
+        return PeerTier(
             PeerSettings(listen="127.0.0.1:0", files=self.files, **settings),
             self.volumes,
             run=RUN,
@@ -49,11 +49,11 @@ class Node:
 
     @property
     def address(self) -> str:
-        return self.depot.address
+        return self.remote_tier.address
 
     def knows(self, *others: Node, buddies: tuple[Node, ...] = ()) -> None:
         """As an operator tells it."""
-        self.depot.peers_are(
+        self.remote_tier.peers_are(
             tuple(
                 Peer(node_rank=one.node_rank, address=one.address, buddy=one in buddies)
                 for one in others
@@ -69,7 +69,7 @@ class Node:
 
     def copies(self) -> list[tuple[int, int]]:
         """(step, rank) of the copies here."""
-        return [(one.step_id.step, one.rank) for one in self.depot.kept()]
+        return [(one.step_id.step, one.rank) for one in self.remote_tier.kept()]
 
     def copy_path(self, id: StepId) -> Path:
         (path,) = (self.root / "peers" / str(id)).glob("rank-*")
@@ -79,7 +79,7 @@ class Node:
 @contextlib.asynccontextmanager
 async def running(*nodes: Node) -> AsyncIterator[None]:
     """All of them at work; stopped in order afterwards."""
-    tasks = [asyncio.create_task(node.depot.run()) for node in nodes]
+    tasks = [asyncio.create_task(node.remote_tier.run()) for node in nodes]
     try:
         yield
     finally:
@@ -87,7 +87,7 @@ async def running(*nodes: Node) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for node in nodes:
-            await node.depot.close()
+            await node.remote_tier.close()
             node.volume.close()
 
 

@@ -23,7 +23,7 @@ async def sent(here: Node, buddy: Node, *steps: int) -> None:
     """Steps of rank 0 that became durable here, and then the buddy's copies, one by one."""
     for step in steps:
         _, found = here.write(step, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda step=step: (step, 0) in buddy.copies())
 
 
@@ -36,25 +36,25 @@ async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
     buddy.knows(here)
     async with running(here, buddy):
         slot, found = here.write(5, rank=0, parameters=parameters)
-        here.depot.durable(found)
-        await until(lambda: here.depot.status().sent == 1)
-        assert await here.depot.drain(timeout_s=10)
+        here.remote_tier.durable(found)
+        await until(lambda: here.remote_tier.status().sent == 1)
+        assert await here.remote_tier.drain(timeout_s=10)
         assert buddy.copies() == [(5, 0)]
-        assert here.depot.status().sent_bytes == slot.layout.digests_begin
+        assert here.remote_tier.status().sent_bytes == slot.layout.digests_begin
         # readers of the buddy's volume see no step that is not theirs
         assert survey(buddy.root, run=RUN).shards == ()
 
         here.volume.retire(found.step_id)  # the drive of this pod is lost
-        seen = await here.depot.look()
+        seen = await here.remote_tier.look()
         assert (seen.answer, seen.reason) == (Answer.STEPS, "")
         (remote,) = seen.shards
         assert (remote.step_id, remote.rank, remote.root) == (found.step_id, 0, found.root)
         view = empty_slot(slot.layout)
-        control = await reading.load(here.depot, remote, view)
+        control = await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
         assert verify_image(view, slot.layout, run=RUN, id=found.step_id) == control
-        assert (await reading.manifest(here.depot, remote)).layout == slot.layout
-        assert (await reading.manifest(here.depot, remote)).control == control
+        assert (await reading.manifest(here.remote_tier, remote)).layout == slot.layout
+        assert (await reading.manifest(here.remote_tier, remote)).control == control
 
 
 async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
@@ -62,13 +62,13 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         slot, found = here.write(5, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
         buddy.knows()  # the other pod is gone
-        (remote,) = (await buddy.depot.look()).shards
+        (remote,) = (await buddy.remote_tier.look()).shards
         assert remote.where == "this pod"
         view = empty_slot(slot.layout)
-        await reading.load(buddy.depot, remote, view)
+        await reading.load(buddy.remote_tier, remote, view)
         assert same(view, slot)
 
 
@@ -77,7 +77,7 @@ async def test_copies_are_found_again_after_a_restart(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
     again = node(1)
     async with running(again):
@@ -89,7 +89,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
     path = buddy.copy_path(found.step_id)
     with path.open("r+b") as file:
@@ -97,7 +97,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
         file.write(b"x")
     again = node(1)
     async with running(again):
-        assert (await again.depot.look()).answer is Answer.NONE
+        assert (await again.remote_tier.look()).answer is Answer.NONE
     assert [one.name for one in (again.root / "quarantine").iterdir()] == [
         f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]
@@ -109,10 +109,10 @@ async def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> 
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
         assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
-        here.depot.committed(step_id(2), {})
+        here.remote_tier.committed(step_id(2), {})
         await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-        here.depot.forget([step_id(1), step_id(2)])
-        here.depot.committed(step_id(3), {})
+        here.remote_tier.forget([step_id(1), step_id(2)])
+        here.remote_tier.committed(step_id(3), {})
         await until(lambda: buddy.copies() == [(3, 0)])
 
 
@@ -122,13 +122,13 @@ async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> 
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: buddy.copies() == [(5, 0)])
-        here.depot.forget([found.step_id])
-        here.depot.committed(step_id(9), {})
+        here.remote_tier.forget([found.step_id])
+        here.remote_tier.committed(step_id(9), {})
         _, other = here.write(7, rank=1)
-        here.depot.durable(other)
-        await until(lambda: not here.depot.status().backlog)
+        here.remote_tier.durable(other)
+        await until(lambda: not here.remote_tier.status().backlog)
         assert (5, 0) in buddy.copies()
 
 
@@ -137,11 +137,11 @@ async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: 
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
-        here.depot.committed(step_id(2), {})
+        here.remote_tier.committed(step_id(2), {})
         await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-        assert await buddy.depot.make_room(1 << 60)
+        assert await buddy.remote_tier.make_room(1 << 60)
         assert buddy.copies() == [(2, 0)]
-        assert not await buddy.depot.make_room(1 << 60)
+        assert not await buddy.remote_tier.make_room(1 << 60)
 
 
 async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) -> None:
@@ -152,9 +152,9 @@ async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: 
     again = node(1)  # and nobody sends to it any more
     async with running(again):
         await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
-        assert not await again.depot.make_room(1 << 60), "it knows of no commit"
-        again.depot.begin(RunFacts(commit=lambda: step_id(2)))
-        assert await again.depot.make_room(1 << 60)
+        assert not await again.remote_tier.make_room(1 << 60), "it knows of no commit"
+        again.remote_tier.begin(RunFacts(commit=lambda: step_id(2)))
+        assert await again.remote_tier.make_room(1 << 60)
         assert again.copies() == [(2, 0)]
 
 
@@ -163,25 +163,25 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, small = here.write(1, rank=0)
-        here.depot.durable(small)
+        here.remote_tier.durable(small)
         await until(lambda: buddy.copies() == [(1, 0)])
         _, big = here.write(2, rank=0, parameters=BIG)
-        here.depot.durable(big)
-        await until(lambda: here.depot.status().trouble)
-        assert "bytes needed for a copy" in here.depot.status().trouble
-        assert here.depot.status().backlog == 1
+        here.remote_tier.durable(big)
+        await until(lambda: here.remote_tier.status().trouble)
+        assert "bytes needed for a copy" in here.remote_tier.status().trouble
+        assert here.remote_tier.status().backlog == 1
         assert not list(buddy.root.rglob("*.part"))
-        assert not here.depot.in_use(big.step_id)
+        assert not here.remote_tier.in_use(big.step_id)
 
 
 async def test_the_ring_is_built_of_a_static_list_and_certificates(
     node: Make, tmp_path: Path
 ) -> None:
     nodes = [node(rank) for rank in (0, 1, 2)]
-    await nodes[1].depot.close()
-    nodes[1].depot = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
+    await nodes[1].remote_tier.close()
+    nodes[1].remote_tier = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
     async with running(*nodes):
         _, found = nodes[1].write(5, rank=1)
-        nodes[1].depot.durable(found)
+        nodes[1].remote_tier.durable(found)
         await until(lambda: nodes[2].copies() == [(5, 1)])
         assert nodes[0].copies() == []

@@ -51,7 +51,7 @@ def receiver(tmp_path: Path, authority: Authority) -> Iterator[Start]:
 
 
 def told(node: Node, address: str) -> None:
-    node.depot.peers_are((Peer(node_rank=1, address=address, buddy=True),))
+    node.remote_tier.peers_are((Peer(node_rank=1, address=address, buddy=True),))
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
         name, at, hit = point.partition("@")
         address, dying = receiver(f"{name}:kill{at}{hit}")
         told(here, address)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: dying.poll() is not None, what=f"death at {point}")
         address, _ = receiver()
         told(here, address)
-        await until(lambda: not here.depot.status().backlog)
+        await until(lambda: not here.remote_tier.status().backlog)
         whole = slot.layout.digests_begin
-        sent = here.depot.status().sent_bytes
+        sent = here.remote_tier.status().sent_bytes
         if point == "peer.data@4":
             assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
         elif point not in ("peer.create", "peer.data"):
             assert sent == 0, "all chunks had arrived before it died"
         here.volume.retire(found.step_id)
-        here.depot.forget([found.step_id])
-        seen = await here.depot.look()
+        here.remote_tier.forget([found.step_id])
+        seen = await here.remote_tier.look()
         assert seen.answer is Answer.STEPS
         view = empty_slot(slot.layout)
-        await reading.load(here.depot, seen.shards[0], view)
+        await reading.load(here.remote_tier, seen.shards[0], view)
         assert same(view, slot)
 
 
@@ -96,11 +96,11 @@ async def test_while_the_receiver_is_dead_nothing_is_half_there(
         _, found = here.write(5, rank=0, parameters=BIG)
         address, dying = receiver("peer.control-sync:kill")
         told(here, address)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: dying.poll() is not None)
-        await until(lambda: here.depot.status().trouble)
-        assert here.depot.status().backlog == 1
+        await until(lambda: here.remote_tier.status().trouble)
+        assert here.remote_tier.status().backlog == 1
     buddy = node(1)
     async with running(buddy):
         buddy.knows()
-        assert (await buddy.depot.look()).answer is Answer.NONE
+        assert (await buddy.remote_tier.look()).answer is Answer.NONE

@@ -27,9 +27,9 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     """A shard of `here` that all buddies hold, and that its own drive has lost."""
     here.knows(*buddies, buddies=buddies)
     slot, found = here.write(5, rank=0, parameters=parameters)
-    here.depot.durable(found)
+    here.remote_tier.durable(found)
     await until(lambda: all(one.copies() for one in buddies))
-    here.depot.forget([found.step_id])
+    here.remote_tier.forget([found.step_id])
     here.volume.retire(found.step_id)
     return slot, found
 
@@ -47,13 +47,13 @@ async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(n
     async with running(here, liar, honest):
         slot, found = await two_copies(here, liar, honest)
         flip(liar, found, 2 * CHUNK_BYTES + 5)
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         assert remote.where == "node rank 1, node rank 2"
         view = empty_slot(slot.layout)
-        await reading.load(here.depot, remote, view)
+        await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
         # it is not offered again as a holder of this shard, and nothing of it was deleted
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         assert remote.where == "node rank 2"
         assert liar.copies() == [(5, 0)]
 
@@ -65,12 +65,12 @@ async def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_s
     async with running(here, liar):
         slot, found = await two_copies(here, liar)
         flip(liar, found, 2 * CHUNK_BYTES + 5)
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         view = empty_slot(slot.layout)
         with pytest.raises(DigestError, match=r"node rank 1 .*chunk 2 .*damaged"):
-            await reading.load(here.depot, remote, view)
+            await reading.load(here.remote_tier, remote, view)
         assert bytes(view[-4096:]) == bytes(4096)
-        assert here.depot.sources(remote) == []
+        assert here.remote_tier.sources(remote) == []
 
 
 @pytest.mark.parametrize("what", ["table", "control"])
@@ -82,9 +82,9 @@ async def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(
         slot, found = await two_copies(here, liar, parameters=6000)
         layout = slot.layout
         flip(liar, found, layout.digests_begin if what == "table" else layout.control_begin)
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         with pytest.raises(ImageError, match="node rank 1"):
-            await reading.load(here.depot, remote, empty_slot(layout))
+            await reading.load(here.remote_tier, remote, empty_slot(layout))
 
 
 async def test_a_peer_whose_list_promises_another_root_is_named(
@@ -93,7 +93,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
     here, liar = node(0), node(1)
     async with running(here, liar):
         slot, _ = await two_copies(here, liar, parameters=6000)
-        truth = liar.depot._shards.listing
+        truth = liar.remote_tier._shards.listing
 
         def lie() -> protocol.Listing:
             listing = truth()
@@ -101,10 +101,10 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
                 listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)
             )
 
-        monkeypatch.setattr(liar.depot._shards, "listing", lie)
-        (remote,) = (await here.depot.look()).shards
+        monkeypatch.setattr(liar.remote_tier._shards, "listing", lie)
+        (remote,) = (await here.remote_tier.look()).shards
         with pytest.raises(DigestError, match=r"node rank 1 .*was promised"):
-            await reading.load(here.depot, remote, empty_slot(slot.layout))
+            await reading.load(here.remote_tier, remote, empty_slot(slot.layout))
 
 
 async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shard(
@@ -112,13 +112,13 @@ async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shar
 ) -> None:
     here, liar = node(0), node(1)
     here.knows(liar, buddies=(liar,))
-    monkeypatch.setattr(liar.depot._copies, "seal", lambda part: "f" * 32)
+    monkeypatch.setattr(liar.remote_tier._copies, "seal", lambda part: "f" * 32)
     async with running(here, liar):
         _, found = here.write(5, rank=0)
-        here.depot.durable(found)
-        await until(lambda: "gets no copy of this shard again" in here.depot.status().trouble)
-        assert here.depot.status().sent == 0
-        assert here.depot.status().backlog == 1
+        here.remote_tier.durable(found)
+        await until(lambda: "gets no copy of this shard again" in here.remote_tier.status().trouble)
+        assert here.remote_tier.status().sent == 0
+        assert here.remote_tier.status().backlog == 1
 
 
 async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
@@ -137,9 +137,9 @@ async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
     monkeypatch.setattr(Copies, "write", spoil)
     async with running(here, buddy):
         _, found = here.write(5, rank=0, parameters=BIG)
-        here.depot.durable(found)
-        await until(lambda: "is damaged" in here.depot.status().trouble)
-        assert "node rank 0 of run team/gpt" in here.depot.status().trouble
+        here.remote_tier.durable(found)
+        await until(lambda: "is damaged" in here.remote_tier.status().trouble)
+        assert "node rank 0 of run team/gpt" in here.remote_tier.status().trouble
         await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
 
 
@@ -151,9 +151,9 @@ async def test_a_shard_that_rotted_here_is_not_sent(node: Make) -> None:
         with found.path.open("r+b") as file:
             file.seek(CHUNK_BYTES + 7)
             file.write(b"rot")
-        here.depot.durable(found)
-        await until(lambda: "is damaged" in here.depot.status().trouble)
-        assert str(found.path) in here.depot.status().trouble
+        here.remote_tier.durable(found)
+        await until(lambda: "is damaged" in here.remote_tier.status().trouble)
+        assert str(found.path) in here.remote_tier.status().trouble
         assert buddy.copies() == []
 
 
@@ -163,7 +163,7 @@ async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
     here, dying, other = node(0), node(1), node(2)
     async with running(here, dying, other):
         slot, _ = await two_copies(here, dying, other)
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         read = Reading.read
 
         def die(self: Reading, into: memoryview, begin: int) -> None:
@@ -173,7 +173,7 @@ async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
 
         monkeypatch.setattr(Reading, "read", die)
         view = empty_slot(slot.layout)
-        await reading.load(here.depot, remote, view)
+        await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
 
 
@@ -183,7 +183,7 @@ async def test_a_cancelled_load_leaves_the_slot_alone(
     here, slow = node(0), node(1)
     async with running(here, slow):
         slot, _ = await two_copies(here, slow)
-        (remote,) = (await here.depot.look()).shards
+        (remote,) = (await here.remote_tier.look()).shards
         read = Reading.read
 
         def dawdle(self: Reading, into: memoryview, begin: int) -> None:
@@ -192,7 +192,7 @@ async def test_a_cancelled_load_leaves_the_slot_alone(
 
         monkeypatch.setattr(Reading, "read", dawdle)
         view = empty_slot(slot.layout)
-        loading = asyncio.create_task(reading.load(here.depot, remote, view))
+        loading = asyncio.create_task(reading.load(here.remote_tier, remote, view))
         await until(lambda: any(view[:CHUNK_BYTES:65536]))
         began = time.monotonic()
         loading.cancel()
@@ -208,20 +208,22 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
     node: Make,
 ) -> None:
     here, buddy = node(0), node(1)
-    await here.depot.close()
-    here.depot = here.make(bytes_per_second=20 << 20)
+    await here.remote_tier.close()
+    here.remote_tier = here.make(bytes_per_second=20 << 20)
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         began = time.monotonic()
         founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
-        here.depot.durable(founds[0])
-        await until(lambda: here.depot.in_use(founds[0].step_id))
+        here.remote_tier.durable(founds[0])
+        await until(lambda: here.remote_tier.in_use(founds[0].step_id))
         for found in founds[1:]:
-            here.depot.durable(found)
-        assert here.depot.in_use(founds[3].step_id)  # step 8 is next, and stays here until then
-        assert not here.depot.in_use(founds[2].step_id)
+            here.remote_tier.durable(found)
+        assert here.remote_tier.in_use(
+            founds[3].step_id
+        )  # step 8 is next, and stays here until then
+        assert not here.remote_tier.in_use(founds[2].step_id)
         await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
-        sent = here.depot.status().sent_bytes
+        sent = here.remote_tier.status().sent_bytes
         assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)
 
 

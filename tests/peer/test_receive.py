@@ -18,7 +18,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.receive import Part
+from keepstep_sidecar.tiers.peer.receive import IncomingCopy
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName
@@ -65,7 +65,7 @@ def sealed(volume: Volume, rank: int) -> tuple[ShardName, bytes, bytes]:
     return ShardName(id=step_id(1), rank=rank, world=2), manifest, data[: min(end, CHUNK_BYTES)]
 
 
-def begun(copies: Copies, name: ShardName, manifest: bytes) -> Part:
+def begun(copies: Copies, name: ShardName, manifest: bytes) -> IncomingCopy:
     part = copies.begin(
         name, shard_name(name.rank, name.world), memoryview(manifest), whose="the test"
     )

@@ -36,19 +36,21 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
     async with running(buddy):
         async with running(old):
             _, committed = old.write(100, rank=0)
-            old.depot.durable(committed)
-            old.depot.committed(committed.step_id, {0: committed})
+            old.remote_tier.durable(committed)
+            old.remote_tier.committed(committed.step_id, {0: committed})
             await until(lambda: buddy.copies() == [(100, 0)])
         new = Node(tmp_path / "drives-new", 0, authority.files(0))
         new.knows(buddy, buddies=(buddy,))
         async with running(new):
             _, later = new.write(110, rank=0)
-            new.depot.durable(later)
-            await until(lambda: new.depot.status().sent == 1 and not new.depot.status().backlog)
-            feeder = next(iter(new.depot._feeders.values()))[0]
-            await until(lambda: feeder._said == new.depot._outbox.wanted())
+            new.remote_tier.durable(later)
+            await until(
+                lambda: new.remote_tier.status().sent == 1 and not new.remote_tier.status().backlog
+            )
+            feeder = next(iter(new.remote_tier._feeders.values()))[0]
+            await until(lambda: feeder._said == new.remote_tier._outbox.wanted())
             assert buddy.copies() == [(100, 0), (110, 0)]
-            new.depot.committed(later.step_id, {0: later})
+            new.remote_tier.committed(later.step_id, {0: later})
             await until(lambda: buddy.copies() == [(110, 0)])
 
 
@@ -65,7 +67,7 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     outbox.forget([dead.step_id])
     assert outbox.due(()) == [live]
     assert outbox.wanted().ranks == {0: (live.step_id,)}
-    asyncio.run(here.depot.close())
+    asyncio.run(here.remote_tier.close())
     here.volume.close()
 
 
@@ -74,7 +76,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
 ) -> None:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
-    filesystem = here.depot._shards._filesystem
+    filesystem = here.remote_tier._shards._filesystem
     read, failed = filesystem.read, []
 
     def fail_once(fd: int, into: memoryview, offset: int) -> int:
@@ -86,7 +88,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
     monkeypatch.setattr(filesystem, "read", fail_once)
     async with running(here, buddy):
         _, found = here.write(1, rank=0)
-        here.depot.durable(found)
+        here.remote_tier.durable(found)
         await until(lambda: bool(failed))
         await until(lambda: buddy.copies() == [(1, 0)])
 
@@ -96,12 +98,12 @@ def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
 ) -> None:
     here = node(0)
     _, found = here.write(1, rank=0)
-    shards = here.depot._shards
+    shards = here.remote_tier._shards
     path, engine = shards._find(found.step_id, 0, found.world)
     monkeypatch.setattr(shards, "_find", lambda *which: (path.with_name("gone"), engine))
     with pytest.raises(StorageError, match="any more"), shards.open(found.step_id, 0, found.world):
         pass
-    asyncio.run(here.depot.close())
+    asyncio.run(here.remote_tier.close())
     here.volume.close()
 
 
@@ -156,7 +158,9 @@ async def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
     credentials = FileCredentials(authority.files(1))
     here = node(0)
     async with running(here):
-        await until(lambda: here.depot._server is not None and here.depot._server._threads)
+        await until(
+            lambda: here.remote_tier._server is not None and here.remote_tier._server._threads
+        )
         with Flood(here.address, source=source) as flood:
             await until(lambda: flood.opened > 100)
             with Link(here.address, credentials) as before:
@@ -174,7 +178,9 @@ async def test_strangers_get_no_more_threads_than_there_are_places_for_an_addres
 ) -> None:
     here = node(0)
     async with running(here):
-        await until(lambda: here.depot._server is not None and here.depot._server._threads)
+        await until(
+            lambda: here.remote_tier._server is not None and here.remote_tier._server._threads
+        )
         host, _, port = here.address.rpartition(":")
         before = threading.active_count()
         with ExitStack() as stack:

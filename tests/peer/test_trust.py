@@ -67,9 +67,9 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     one.write(3, rank=0)
     async with running(one, stranger):
         _, found = stranger.write(5, rank=1)
-        stranger.depot.durable(found)
-        await until(lambda: stranger.depot.status().trouble)
-        seen, looked = await stranger.depot.look(), await one.depot.look()
+        stranger.remote_tier.durable(found)
+        await until(lambda: stranger.remote_tier.status().trouble)
+        seen, looked = await stranger.remote_tier.look(), await one.remote_tier.look()
     # both sides refuse, whoever calls
     for inventory in (seen, looked):
         assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
@@ -85,7 +85,10 @@ async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> No
     two.node_rank = 1  # as an operator says that has not seen yet who is there now
     here.knows(two)
     async with running(here, two):
-        assert "is node rank 2 of run team/gpt, not node rank 1" in (await here.depot.look()).reason
+        assert (
+            "is node rank 2 of run team/gpt, not node rank 1"
+            in (await here.remote_tier.look()).reason
+        )
 
 
 async def test_new_certificates_hold_from_the_next_connection_on(
@@ -94,17 +97,17 @@ async def test_new_certificates_hold_from_the_next_connection_on(
     here, other = node(0), node(1)
     here.knows(other)
     async with running(here, other):
-        assert (await here.depot.look()).answer is Answer.NONE
+        assert (await here.remote_tier.look()).answer is Answer.NONE
         expired = authority.files(0, ends=-timedelta(minutes=1))
         shutil.copy(expired.certificate, here.files.certificate)
         # half of a new pair: the old one stays
-        assert (await here.depot.look()).answer is Answer.NONE
+        assert (await here.remote_tier.look()).answer is Answer.NONE
         shutil.copy(expired.key, here.files.key)
-        assert "expired" in (await here.depot.look()).reason
+        assert "expired" in (await here.remote_tier.look()).reason
         good = authority.files(0)
         shutil.copy(good.key, here.files.key)
         shutil.copy(good.certificate, here.files.certificate)
-        assert (await here.depot.look()).answer is Answer.NONE
+        assert (await here.remote_tier.look()).answer is Answer.NONE
 
 
 def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> None:
@@ -140,12 +143,12 @@ async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
     node: Make, authority: Authority
 ) -> None:
     one, away = node(0), node(1)
-    await away.depot.close()  # nobody listens there any more
+    await away.remote_tier.close()  # nobody listens there any more
     one.knows(away)
     async with running(one):
-        seen = await one.depot.look()
+        seen = await one.remote_tier.look()
         assert seen.answer is Answer.UNKNOWN
         assert seen.reason.startswith("node rank 1: ")
         one.knows()
-        assert (await one.depot.look()).answer is Answer.NONE
+        assert (await one.remote_tier.look()).answer is Answer.NONE
     away.volume.close()

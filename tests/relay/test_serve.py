@@ -15,7 +15,7 @@ from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.relay.serve import Shelf, report
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tier import PeerDepot
+from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
@@ -45,10 +45,10 @@ async def serving(shelf: Shelf, authority: Authority) -> AsyncIterator[Peer]:
         await asyncio.to_thread(server.stop)
 
 
-def fetching(tmp_path: Path, authority: Authority) -> PeerDepot:
+def fetching(tmp_path: Path, authority: Authority) -> PeerTier:
     """Of a pod that serves nobody, on an empty drive."""
     empty = Volume(tmp_path / "new" / RUN, run=RUN)
-    return PeerDepot(
+    return PeerTier(
         PeerSettings(listen="", replicas=0),
         VolumeSet([empty]),
         run=RUN,
@@ -75,31 +75,31 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     shelf = Shelf([directory], run=RUN)
     assert not shelf.listing.ready
     shelf.look()
-    depot = fetching(tmp_path, authority)
-    assert depot.address == ""
-    assert (await depot.look()).answer is Answer.NONE, "without an operator it is as without"
+    remote_tier = fetching(tmp_path, authority)
+    assert remote_tier.address == ""
+    assert (await remote_tier.look()).answer is Answer.NONE, "without an operator it is as without"
     async with serving(shelf, authority) as helper:
-        depot.peers_are((helper,))
-        seen = await depot.look()
+        remote_tier.peers_are((helper,))
+        seen = await remote_tier.look()
         (remote,) = seen.shards
         assert (remote.step_id, remote.rank, remote.tier) == (found.step_id, 1, Tier.PEER)
         view = empty_slot(slot.layout)
-        await reading.load(depot, remote, view)
+        await reading.load(remote_tier, remote, view)
         assert same(view, slot)
     assert _files(directory) == before, "nothing was written, locked or moved"
-    await depot.close()
+    await remote_tier.close()
 
 
 async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
     tmp_path: Path, authority: Authority
 ) -> None:
-    depot = fetching(tmp_path, authority)
-    depot.peers_are((), awaits="shards lie on node b")
-    seen = await depot.look()
+    remote_tier = fetching(tmp_path, authority)
+    remote_tier.peers_are((), awaits="shards lie on node b")
+    seen = await remote_tier.look()
     assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
-    depot.peers_are(())
-    assert (await depot.look()).answer is Answer.NONE
-    await depot.close()
+    remote_tier.peers_are(())
+    assert (await remote_tier.look()).answer is Answer.NONE
+    await remote_tier.close()
 
 
 async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
@@ -112,8 +112,8 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
         sender.knows(node, buddies=(node,))
         for sent, step in enumerate((4, 5)):
             _, found = sender.write(step, rank=0)
-            sender.depot.durable(found)
-            await until(lambda: sender.depot.status().sent > sent)  # noqa: B023
+            sender.remote_tier.durable(found)
+            await until(lambda: sender.remote_tier.status().sent > sent)  # noqa: B023
     shelf = Shelf([directory], run=RUN)
     assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
     newest = Wanted(ranks={0: (found.step_id,)}, committed=found.step_id)

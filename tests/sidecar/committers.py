@@ -9,7 +9,7 @@ from typing import Any
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
 from keepstep_sidecar.commit.committer import Committer, Spawn
-from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -27,7 +27,7 @@ def make_committer(
     slots: SlotPool,
     threads: ThreadPoolExecutor,
     *,
-    remotes: Remotes | None = None,
+    remotes: RemoteInventory | None = None,
     spawn: Spawn = refuse,
     keep: int = 9,
     told: bool = False,
@@ -36,7 +36,7 @@ def make_committer(
     return Committer(
         volumes,
         slots,
-        remotes=remotes or Remotes(),
+        remotes=remotes or RemoteInventory(),
         names=threads,
         writers=[threads],
         changes=Changes(),

@@ -11,9 +11,9 @@ from typing import Any
 from committers import make_committer
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.tier import Depot, Inventory
+from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -21,7 +21,7 @@ ONE = EpochId(1, "0000000a")
 NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
 
 
-class Quicker(Depot):
+class Quicker(RemoteTier):
     """Another pod, whose trainer began the epoch before ours."""
 
     tier = Tier.PEER
@@ -37,7 +37,7 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
     volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        remotes = Remotes([Quicker()])
+        remotes = RemoteInventory([Quicker()])
         slots = SlotPool(tmp_path / "memory", run="run")
         committer = make_committer(volumes, slots, threads, remotes=remotes)
 

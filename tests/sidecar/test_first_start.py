@@ -59,7 +59,7 @@ def test_the_first_vote_waits_until_the_operator_has_heard_of_the_pods_that_bega
     operator: OperatorHost, pod: Pod, trainers: Trainers
 ) -> None:
     """One call of a rank that holds nothing, and a sidecar that has just reported. Another rank's
-    trainer needs longer to begin than a depot is waited for that does not answer."""
+    trainer needs longer to begin than a remote tier is waited for that does not answer."""
     trainer = come(pod, trainers)
     later = threading.Timer(23.0, lambda: setattr(operator, "all_peers", True))
     later.start()

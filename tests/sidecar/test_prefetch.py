@@ -20,7 +20,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.memory.slot_file import SlotFile, rank_directory, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.prefetch import Loader
+from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.tiers.source import FileSource, local_source
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.shard_file import ShardFile
@@ -79,7 +79,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     )
     waits = asyncio.Event()
     threads = ThreadPoolExecutor(4)
-    loader = Loader(
+    loader = Prefetcher(
         keeper,
         committer,
         Fetcher(keeper, committer, threads),

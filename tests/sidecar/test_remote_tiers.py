@@ -104,8 +104,12 @@ def test_what_is_archived_is_in_status_and_metrics(
     assert (step["archive_ranks"], step["local_ranks"]) == ([0, 1], [])
     assert status["watermarks"]["archive"]["step"] == id.step
     assert "NodeLoss" in status["survives"]
-    (depot,) = status["depots"]
-    assert (depot["tier"], depot["trouble"], depot["backlog"]) == ("archive", "", 0)
+    (remote_tier,) = status["depots"]
+    assert (remote_tier["tier"], remote_tier["trouble"], remote_tier["backlog"]) == (
+        "archive",
+        "",
+        0,
+    )
 
 
 def test_a_damaged_local_shard_is_replaced_by_the_archived_one(

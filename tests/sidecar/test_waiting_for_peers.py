@@ -1,4 +1,4 @@
-"""A look at depots is shared by all who ask meanwhile, but not by who asks for what is new."""
+"""A look at remote tiers is shared by all who ask meanwhile, not by who asks for what is new."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from keepstep.steps import Answer, Epoch, EpochId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.api.restoring import Votes
-from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory
+from keepstep_sidecar.tiers.tier import Inventory, RemoteTier, TierStatus
 
 MET = Epoch(EpochId(1, "0000000a"))
 
 
-class Peers(Depot):
+class Peers(RemoteTier):
     """Answers when it is let, with what it knew when it was asked."""
 
     tier = Tier.PEER
@@ -42,8 +42,8 @@ class Peers(Depot):
     ) -> None:
         self.known = (MET,)
 
-    def status(self) -> DepotStatus:
-        return DepotStatus(tier=Tier.PEER, where="peers")
+    def status(self) -> TierStatus:
+        return TierStatus(tier=Tier.PEER, where="peers")
 
 
 async def _let_begin(work: asyncio.Task[Any]) -> None:
@@ -54,7 +54,7 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
 
 async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
     peers = Peers()
-    remotes = Remotes([peers])
+    remotes = RemoteInventory([peers])
     before = asyncio.create_task(remotes.look())
     await _let_begin(before)
     peers.known = (MET,)
@@ -73,7 +73,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     """Also that of a rank which holds something: it may be old."""
     peers = Peers()
     peers.answers.set()
-    remotes = Remotes([peers])
+    remotes = RemoteInventory([peers])
 
     async def look_beyond(*, anew: bool = False) -> None:
         await remotes.look(anew=anew)

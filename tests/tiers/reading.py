@@ -11,40 +11,42 @@ from keepstep.image import ControlPage
 from keepstep.image.manifest import Manifest
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
-from keepstep_sidecar.tiers.tier import Depot, RemoteShard
+from keepstep_sidecar.tiers.tier import RemoteShard, RemoteTier
 
 T = TypeVar("T")
 
 
-async def read(depot: Depot, shard: RemoteShard, work: Callable[[ShardSource, Cancel], T]) -> T:
+async def read(
+    remote_tier: RemoteTier, shard: RemoteShard, work: Callable[[ShardSource, Cancel], T]
+) -> T:
     """What the first source gives that can; raises what the last one did."""
     failure: KeepstepError = StorageError("nobody is left who could be asked")
-    for source in depot.sources(shard):
+    for source in remote_tier.sources(shard):
         attempt = functools.partial(work, source)
         try:
             return await transfer.run(None, attempt)
         except (ImageError, StorageError) as error:
             failure = error
             if isinstance(error, ImageError):
-                depot.refuse(source)
+                remote_tier.refuse(source)
     raise failure
 
 
-async def manifest(depot: Depot, shard: RemoteShard) -> Manifest:
+async def manifest(remote_tier: RemoteTier, shard: RemoteShard) -> Manifest:
     def work(source: ShardSource, cancel: Cancel) -> Manifest:
         with transfer.opened(source, cancel) as opened:
             return opened.manifest
 
-    return await read(depot, shard, work)
+    return await read(remote_tier, shard, work)
 
 
-async def load(depot: Depot, shard: RemoteShard, view: memoryview) -> ControlPage:
-    return await read(depot, shard, lambda at, cancel: transfer.load(at, view, cancel=cancel))
+async def load(remote_tier: RemoteTier, shard: RemoteShard, view: memoryview) -> ControlPage:
+    return await read(remote_tier, shard, lambda at, cancel: transfer.load(at, view, cancel=cancel))
 
 
-async def chunks(depot: Depot, shard: RemoteShard, wanted: transfer.Wanted) -> None:
+async def chunks(remote_tier: RemoteTier, shard: RemoteShard, wanted: transfer.Wanted) -> None:
     def work(source: ShardSource, cancel: Cancel) -> None:
         with transfer.opened(source, cancel) as opened:
             transfer.fill(opened, wanted)
 
-    await read(depot, shard, work)
+    await read(remote_tier, shard, work)

@@ -16,7 +16,7 @@ from keepstep.image import PAGE_BYTES, ControlPage, verify_image
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
-from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
@@ -58,9 +58,9 @@ def _slot() -> Slot:
     return staged(make_layout(rank=0, world=2, parameters=BIG), STEP)
 
 
-async def _seen(depot: Depot) -> ShardSource:
-    shards = (await depot.look()).shards
-    (source,) = depot.sources(next(one for one in shards if one.rank == 0))
+async def _seen(remote_tier: RemoteTier) -> ShardSource:
+    shards = (await remote_tier.look()).shards
+    (source,) = remote_tier.sources(next(one for one in shards if one.rank == 0))
     return source
 
 
@@ -78,7 +78,7 @@ async def on_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[Lying]
     here.knows(other)
     async with running(here, other):
         slot, found = other.write(STEP, rank=0, parameters=BIG)
-        yield Lying(await _seen(here.depot), found.path, slot)
+        yield Lying(await _seen(here.remote_tier), found.path, slot)
 
 
 @asynccontextmanager
@@ -88,9 +88,9 @@ async def kept_for_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[
     owner.knows(here, buddies=(here,))
     async with running(owner, here):
         slot, found = owner.write(STEP, rank=0, parameters=BIG)
-        owner.depot.durable(found)
+        owner.remote_tier.durable(found)
         await until(lambda: here.copies() == [(STEP, 0)])
-        yield Lying(await _seen(here.depot), here.copy_path(found.step_id), slot)
+        yield Lying(await _seen(here.remote_tier), here.copy_path(found.step_id), slot)
 
 
 @asynccontextmanager
@@ -98,11 +98,11 @@ async def _archived(
     request: pytest.FixtureRequest, config: ArchiveConfig, root: Path
 ) -> AsyncIterator[Lying]:
     shards = write_step(request.getfixturevalue("local"), STEP, parameters=BIG)
-    async with archiving(config) as depot:
-        commit(depot, shards)
-        assert await depot.drain(timeout_s=60)
+    async with archiving(config) as remote_tier:
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=60)
         (path,) = root.rglob("rank-00000-*.safetensors")
-        yield Lying(await _seen(depot), path, _slot())
+        yield Lying(await _seen(remote_tier), path, _slot())
 
 
 def in_a_directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Lying]:

@@ -1,4 +1,4 @@
-"""Every tier beyond the machine keeps the promises of `Depot`: another pod, a directory, S3."""
+"""Every remote tier keeps the promises of `RemoteTier`: another pod, a directory, S3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.steps import Answer
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
@@ -23,7 +23,7 @@ class Scene:
     """A tier that has nothing yet. `send`: rank 0's shard of a step, durable and committed here, is
     given to it; `leave`: it cannot be reached any more."""
 
-    tier: Depot
+    tier: RemoteTier
     send: Callable[[int], LocalShard]
     leave: Callable[[], Awaitable[None]]
 
@@ -39,12 +39,12 @@ async def peers(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
 
     def send(step: int) -> LocalShard:
         _, found = here.write(step, rank=0)
-        here.depot.durable(found)
-        here.depot.committed(found.step_id, {0: found})
+        here.remote_tier.durable(found)
+        here.remote_tier.committed(found.step_id, {0: found})
         return found
 
     async with running(here, buddy):
-        yield Scene(here.depot, send, buddy.depot.close)
+        yield Scene(here.remote_tier, send, buddy.remote_tier.close)
 
 
 @asynccontextmanager
@@ -56,14 +56,14 @@ async def _archive(
     async def left() -> None:
         leave()
 
-    async with archiving(config) as depot:
+    async with archiving(config) as remote_tier:
 
         def send(step: int) -> LocalShard:
             shards = write_step(volume, step)
-            commit(depot, shards)
+            commit(remote_tier, shards)
             return shards[0]
 
-        yield Scene(depot, send, left)
+        yield Scene(remote_tier, send, left)
 
 
 def directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:

@@ -18,9 +18,9 @@ from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import volume_status
-from keepstep_sidecar.api.waiting import Progress
+from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes, Tasks
@@ -35,10 +35,10 @@ from keepstep_sidecar.report import report, reporter
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.restore.chunks import Windows
 from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.prefetch import Loader
+from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import Reads
-from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -119,8 +119,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     committer = Committer(
         volumes,
         slots,
-        remotes=Remotes(
-            _depots(
+        remotes=RemoteInventory(
+            _remote_tiers(
                 config,
                 volumes,
                 epochs=lambda: committer.epochs(),
@@ -145,7 +145,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         memory_dir=config.memory_dir,
         limit_bytes=config.memory_limit_bytes,
     )
-    loader = Loader(
+    loader = Prefetcher(
         slots,
         committer,
         nearest,
@@ -192,7 +192,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             operator=operator,
             changes=changes,
         ),
-        progress=Progress(
+        progress=StepWaits(
             saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
         ),
     )
@@ -227,22 +227,22 @@ def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
         return None
 
 
-def _depots(
+def _remote_tiers(
     config: Config,
     volumes: VolumeSet,
     *,
     epochs: Callable[[], tuple[Epoch, ...]],
-) -> list[Depot]:
+) -> list[RemoteTier]:
     """What is configured beyond this machine; nothing of it is even imported without."""
-    depots: list[Depot] = []
+    remote_tiers: list[RemoteTier] = []
     if config.archive is not None:
         from keepstep_sidecar.tiers.archive import tier
 
-        depots += tier.depots(config, epochs=epochs)
+        remote_tiers += tier.remote_tiers(config, epochs=epochs)
     if config.peers is not None:
         from keepstep_sidecar.tiers.peer import tier as peers
 
-        depots.append(
-            peers.depot(config.peers, volumes, run=config.run, reporting=config.reporting)
+        remote_tiers.append(
+            peers.remote_tier(config.peers, volumes, run=config.run, reporting=config.reporting)
         )
-    return depots
+    return remote_tiers

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedShard
-from keepstep.wire.status import DepotProgress
+from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
@@ -180,7 +180,7 @@ def test_copies_on_the_same_node_outlive_no_node() -> None:
 
 def test_a_buddy_that_cannot_be_reached_is_told_with_its_own_words() -> None:
     play, pods, sidecars = running()
-    depot = DepotProgress(
+    depot = TierProgress(
         tier=Tier.PEER, where="node rank 1", backlog=2, trouble="node rank 1: connection refused"
     )
     sidecars[0].more = {"depots": (depot,)}
@@ -197,7 +197,7 @@ def test_a_buddy_that_cannot_be_reached_is_told_with_its_own_words() -> None:
 
 def test_a_backlog_that_lasts_is_told_and_costs_no_write_a_report() -> None:
     play, pods, sidecars = running()
-    slow = DepotProgress(tier=Tier.PEER, where="node rank 1", backlog=1, behind_s=299)
+    slow = TierProgress(tier=Tier.PEER, where="node rank 1", backlog=1, behind_s=299)
     sidecars[0].more = {"depots": (slow,)}
     play.hear(pods[0], sidecars[0].report())
     assert play.condition(REPLICATED)[0] == "True"
@@ -286,7 +286,7 @@ def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:
 
 def test_an_archive_that_is_away_is_told_of_when_all_that_waited_was_retired() -> None:
     play, pods, sidecars = archived()
-    away = DepotProgress(tier=Tier.ARCHIVE, where="s3://ckpt", trouble="connection refused")
+    away = TierProgress(tier=Tier.ARCHIVE, where="s3://ckpt", trouble="connection refused")
     sidecars[0].more = {"depots": (away,)}
     play.hear(pods[0], sidecars[0].report())
     assert play.condition(ARCHIVED)[:2] == ("False", "Troubled")
@@ -294,7 +294,7 @@ def test_an_archive_that_is_away_is_told_of_when_all_that_waited_was_retired() -
 
 def test_an_archive_that_is_down_is_told_with_the_newest_step_there() -> None:
     play, pods, sidecars = archived()
-    depot = DepotProgress(
+    depot = TierProgress(
         tier=Tier.ARCHIVE, where="s3://ckpt", backlog=3, trouble="503 SlowDown", failures=9
     )
     sidecars[0].more = {"depots": (depot,)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.status import DepotProgress, RankCounters, VolumeUsage
+from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
 PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
@@ -142,7 +142,7 @@ class Report:
     persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
-    depots: tuple[DepotProgress, ...] = ()
+    depots: tuple[TierProgress, ...] = ()
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place

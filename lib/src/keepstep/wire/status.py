@@ -71,7 +71,7 @@ class VolumeStatus(VolumeUsage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepotProgress:
+class TierProgress:
     """How it goes with what is beyond this pod: `tier` peer or archive, `where` it is. Counters
     since the sidecar started, in shards and bytes.
 
@@ -90,7 +90,7 @@ class DepotProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepotStatus(DepotProgress):
+class TierStatus(TierProgress):
     """How long sending took, and what was fetched from there."""
 
     sent_seconds: float = 0.0
@@ -142,7 +142,7 @@ class Status:
     evicted: int = 0
     ranks: tuple[RankStatus, ...] = ()
     volumes: tuple[VolumeStatus, ...] = ()
-    depots: tuple[DepotStatus, ...] = ()
+    depots: tuple[TierStatus, ...] = ()
     steps: tuple[StepStatus, ...] = ()
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -4,6 +4,7 @@
     rotation   what is due, given what is there and the time: pure
     secrets    how Secrets hold it
     keeper     one round: read, decide, write, publish
+    peers      the authority of each run, of which reconcile makes the pods' certificates
     main       the process
 
 There are two authorities, so that whoever gets hold of one key cannot pose as the other server. A

@@ -1,6 +1,7 @@
 """The authority of sidecars' certificates: kept and rotated like the others, but without a leaf.
 
-Its Secret `<service>-ca` is mounted into reconcile, which signs with it (`reconcile.signing`).
+Its Secret `<service>-ca` is mounted into reconcile, which signs with it
+(`reconcile.peer_certificates`).
 """
 
 from __future__ import annotations

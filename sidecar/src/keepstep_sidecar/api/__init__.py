@@ -1,3 +1,9 @@
-"""What trainers ask over the unix socket: `server` has the routes, `saving` and `waiting` answer
-those of a save, `status` and `metrics` tell, `service` ties one run together.
+"""What trainers ask over the unix socket.
+
+listening, server  the socket; the routes
+saving             leases, layouts, slots, staged images
+restoring          a vote (and what it waits for), an image, the epoch that began
+step_waits         `wait(step)`, and the flush at the end
+status, metrics    what people and Prometheus read
+service            ties one run together
 """

@@ -18,7 +18,7 @@ from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
-from keepstep_sidecar.api.waiting import Progress
+from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.commit.run_view import Operator
@@ -68,7 +68,7 @@ class Service:
     restorer: Restorer
     saving: Saving
     restoring: Restoring
-    progress: Progress
+    progress: StepWaits
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False

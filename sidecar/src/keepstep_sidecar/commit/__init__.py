@@ -5,7 +5,7 @@
     eviction       what is said of a full drive
     epochs         which epochs are this run's own
     run_view       what the operator said, on record
-    remote_tiers   runs the peers and the archive; when a vote may begin
+    remote_tiers   runs the peers and the archive, and asks what they hold
     restore_from   going back to a step that a person named
 
 The picture: docs/architecture.md.

@@ -34,7 +34,12 @@ from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Ancestry, line
 from keepstep_sidecar.commit.eviction import Evictions
-from keepstep_sidecar.commit.inventory import Reach, Remotes, Stock, Telling
+from keepstep_sidecar.commit.inventory import (
+    CopyLocator,
+    LedgerReports,
+    LocalShards,
+    RemoteInventory,
+)
 from keepstep_sidecar.commit.restore_from import Rollback
 from keepstep_sidecar.commit.run_view import Notes
 from keepstep_sidecar.concurrency import Changes
@@ -42,7 +47,7 @@ from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Depot
+from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -77,7 +82,7 @@ class Committer:
         volumes: VolumeSet,
         slots: SlotPool,
         *,
-        remotes: Remotes,
+        remotes: RemoteInventory,
         names: Executor,
         writers: Sequence[Executor],
         changes: Changes,
@@ -92,7 +97,7 @@ class Committer:
         one has a queue. `told`: an operator sees the whole run, and decides what is deleted.
         `wish`: what to go back to."""
         self.volumes = volumes
-        self.stock = Stock()
+        self.stock = LocalShards()
         self.shards, self.published = self.stock.shards, self.stock.published
         self.committed_at: float | None = None
         self.alarms: dict[str, None] = {}
@@ -104,9 +109,9 @@ class Committer:
         self.trouble = ""
         self.failed: StepId | None = None
         self.remotes = remotes
-        self.telling = Telling(slots, self.stock, remotes)
+        self.telling = LedgerReports(slots, self.stock, remotes)
         self.evictions = Evictions(keep)
-        self.reach = Reach(self.shards, slots, remotes, volumes)
+        self.reach = CopyLocator(self.shards, slots, remotes, volumes)
         self.node = Node(
             slots.ranks,
             grid=grid,
@@ -126,7 +131,7 @@ class Committer:
         self._writers = writers
         self._changes = changes
         self._spawn = spawn
-        self._hooks = Hooks(remotes.depots)
+        self._hooks = Hooks(remotes.remote_tiers)
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self._ending: set[Write] = set()
@@ -280,7 +285,10 @@ class Committer:
         return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
 
     async def look_beyond(self, *, anew: bool = False) -> None:
-        """Ask the depots what they hold; the ledger hears of it. `anew`: see `Remotes.look`."""
+        """Ask the remote tiers what they hold; the ledger hears of it.
+
+        `anew`: see `RemoteInventory.look`.
+        """
         first = not self.remotes.looked
         if not await self.remotes.look(anew=anew) and not first:
             return
@@ -517,40 +525,40 @@ class Committer:
 
 # --- what remote tiers are told --------------------------------------------------------------
 #
-# What depots hear of this machine's volumes.
+# What remote tiers hear of this machine's volumes.
 
 
 class Hooks:
     """Level-triggered: a commit is told once a life, and again when its shards are others."""
 
-    def __init__(self, depots: Sequence[Depot]) -> None:
-        self._depots = tuple(depots)
+    def __init__(self, remote_tiers: Sequence[RemoteTier]) -> None:
+        self._remote_tiers = tuple(remote_tiers)
         self._told: dict[StepId, frozenset[int]] = {}
 
     def durable(self, found: Iterable[LocalShard]) -> None:
         """These shards are on the volumes."""
-        for one in found if self._depots else ():
-            for depot in self._depots:
-                depot.durable(one)
+        for one in found if self._remote_tiers else ():
+            for remote_tier in self._remote_tiers:
+                remote_tier.durable(one)
 
     def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         """The step is committed; its files lie where they will stay."""
-        if self._depots and self._told.get(id) != (ranks := frozenset(shards)):
+        if self._remote_tiers and self._told.get(id) != (ranks := frozenset(shards)):
             self._told[id] = ranks
-            for depot in self._depots:
-                depot.committed(id, dict(shards))
+            for remote_tier in self._remote_tiers:
+                remote_tier.committed(id, dict(shards))
 
     def forget(self, ids: Collection[StepId]) -> None:
         """Dead, or deleted here."""
         for id in ids:
             self._told.pop(id, None)
-        for depot in self._depots if ids else ():
-            depot.forget(ids)
+        for remote_tier in self._remote_tiers if ids else ():
+            remote_tier.forget(ids)
 
     def in_use(self, id: StepId) -> bool:
-        """Some depot reads a shard of this step."""
-        return any(depot.in_use(id) for depot in self._depots)
+        """Some remote tier reads a shard of this step."""
+        return any(remote_tier.in_use(id) for remote_tier in self._remote_tiers)
 
     async def make_room(self, size_bytes: int) -> bool:
         """Copies that are kept for others go first. False when there was nothing to let go."""
-        return any([await one.make_room(size_bytes) for one in self._depots])
+        return any([await one.make_room(size_bytes) for one in self._remote_tiers])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, StepId
-from keepstep_sidecar.commit.inventory import Remotes
+from keepstep_sidecar.commit.inventory import RemoteInventory
 
 
 class Ancestry:
@@ -20,7 +20,7 @@ class Ancestry:
 
     def __init__(
         self,
-        remotes: Remotes,
+        remotes: RemoteInventory,
         commits: Callable[[], Iterable[StepId]],
         epochs: Callable[[], Iterable[Epoch]],
     ) -> None:

@@ -1,5 +1,7 @@
-"""What is held where: `Stock` on this machine's volumes, `Remotes` beyond it. `Telling` reports all
-of it, slots included, to the ledger; `Reach` says where a copy of a shard can be had.
+"""What is held where: `LocalShards` on this machine's volumes, `RemoteInventory` beyond it.
+
+`LedgerReports` makes of all that, slots included, what the ledger is told; `CopyLocator` says where
+a copy of a shard can be had.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.tiers.source import ShardSource, local_source
-from keepstep_sidecar.tiers.tier import Depot, Inventory
+from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -26,7 +28,7 @@ _PAST_STEPS = 10_000
 Known = Mapping[tuple[StepId, int], LocalShard]
 
 
-class Stock:
+class LocalShards:
     """What the last scan found, and what was written, shown and deleted since."""
 
     def __init__(self) -> None:
@@ -113,16 +115,16 @@ def _as_published(found: LocalShard) -> LocalShard:
 
 # --- what the ledger is told -----------------------------------------------------------------
 #
-# What the ledger is told: everything that slots, volumes and depots hold, rank by rank.
+# What the ledger is told: everything that slots, volumes and remote tiers hold, rank by rank.
 #
 # A rank that lost its last copy must be told of as empty: silence would leave the ledger with
 # what it heard before. So nobody is forgotten who was here once.
 
 
-class Telling:
+class LedgerReports:
     """`silent`: what is on the volumes is not known, or not all of it."""
 
-    def __init__(self, keeper: SlotPool, stock: Stock, remotes: Remotes) -> None:
+    def __init__(self, keeper: SlotPool, stock: LocalShards, remotes: RemoteInventory) -> None:
         self.silent = True
         self._keeper = keeper
         self._stock = stock
@@ -152,7 +154,7 @@ class Telling:
         )
 
     def beyond(self) -> Reported:
-        """What depots hold or held. Of ranks that are here it is told with everything else, too."""
+        """What remote tiers hold or held. Of ranks that are here `here` tells it, too."""
         self._index_told = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
         ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
@@ -160,7 +162,7 @@ class Telling:
 
     @property
     def beyond_is_stale(self) -> bool:
-        """Depots were looked at since `beyond` was told."""
+        """Remote tiers were looked at since `beyond` was told."""
         return self._index_told != self._remotes.index
 
     # --- ranks -------------------------------------------------------------------------------
@@ -201,10 +203,10 @@ def _in_slot(slot_set: SlotSet, index: int) -> Shard:
 
 # --- remote tiers ----------------------------------------------------------------------------
 #
-# What depots hold, as last seen, in the order in which a restore prefers it.
+# What remote tiers hold, as last seen, in the order in which a restore prefers it.
 #
-# A depot that does not answer keeps what it was last seen to hold (a restore will find out), but
-# its answer is UNKNOWN: no run starts anew because an archive was away.
+# A remote tier that does not answer keeps what it was last seen to hold (a restore will find out),
+# but its answer is UNKNOWN: no run starts anew because an archive was away.
 
 
 _NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
@@ -213,18 +215,18 @@ _TOO_EARLY = Inventory(
 )
 
 
-class Remotes:
-    """The depots of this sidecar. `looked`: all of them were asked at least once. `index`: grows
-    when something is seen to be different."""
+class RemoteInventory:
+    """The remote tiers of this sidecar. `looked`: all of them were asked at least once. `index`:
+    grows when something is seen to be different."""
 
-    def __init__(self, depots: Sequence[Depot] = ()) -> None:
-        self.depots = tuple(
-            sorted(depots, key=lambda one: NEAREST_FIRST.index(one.tier))
+    def __init__(self, remote_tiers: Sequence[RemoteTier] = ()) -> None:
+        self.remote_tiers = tuple(
+            sorted(remote_tiers, key=lambda one: NEAREST_FIRST.index(one.tier))
         )  # nearest first
-        self.ancestor = next((one for one in depots if one.ancestor), None)
-        self.looked = not depots
+        self.ancestor = next((one for one in remote_tiers if one.ancestor), None)
+        self.looked = not remote_tiers
         self.index = 0
-        self._inventories = [_NOT_ASKED for _ in self.depots]
+        self._inventories = [_NOT_ASKED for _ in self.remote_tiers]
         self._refused: set[ShardSource] = set()
         self._at: dict[StepId, dict[int, list[ShardSource]]] = {}
         self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
@@ -233,7 +235,7 @@ class Remotes:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that there are, nearest first."""
-        return tuple(dict.fromkeys(one.tier for one in self.depots))
+        return tuple(dict.fromkeys(one.tier for one in self.remote_tiers))
 
     def has(self, tier: Tier) -> bool:
         return tier in self.tiers
@@ -241,7 +243,7 @@ class Remotes:
     # --- looking -----------------------------------------------------------------------------
 
     async def look(self, *, anew: bool = False) -> bool:
-        """Ask every depot what it holds. Returns whether anything is different from before.
+        """Ask every remote tier what it holds. Returns whether anything is different from before.
 
         Whoever asks meanwhile waits for the same answers; `anew`: only for those to a question that
         begins from now on.
@@ -249,30 +251,39 @@ class Remotes:
         if anew and self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking})
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="look at depots")
+            self._looking = asyncio.create_task(self._look(), name="look at remote tiers")
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> bool:
-        found = self._ancestor_last(await asyncio.gather(*(one.look() for one in self.depots)))
+        found = self._ancestor_last(
+            await asyncio.gather(*(one.look() for one in self.remote_tiers))
+        )
         before = (self._inventories, self.looked)
         self._inventories = [
             _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
         ]
         self.looked = True
-        for depot, old, new in zip(self.depots, before[0], self._inventories, strict=True):
+        for remote_tier, old, new in zip(
+            self.remote_tiers, before[0], self._inventories, strict=True
+        ):
             if new.answer is Answer.UNKNOWN and new.reason != old.reason:
-                warn("depot does not answer", tier=str(depot.tier), reason=new.reason)
+                warn("remote tier does not answer", tier=str(remote_tier.tier), reason=new.reason)
         if changed := before != (self._inventories, True):
             self._index()
         return changed
 
     def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
         """Another run's step counts once all others have told what this run has of its own."""
-        pairs = list(zip(self.depots, found, strict=True))
+        pairs = list(zip(self.remote_tiers, found, strict=True))
         silent = any(
-            one.answer is Answer.UNKNOWN for depot, one in pairs if depot is not self.ancestor
+            one.answer is Answer.UNKNOWN
+            for remote_tier, one in pairs
+            if remote_tier is not self.ancestor
         )
-        return [_TOO_EARLY if silent and depot is self.ancestor else one for depot, one in pairs]
+        return [
+            _TOO_EARLY if silent and remote_tier is self.ancestor else one
+            for remote_tier, one in pairs
+        ]
 
     def distrust(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used. One that did not pass its verification is not offered any
@@ -288,17 +299,17 @@ class Remotes:
         )
         if damaged:
             self._refused.add(source)
-            for depot in self.depots:
-                if depot.tier is source.tier:
-                    depot.refuse(source)
+            for remote_tier in self.remote_tiers:
+                if remote_tier.tier is source.tier:
+                    remote_tier.refuse(source)
             self._index()
 
     def _index(self) -> None:
         self.index += 1
         self._at, self._of_rank = {}, {}
-        for depot, inventory in zip(self.depots, self._inventories, strict=True):
+        for remote_tier, inventory in zip(self.remote_tiers, self._inventories, strict=True):
             for one in inventory.shards:
-                sources = [at for at in depot.sources(one) if at not in self._refused]
+                sources = [at for at in remote_tier.sources(one) if at not in self._refused]
                 if sources:
                     self._at.setdefault(one.step_id, {}).setdefault(one.rank, []).extend(sources)
                     tiers = self._of_rank.setdefault(one.rank, {})
@@ -312,7 +323,7 @@ class Remotes:
 
     @property
     def ranks(self) -> Iterable[int]:
-        """Every rank of which a depot holds something."""
+        """Every rank of which a remote tier holds something."""
         return self._of_rank.keys()
 
     def of(self, id: StepId) -> dict[int, list[ShardSource]]:
@@ -321,31 +332,33 @@ class Remotes:
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
-        """Every epoch that a depot knows of, oldest first."""
+        """Every epoch that a remote tier knows of, oldest first."""
         known = {epoch.id: epoch for each in self._inventories for epoch in each.epochs}
         return tuple(known[id] for id in sorted(known))
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
-        """The epochs that depots of this tier know of."""
-        pairs = zip(self.depots, self._inventories, strict=True)
-        return tuple(epoch for depot, one in pairs if depot.tier is tier for epoch in one.epochs)
+        """The epochs that remote tiers of this tier know of."""
+        pairs = zip(self.remote_tiers, self._inventories, strict=True)
+        return tuple(
+            epoch for remote_tier, one in pairs if remote_tier.tier is tier for epoch in one.epochs
+        )
 
     @property
     def complete(self) -> frozenset[StepId]:
-        """Steps of which a depot itself says that all shards are there."""
+        """Steps of which a remote tier itself says that all shards are there."""
         return frozenset().union(*(one.complete for one in self._inventories))
 
     @property
     def unknown(self) -> str:
         """Why it is not known what is there; '' when it is."""
         return "; ".join(
-            f"{depot.status().where}: {one.reason or 'it does not answer'}"
-            for depot, one in zip(self.depots, self._inventories, strict=True)
+            f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
+            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
             if one.answer is Answer.UNKNOWN
         )
 
     def report(self, rank: int) -> RankReport:
-        """What depots hold of a rank, for the ledger."""
+        """What remote tiers hold of a rank, for the ledger."""
         sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
         return RankReport(
             sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
@@ -354,8 +367,8 @@ class Remotes:
     def _answer(self, tier: Tier, found: Sequence[Shard]) -> Answer:
         said = [
             one.answer
-            for depot, one in zip(self.depots, self._inventories, strict=True)
-            if depot.tier is tier
+            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
+            if remote_tier.tier is tier
         ]
         if Answer.UNKNOWN in said:
             return Answer.UNKNOWN
@@ -363,7 +376,7 @@ class Remotes:
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
-    """A depot that is away tells nothing: what it held before is still to be tried."""
+    """A remote tier that is away tells nothing: what it held before is still to be tried."""
     if new.answer is not Answer.UNKNOWN or new.shards:
         return new
     return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)
@@ -371,18 +384,18 @@ def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
 
 # --- where copies are ------------------------------------------------------------------------
 #
-# Which image can be had from where: slots, volumes, depots. Asks nobody, decides nothing.
+# Which image can be had from where: slots, volumes, remote_tiers. Asks nobody, decides nothing.
 
 
 Shards = Mapping[StepId, Mapping[int, LocalShard]]
 """step -> rank -> the shard on a volume of this machine."""
 
 
-class Reach:
+class CopyLocator:
     """Of one sidecar. `shards` is the committer's own, as it is at any moment."""
 
     def __init__(
-        self, shards: Shards, keeper: SlotPool, remotes: Remotes, volumes: VolumeSet
+        self, shards: Shards, keeper: SlotPool, remotes: RemoteInventory, volumes: VolumeSet
     ) -> None:
         self._shards = shards
         self._keeper = keeper

@@ -1,4 +1,4 @@
-"""Looks after the depots: runs them, asks what they hold, waits for what they send, closes them."""
+"""Runs the remote tiers, asks what they hold, waits for what they send, closes them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.tier import Depot, DepotStatus, RunFacts
+from keepstep_sidecar.tiers.tier import RemoteTier, RunFacts, TierStatus
 
 _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
-"""While some depot does not answer."""
+"""While some remote tier does not answer."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
 class RemoteTiers:
-    """Of one sidecar. Does nothing at all where there are no depots."""
+    """Of one sidecar. Does nothing at all where there are no remote_tiers."""
 
     def __init__(self, committer: Committer, changes: Changes) -> None:
         self._committer = committer
@@ -38,8 +38,8 @@ class RemoteTiers:
         self.awaits = ""
 
     @property
-    def depots(self) -> tuple[Depot, ...]:
-        return self._remotes.depots
+    def remote_tiers(self) -> tuple[RemoteTier, ...]:
+        return self._remotes.remote_tiers
 
     # --- running -----------------------------------------------------------------------------
 
@@ -51,11 +51,11 @@ class RemoteTiers:
             outgrown=self._committer.ancestry.outgrown,
             changed=lambda: tasks.spawn(self.look(), "look at what is new"),
         )
-        for depot in self.depots:
-            depot.begin(facts)
-            tasks.keep(depot.run, f"depot {depot.tier}")
-        if self.depots:
-            tasks.keep(functools.partial(self._watch, looked), "look at depots")
+        for remote_tier in self.remote_tiers:
+            remote_tier.begin(facts)
+            tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
+        if self.remote_tiers:
+            tasks.keep(functools.partial(self._watch, looked), "look at remote tiers")
 
     async def _watch(self, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.look()
@@ -65,7 +65,7 @@ class RemoteTiers:
             await self.look()
 
     async def look(self, *, anew: bool = False) -> None:
-        """Ask all depots; `anew` as in `Remotes.look`."""
+        """Ask all remote tiers; `anew` as in `Remotes.look`."""
         await self._committer.look_beyond(anew=anew)
         self._looked_at = time.monotonic()
 
@@ -78,12 +78,12 @@ class RemoteTiers:
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """What counts for whether a rank may vote; `held`, `heard_at`: as in `View`."""
-        acquainted = [one for one in self.depots if one.meets_pods]
+        acquainted = [one for one in self.remote_tiers if one.meets_pods]
         others = bool(self._told and self._told[0])
         return View(
             scanned_at=self._committer.scanned_at,
             heard_at=heard_at,
-            tiers=bool(self.depots),
+            tiers=bool(self.remote_tiers),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
             held=held,
             operator=self._committer.operator_answers,
@@ -105,9 +105,9 @@ class RemoteTiers:
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self._changes.ring()
-        for depot in self.depots:
-            if depot.meets_pods:
-                depot.peers_are(peers, awaits=awaits, complete=complete)
+        for remote_tier in self.remote_tiers:
+            if remote_tier.meets_pods:
+                remote_tier.peers_are(peers, awaits=awaits, complete=complete)
                 self._meeting += 1
                 spawn(self._look_at_peers(), "look at peers")
 
@@ -115,17 +115,17 @@ class RemoteTiers:
 
     def want(self, id: StepId) -> None:
         """Somebody waits until this step is archived, be it due or not."""
-        for depot in self.depots:
-            depot.want(id)
+        for remote_tier in self.remote_tiers:
+            remote_tier.want(id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
     ) -> bool:
         """Wait until everything that should be there is, on this tier or on all. Best effort.
 
-        `whole` as in `Depot.drain`.
+        `whole` as in `RemoteTier.drain`.
         """
-        chosen = [one for one in self.depots if tier in (None, one.tier)]
+        chosen = [one for one in self.remote_tiers if tier in (None, one.tier)]
         try:
             async with asyncio.timeout(timeout_s):
                 waits = (one.drain(timeout_s=timeout_s, whole=whole) for one in chosen)
@@ -136,24 +136,26 @@ class RemoteTiers:
 
     async def close(self) -> None:
         """Let go of sockets and threads."""
-        ends = await asyncio.gather(*(one.close() for one in self.depots), return_exceptions=True)
-        for depot, error in zip(self.depots, ends, strict=True):
+        ends = await asyncio.gather(
+            *(one.close() for one in self.remote_tiers), return_exceptions=True
+        )
+        for remote_tier, error in zip(self.remote_tiers, ends, strict=True):
             if error is not None:
-                warn("depot not closed", tier=str(depot.tier), reason=str(error))
+                warn("remote tier not closed", tier=str(remote_tier.tier), reason=str(error))
 
     # --- asking ------------------------------------------------------------------------------
 
     def has(self, tier: Tier) -> bool:
         return self._remotes.has(tier)
 
-    def statuses(self) -> tuple[DepotStatus, ...]:
-        return tuple(one.status() for one in self.depots)
+    def statuses(self) -> tuple[TierStatus, ...]:
+        return tuple(one.status() for one in self.remote_tiers)
 
     def kept(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for others."""
-        return tuple(copy for one in self.depots for copy in one.kept())
+        return tuple(copy for one in self.remote_tiers for copy in one.kept())
 
     @property
     def address(self) -> str:
         """Where other pods find this one, '' when nothing is served."""
-        return next((one.address for one in self.depots if one.address), "")
+        return next((one.address for one in self.remote_tiers if one.address), "")

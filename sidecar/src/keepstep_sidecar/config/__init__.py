@@ -1,3 +1,4 @@
-"""What a sidecar is told at its start: `sidecar` declares all keys, `keys` reads and checks them;
+"""What a sidecar is told at its start: `sidecar` declares all keys, `keys` reads and checks them
+(`quantities`: sizes and times);
 `archive`, `peers`, `restore_from` and `verify` are what groups of them mean.
 """

@@ -14,7 +14,7 @@ from keepstep.core.ledger import RankReport
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportedVolume
-from keepstep.wire.status import DepotProgress, VolumeStatus, VolumeUsage
+from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as look
 from keepstep_sidecar.api.service import Service
@@ -59,7 +59,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
         depots=tuple(
-            DepotProgress(**_part_of(one, DepotProgress)) for one in service.remote_tiers.statuses()
+            TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
         ),
     )
 

@@ -48,7 +48,7 @@ class Fetcher:
     async def _next(
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
-        """Depots are asked for what they hold only when what is here was not enough."""
+        """Remote tiers are asked for what they hold only when what is here was not enough."""
         left = [one for one in self._committer.reach.origins(id, saved) if one not in tried]
         if not left and not self._committer.remotes.looked:
             await self._committer.look_beyond()

@@ -20,7 +20,7 @@ from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers.source import ShardSource
 
 
-class Loader:
+class Prefetcher:
     """Each image is read once, whoever asks for it meanwhile."""
 
     def __init__(

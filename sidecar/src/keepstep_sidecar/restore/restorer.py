@@ -22,7 +22,7 @@ from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.restore.chunks import Windows
-from keepstep_sidecar.restore.prefetch import Loader, plan
+from keepstep_sidecar.restore.prefetch import Prefetcher, plan
 from keepstep_sidecar.restore.sources import Reads
 from keepstep_sidecar.volume.volume import Volume
 
@@ -34,7 +34,7 @@ class Restorer:
         self,
         keeper: SlotPool,
         committer: Committer,
-        loader: Loader,
+        loader: Prefetcher,
         reads: Reads,
         windows: Windows,
         *,

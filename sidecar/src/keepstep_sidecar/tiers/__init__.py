@@ -1,3 +1,3 @@
 """Tiers beyond this machine: `tier` is what each of them can do, `source` one copy of a shard,
-`peer` and `archive` the two.
+`transfer` the loop that moves and verifies its chunks, `peer` and `archive` the two.
 """

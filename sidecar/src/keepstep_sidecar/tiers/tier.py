@@ -16,15 +16,15 @@ from typing import Any
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Peer
-from keepstep.wire.status import DepotStatus as DepotStatus
+from keepstep.wire.status import TierStatus as TierStatus
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.scan import LocalShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteShard(Shard):
-    """A shard that a depot holds. `where`: for people, like `s3://ckpt/gpt` or `node rank 3`.
-    `key`: the depot's own."""
+    """A shard that a remote tier holds. `where`: for people, like `s3://ckpt/gpt` or `node rank 3`.
+    `key`: the remote tier's own."""
 
     tier: Tier
     where: str
@@ -39,10 +39,10 @@ class RemoteShard(Shard):
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What a depot holds of this run. `reason` explains `Answer.UNKNOWN`.
+    """What a remote tier holds of this run. `reason` explains `Answer.UNKNOWN`.
 
-    `complete`: steps of which the depot itself knows that all shards are there (an archive's
-    `step.json`); a depot without such knowledge leaves it empty.
+    `complete`: steps of which the remote tier itself knows that all shards are there (an archive's
+    `step.json`); a remote tier without such knowledge leaves it empty.
     """
 
     answer: Answer
@@ -54,7 +54,7 @@ class Inventory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a depot asks of the run, anew each time.
+    """What a remote tier asks of the run, anew each time.
 
     `pinned`: steps that stay, None while nobody has said which. `commit`: the run's newest one, as
     far as this machine was told. `outgrown`: the run has a commit of its own, so nothing of another
@@ -67,9 +67,9 @@ class RunFacts:
     changed: Callable[[], None] = lambda: None
 
 
-class Depot:
+class RemoteTier:
     """See the module. All errors are KeepstepErrors: StorageError when it cannot be reached or
-    answers wrongly. What a kind of depot has no part in does nothing."""
+    answers wrongly. What a kind of remote tier has no part in does nothing."""
 
     tier: Tier
     """`PEER` or `ARCHIVE`."""
@@ -89,7 +89,7 @@ class Depot:
     # --- what is there -----------------------------------------------------------------------
 
     async def look(self) -> Inventory:
-        """Everything that it holds of this run, now. Never raises: a depot that is away answers
+        """Everything that it holds of this run, now. Never raises: one that is away answers
         UNKNOWN, with the reason."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class Depot:
     # --- what is sent there ------------------------------------------------------------------
 
     def durable(self, found: LocalShard) -> None:
-        """A shard of this machine is durable: send it, if that is what this depot does."""
+        """A shard of this machine is durable: send it, if that is what this remote tier does."""
 
     def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
         """A step is committed; `shards`: those of this machine. Level-triggered: said again for
@@ -166,7 +166,7 @@ class Depot:
         """Work until cancelled."""
         await asyncio.Event().wait()
 
-    def status(self) -> DepotStatus:
+    def status(self) -> TierStatus:
         """How it goes."""
         raise NotImplementedError
 

@@ -1,4 +1,11 @@
-"""What a run has kept, decided from reports alone: see `machine` and docs/ledger.md."""
+"""What a run has kept, decided from reports alone: see docs/ledger.md.
+
+machine       the ledger: events in, actions out
+commit_rule   when a step is committed, whole, or at risk
+lineage       which steps the newest epoch goes on from
+alarms        what people should hear of
+events        what goes in and comes out
+"""
 
 from keepstep.core.ledger.events import (
     NEAREST_FIRST,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from keepstep.core.ledger.copies import Copies
+from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import Alarm, AlarmKind
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.steps import EpochId, StepId
@@ -35,7 +35,7 @@ def epoch_conflicts(
             yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
 
 
-def two_writers(copies: Copies) -> Iterator[Alarm]:
+def two_writers(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
     for id in copies.steps:
         if contested := copies.contested(id):
@@ -46,7 +46,9 @@ def two_writers(copies: Copies) -> Iterator[Alarm]:
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
-def world_changed(copies: Copies, newest: StepId | None, *, world: int | None) -> Iterator[Alarm]:
+def world_changed(
+    copies: Completeness, newest: StepId | None, *, world: int | None
+) -> Iterator[Alarm]:
     """The newest complete step was saved by another number of ranks than run now."""
     if newest is not None and world is not None:
         for saved in copies.worlds(newest) - {world}:
@@ -71,7 +73,7 @@ class Signatures:
         self._kept = kept
         self._of_step: dict[StepId, tuple[str | None, ...]] = {}
 
-    def add(self, id: StepId, copies: Copies) -> None:
+    def add(self, id: StepId, copies: Completeness) -> None:
         """A step was committed on a durable tier."""
         digests = {
             rank: held.params_digest

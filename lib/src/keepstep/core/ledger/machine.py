@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from keepstep.core.ledger import copies
+from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.alarms import (
     Signatures,
     epoch_conflicts,
@@ -18,7 +18,7 @@ from keepstep.core.ledger.alarms import (
     two_writers,
     world_changed,
 )
-from keepstep.core.ledger.copies import Copies, Coverage
+from keepstep.core.ledger.commit_rule import Completeness, Coverage
 from keepstep.core.ledger.events import (
     NEAREST_FIRST,
     Action,
@@ -48,7 +48,7 @@ class Ledger:
 
     def __init__(self, config: LedgerConfig | None = None) -> None:
         self.config = config or LedgerConfig()
-        self._copies = Copies()
+        self._copies = Completeness()
         self._recorded: dict[EpochId, Epoch] = {}
         self._epochs: tuple[Epoch, ...] | None = None
         self._acknowledged: set[EpochId] = set()
@@ -117,13 +117,13 @@ class Ledger:
 
     def whole(self) -> tuple[StepId, ...]:
         """Restorable steps of which every box can be reached somewhere, oldest first; see
-        `restorable.whole` for when a twin's image stands in for a rank's own."""
-        return copies.whole(self._copies, self._lineage)
+        `commit_rule.whole` for when a twin's image stands in for a rank's own."""
+        return commit_rule.whole(self._copies, self._lineage)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if all that these
         nodes told of were gone; what is in the archive is not."""
-        return copies.without(self._copies, self._lineage, node_ranks, tier)
+        return commit_rule.without(self._copies, self._lineage, node_ranks, tier)
 
     def holders(self, id: StepId, tier: Tier) -> tuple[int, ...]:
         """The ranks of which this very tier holds the step."""

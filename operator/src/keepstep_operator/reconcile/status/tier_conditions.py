@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepstep.steps import Tier
-from keepstep.wire.status import DepotProgress
+from keepstep.wire.status import TierProgress
 from keepstep_operator import names
 from keepstep_operator.api.run import cut
 from keepstep_operator.reconcile.state import helper_plan
@@ -168,7 +168,7 @@ def _troubled(run: Run, tier: Tier) -> ConditionState | None:
     return None
 
 
-def _rest(run: Run, depot: DepotProgress) -> str:
+def _rest(run: Run, depot: TierProgress) -> str:
     """No number that changes with each report: this is written to the API server."""
     catches_up = "It is tried again until it works; training goes on"
     if depot.tier is Tier.ARCHIVE:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.wire.status import DepotStatus, RankStatus, Status
+from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.options import json_option, which_run
@@ -128,7 +128,7 @@ def _rank_row(rank: RankStatus) -> tuple[str, ...]:
     )
 
 
-def _depot_row(depot: DepotStatus) -> tuple[str, ...]:
+def _depot_row(depot: TierStatus) -> tuple[str, ...]:
     return (
         str(depot.tier),
         depot.where,

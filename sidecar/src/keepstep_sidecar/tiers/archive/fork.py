@@ -1,4 +1,4 @@
-"""Another run's part of the archive as a `Depot`, for a run that begins from a step there.
+"""Another run's part of the archive as a `RemoteTier`, for a run that begins from a step there.
 
 Only ever reads: nothing is written below the other run's directory, nothing is deleted there, and
 nothing says that somebody reads. So the other run may expire the step at any time; then nothing is
@@ -16,12 +16,12 @@ from keepstep_sidecar.config.restore_from import Fork
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.store import Store
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 
 _STEPS_NAMED = 5
 
 
-class AncestorDepot(Depot):
+class AncestorTier(RemoteTier):
     """`run`: this run's name; `epochs`: its own lives."""
 
     tier = Tier.ARCHIVE
@@ -53,7 +53,7 @@ class AncestorDepot(Depot):
     # --- looking -----------------------------------------------------------------------------
 
     async def look(self) -> Inventory:
-        """See `Depot.look`. A step that is not there is UNKNOWN: never a reason for step 0."""
+        """See `RemoteTier.look`. A step that is not there is UNKNOWN: never a reason for step 0."""
         if self.facts.outgrown():
             return Inventory(answer=Answer.NONE)
         try:
@@ -106,9 +106,9 @@ class AncestorDepot(Depot):
         one's."""
         return [source(self._store, shard, run=self._fork.run, adopted_by=self._own)]
 
-    def status(self) -> DepotStatus:
+    def status(self) -> TierStatus:
         trouble = "" if self.facts.outgrown() else self._trouble
-        return DepotStatus(tier=Tier.ARCHIVE, where=self.where, trouble=trouble)
+        return TierStatus(tier=Tier.ARCHIVE, where=self.where, trouble=trouble)
 
     async def close(self) -> None:
         await self._store.close()

@@ -1,8 +1,8 @@
 """An archive in an object store: S3, Google Cloud Storage or Azure, through `obstore`.
 
 Requests are retried by `obstore` for a while (5xx, SlowDown, dropped connections, with backoff and
-jitter); what still fails becomes a StorageError, and the depot tries again later. Payloads are
-signed, so S3 itself refuses bytes that changed on their way to it.
+jitter); what still fails becomes a StorageError, and is tried again later. Payloads are signed, so
+S3 itself refuses bytes that changed on their way to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The archive as a `Depot`: sends what is due, sees to the record, retires, and reads back.
+"""The archive as a `RemoteTier`: sends what is due, sees to the record, retires, and reads back.
 
 One coroutine does all the sending, one shard at a time: it never competes with itself, memory is
 bounded by the parts in flight, and whatever fails is tried again later, from what is there then.
@@ -20,13 +20,13 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.archive.backlog import Backlog
-from keepstep_sidecar.tiers.archive.fork import AncestorDepot
+from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.retention import expired, names_of
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.scan import LocalShard
 
 _THREADS = 3
@@ -48,7 +48,7 @@ def _no_epochs() -> tuple[Epoch, ...]:
     return ()
 
 
-class ArchiveDepot(Depot):
+class ArchiveTier(RemoteTier):
     """All methods belong to one event loop.
 
     `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
@@ -89,7 +89,7 @@ class ArchiveDepot(Depot):
     # --- reading -----------------------------------------------------------------------------
 
     async def look(self) -> Inventory:
-        """See `Depot.look`. What is there and cannot be used is UNKNOWN, with its name."""
+        """See `RemoteTier.look`. What is there and cannot be used is UNKNOWN, with its name."""
         try:
             survey = await self._survey()
         except KeepstepError as error:
@@ -280,9 +280,9 @@ class ArchiveDepot(Depot):
 
     # --- telling -----------------------------------------------------------------------------
 
-    def status(self) -> DepotStatus:
+    def status(self) -> TierStatus:
         count = self._count
-        return DepotStatus(
+        return TierStatus(
             tier=Tier.ARCHIVE,
             where=self.store.where,
             sent=count.sent,
@@ -318,14 +318,14 @@ def _reason(survey: Survey, where: str) -> str:
 
 # --- from the configuration ------------------------------------------------------------------
 #
-# The depot that a sidecar's configuration asks for.
+# The remote tier that a sidecar's configuration asks for.
 
 
-def depots(
+def remote_tiers(
     config: Config,
     *,
     epochs: Callable[[], Iterable[Epoch]],
-) -> tuple[ArchiveDepot | AncestorDepot, ...]:
+) -> tuple[ArchiveTier | AncestorTier, ...]:
     """None, the archive, or also another run's part of it, where this run begins from there.
 
     `epochs`: what is known to be the run's own. Raises UsageError; the
@@ -333,7 +333,7 @@ def depots(
     """
     if config.archive is None:
         return ()
-    own = ArchiveDepot(
+    own = ArchiveTier(
         config.archive,
         open_store(config.archive),
         run=config.run,
@@ -343,4 +343,4 @@ def depots(
     if config.fork is None:
         return (own,)
     store = open_store(config.archive)
-    return (own, AncestorDepot(store, config.fork, run=config.run, epochs=epochs))
+    return (own, AncestorTier(store, config.fork, run=config.run, epochs=epochs))

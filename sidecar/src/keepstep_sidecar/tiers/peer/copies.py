@@ -28,7 +28,7 @@ from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
-from keepstep_sidecar.tiers.peer.receive import Part, is_part
+from keepstep_sidecar.tiers.peer.receive import IncomingCopy, is_part
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
@@ -66,7 +66,7 @@ class Copies:
         self._filesystem = filesystem or Filesystem()
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], KeptShard] = {}
-        self._parts: dict[Path, Part] = {}
+        self._parts: dict[Path, IncomingCopy] = {}
         self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
         self.unreadable = ""
@@ -127,7 +127,9 @@ class Copies:
 
     # --- coming in ---------------------------------------------------------------------------
 
-    def begin(self, name: ShardName, shard: str, data: memoryview, *, whose: str) -> Part | None:
+    def begin(
+        self, name: ShardName, shard: str, data: memoryview, *, whose: str
+    ) -> IncomingCopy | None:
         """Begin a copy, or go on with it; None when it is here already.
 
         Raises ImageError for a manifest that is none, NoSpaceError, StorageError.
@@ -152,7 +154,7 @@ class Copies:
             part.look()
         return part
 
-    def _open(self, where: Path, manifest: Manifest) -> Part:
+    def _open(self, where: Path, manifest: Manifest) -> IncomingCopy:
         """Under the lock. A part of an earlier life is gone on with where it lies."""
         volume = self._volume_for(where, manifest.layout.size_bytes)
         path = volume.root / DIRECTORY / where
@@ -162,7 +164,7 @@ class Copies:
                     self._filesystem.sync_directory(directory.parent)
             if (old := self._parts.pop(path, None)) is not None:
                 old.close()
-            part = Part(path, manifest, filesystem=self._filesystem, engine=volume.engine)
+            part = IncomingCopy(path, manifest, filesystem=self._filesystem, engine=volume.engine)
         self._parts[path] = part
         while len(self._parts) > 1 and self._too_many_parts():
             self._parts.pop(next(iter(self._parts))).close()
@@ -199,7 +201,7 @@ class Copies:
                 return
             self._drop(id, rank, why="no space")
 
-    def part(self, name: ShardName) -> Part | None:
+    def part(self, name: ShardName) -> IncomingCopy | None:
         """The copy that is on its way in."""
         where = str(name.id)
         with self._lock:
@@ -208,13 +210,13 @@ class Copies:
                     return part
         return None
 
-    def write(self, part: Part, chunk: int, data: memoryview, *, whose: str) -> None:
-        """`Part.write`. Raises DigestError, StorageError (the part is gone)."""
+    def write(self, part: IncomingCopy, chunk: int, data: memoryview, *, whose: str) -> None:
+        """`IncomingCopy.write`. Raises DigestError, StorageError (the part is gone)."""
         with self._failing(part):
             part.write(chunk, data, whose=whose)
 
-    def seal(self, part: Part) -> str:
-        """`Part.seal`; it is a copy from now on. Raises FormatError, StorageError."""
+    def seal(self, part: IncomingCopy) -> str:
+        """`IncomingCopy.seal`; it is a copy from now on. Raises FormatError, StorageError."""
         with self._failing(part):
             root = part.seal()
         volume = next(one for one in self._volumes if part.path.is_relative_to(one.root))
@@ -225,7 +227,7 @@ class Copies:
         return root
 
     @contextlib.contextmanager
-    def _failing(self, part: Part) -> Iterator[None]:
+    def _failing(self, part: IncomingCopy) -> Iterator[None]:
         """What failed once is not written to again: the file goes, and the sender begins anew."""
         try:
             yield

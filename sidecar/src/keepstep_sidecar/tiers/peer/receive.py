@@ -3,7 +3,7 @@
 Header, digest table and control page come first and are kept in memory; then chunks, in any order,
 over any number of connections, each checked against the table before it is written. A receiver that
 was killed reads what its predecessor left: a chunk whose digest is right is there, any other is
-missing. The seal comes last, as in `shardfile`: data and table, `fdatasync`, control page,
+missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`, control page,
 `fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
 """
 
@@ -24,7 +24,7 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.shard_file import seal_file
 
 
-class Part:
+class IncomingCopy:
     """The file of one unfinished copy, `.<shard>.part` beside where it will be.
 
     Thread-safe. Methods raise OSError, StorageError when it was closed meanwhile, and DigestError

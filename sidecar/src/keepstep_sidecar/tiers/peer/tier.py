@@ -1,4 +1,4 @@
-"""The peer tier as one `Depot`: sends what is durable here, keeps copies, fetches what was lost."""
+"""The peer tier: sends what is durable here, keeps copies of others, fetches what was lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Depot, DepotStatus, Inventory, RemoteShard
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -36,7 +36,7 @@ _LOOK_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 15.0
 
 
-class PeerDepot(Depot):
+class PeerTier(RemoteTier):
     """Sends, keeps and fetches copies."""
 
     tier = Tier.PEER
@@ -260,9 +260,9 @@ class PeerDepot(Depot):
     def _buddies_changed(self) -> bool:
         return self._buddies().keys() != self._feeders.keys()
 
-    def status(self) -> DepotStatus:
+    def status(self) -> TierStatus:
         counts, feeders = self._counts, [feeder for feeder, _ in self._feeders.values()]
-        return DepotStatus(
+        return TierStatus(
             tier=Tier.PEER,
             where=", ".join(one.address for one in feeders) or "no buddy",
             sent=counts.sent,
@@ -286,18 +286,18 @@ class PeerDepot(Depot):
 
 # --- from the configuration ------------------------------------------------------------------
 #
-# From settings to a depot. Imported only where peers are configured.
+# From settings to a remote_tier. Imported only where peers are configured.
 
 
-def depot(
+def remote_tier(
     settings: PeerSettings, volumes: VolumeSet, *, run: str, reporting: Reporting | None
-) -> PeerDepot:
+) -> PeerTier:
     """The peer tier of this pod; `reporting`: the operator, which signs where no files are given.
 
     Raises UsageError for certificates that are no use, StorageError for an address that is taken.
     """
     if settings.files is not None:
-        return PeerDepot(settings, volumes, run=run, credentials=FileCredentials(settings.files))
+        return PeerTier(settings, volumes, run=run, credentials=FileCredentials(settings.files))
     assert reporting is not None, "Config checks that"
     issued = IssuedCredentials(reporting)
-    return PeerDepot(settings, volumes, run=run, credentials=issued, keep_fresh=issued.keep_fresh)
+    return PeerTier(settings, volumes, run=run, credentials=issued, keep_fresh=issued.keep_fresh)

@@ -23,7 +23,7 @@ from keepstep.steps import Answer, EpochId, StepId, Tier
 _NO_NODE = -1
 
 
-class Copies:
+class Completeness:
     """Every copy that was reported. Node ranks are kept apart, since a moved rank's old node may
     still hold some of its shards; questions are answered over all of them."""
 
@@ -334,7 +334,7 @@ def spread(copies: Iterable[Copy], *, world: int) -> Coverage:
 # was lost with a node. It never makes a commit, and never lets anything be deleted.
 
 
-def whole(copies: Copies, lineage: Lineage) -> tuple[StepId, ...]:
+def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
     """Restorable steps of which every box can be reached somewhere, oldest first.
 
     A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which twins
@@ -368,7 +368,7 @@ def _nearby(ranks: Collection[int], complete: Coverage, *, world: int) -> bool:
 
 
 def without(
-    copies: Copies, lineage: Lineage, node_ranks: Collection[int], tier: Tier
+    copies: Completeness, lineage: Lineage, node_ranks: Collection[int], tier: Tier
 ) -> StepId | None:
     """The newest step that this tier and stronger ones would still hold, whole, without what these
     nodes told of."""

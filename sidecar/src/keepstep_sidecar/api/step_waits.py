@@ -22,7 +22,7 @@ _NEWEST = 2
 """Two: whatever dies in between, one of them was sealed by every rank."""
 
 
-class Progress:
+class StepWaits:
     """Long polls on the state of steps."""
 
     def __init__(
