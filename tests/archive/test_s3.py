@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
@@ -275,3 +278,37 @@ def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Buck
                 await remote_tier.store.list_below(RUN)
 
     asyncio.run(scenario())
+
+
+async def test_a_connection_that_leads_elsewhere_by_now_is_not_used_again(bucket: Bucket) -> None:
+    """A service may move, and whoever was there before may go on answering."""
+    moved, writers, copies = False, list[asyncio.StreamWriter](), set[asyncio.Task[None]]()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        if moved:
+            port = urlsplit(bucket.gateway.endpoint).port
+            answers, there = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(there)
+            copies.add(asyncio.ensure_future(copy(answers, writer)))
+            return await copy(reader, there)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    store = open_store(replace(bucket.config(), endpoint=f"http://127.0.0.1:{port}"))
+    with pytest.raises(StorageError, match="404"):
+        await store.list_below("")
+    moved = True
+    assert await store.list_below("") == []
+    server.close()
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
+    await asyncio.gather(*copies)

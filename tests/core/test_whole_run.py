@@ -157,8 +157,9 @@ class WholeRun(RuleBasedStateMachine):
 
     def _list(self) -> None:
         for _ in range(2):  # what was retired is gone in the second round
-            for report in self._reports():
-                self._feed(Listed(ranks=report.ranks, shown=self.shown))
+            for number, rank in enumerate(self.ranks):  # each as it is by then
+                held = {number: _report(number, rank, len(self.ranks))}
+                self._feed(Listed(ranks=held, shown=self.shown))
 
     # --- training ------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ S3 itself refuses bytes that changed on their way to it.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,14 +37,16 @@ _CONNECT, _REQUEST = timedelta(seconds=5), timedelta(seconds=120)
 _DENIED = re.compile(
     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|403 Forbidden"
 )
-_TRIES = re.compile(r" in \S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +")
+_TRIES = re.compile(r" in [\d.]+\w+(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)? +")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 
 
 def open_objects(config: ArchiveConfig) -> ObjectsStore:
     """Nothing is asked yet. Raises UsageError for a bucket that cannot be addressed."""
     try:
-        return ObjectsStore(_open(config), f"{config.scheme}://{config.bucket}", config.prefix)
+        return ObjectsStore(
+            lambda: _open(config), f"{config.scheme}://{config.bucket}", config.prefix
+        )
     except exceptions.BaseError as error:
         raise UsageError(f"--archive {config.url}: {_words(error)}") from error
 
@@ -66,11 +68,12 @@ def _open(config: ArchiveConfig) -> ObjectStore:
 
 
 class ObjectsStore:
-    """Implements `Store`."""
+    """Implements `Store`. `connect`: makes a client of the whole bucket."""
 
-    def __init__(self, store: ObjectStore, bucket: str, prefix: str) -> None:
+    def __init__(self, connect: Callable[[], ObjectStore], bucket: str, prefix: str) -> None:
         self.where = f"{bucket}/{prefix}".rstrip("/")
-        self._store = store
+        self._connect = connect
+        self._store = connect()
         self._begin = f"{prefix}/" if prefix else ""
 
     async def list_below(self, prefix: str) -> list[Stored]:
@@ -158,6 +161,8 @@ class ObjectsStore:
         try:
             yield
         except (exceptions.BaseError, OSError, ValueError) as error:
+            # connections that are kept may lead to where the store was: the next try looks anew
+            self._store = self._connect()
             text = f"{self.where}/{name}: {_words(error)}"
             raise StorageError(f"{text}{_advice(error)}") from error
 
