@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.image import read_layout, verify_image
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.browse import opened
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
@@ -76,7 +76,7 @@ def _check(archive: Path, step: ArchivedStep, name: str) -> None:
     assert step.record is not None
     parents = {one.id: one.parent for one in step.record.epochs}
     for shard in step.record.shards:
-        path = archive / name / str(step.id) / shard.name
+        path = archive / name / str(step.id) / shard_name(shard.rank, shard.world)
         data = memoryview(path.read_bytes())
         control = verify_image(data, read_layout(path), path=path, run=name, id=step.id)
         assert control.rank == shard.rank
