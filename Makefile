@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 KILLS ?= 500
 MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
-JOBS ?= $(shell echo $$((2 * $$(nproc))))
+JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 
 .PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks fuzz clean help
 
