@@ -40,15 +40,15 @@ volume_used_bytes               gauge   volume.used_bytes             Bytes that
 volume_free_bytes               gauge   volume.free_bytes             Bytes that are left
 volume_failed                   gauge   volume.failed                 1 after an I/O error
 quarantined_files               gauge   volume.quarantined            Files in quarantine
-depot_sent_shards               counter remote_tier.sent                    Shards sent beyond this machine
-depot_sent_bytes                counter remote_tier.sent_bytes              Bytes sent beyond this machine
-depot_sent_seconds              counter remote_tier.sent_seconds            Time that sending them took
-depot_received_bytes            counter remote_tier.received_bytes          Bytes fetched for restores
-depot_received_seconds          counter remote_tier.received_seconds        Time that fetching them took
-depot_failures                  counter remote_tier.failures                Attempts that failed
-depot_backlog_shards            gauge   remote_tier.backlog                 Shards that are not there yet
-depot_behind_seconds            gauge   remote_tier.behind_s                For how long the oldest of them waits
-depot_trouble                   gauge   remote_tier.trouble                 1 when the last attempt failed
+depot_sent_shards               counter depot.sent                    Shards sent beyond this machine
+depot_sent_bytes                counter depot.sent_bytes              Bytes sent beyond this machine
+depot_sent_seconds              counter depot.sent_seconds            Time that sending them took
+depot_received_bytes            counter depot.received_bytes          Bytes fetched for restores
+depot_received_seconds          counter depot.received_seconds        Time that fetching them took
+depot_failures                  counter depot.failures                Attempts that failed
+depot_backlog_shards            gauge   depot.backlog                 Shards that are not there yet
+depot_behind_seconds            gauge   depot.behind_s                For how long the oldest of them waits
+depot_trouble                   gauge   depot.trouble                 1 when the last attempt failed
 window_read_bytes               counter tier.window_bytes             Bytes read for restores into another layout
 window_shared_bytes             counter status.window_shared_bytes    Bytes that ranks got from the read of another one, instead
 warnings                        gauge   status.warnings               Warnings that `keepstep status` shows
@@ -56,13 +56,13 @@ warnings                        gauge   status.warnings               Warnings t
 """Name, kind, of what and which attribute, help; docs/metrics.md is made of it."""
 
 _LABELS = {"rank": ("rank",), "volume": ("volume",), "tier": ("tier",), "status": ()}
-_LABELS["remote tier"] = ("tier", "where")
+_LABELS["depot"] = ("tier", "where")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric. `scope`: a sample for each `rank`, `volume`, `remote tier` or `tier`, or one of
-    the whole `status`; `attribute`: of that."""
+    """One metric. `scope`: a sample for each `rank`, `volume`, `depot` or `tier`, or one of the
+    whole `status`; `attribute`: of that."""
 
     name: str
     kind: str
@@ -81,7 +81,7 @@ class Row:
             yield from (((str(one.rank),), _number(get(one))) for one in status.ranks)
         elif self.scope == "volume":
             yield from (((one.path,), _number(get(one))) for one in status.volumes)
-        elif self.scope == "remote tier":
+        elif self.scope == "depot":
             yield from (((str(one.tier), one.where), _number(get(one))) for one in status.depots)
         elif self.scope == "tier":
             tiers: Mapping[str, Any] = get(status)
