@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -42,6 +45,34 @@ def test_restore_never_starts_over_in_silence(monkeypatch, tmp_path):
     with pytest.raises(keepstep.RestoreError, match="no sidecar listens"):
         checkpointer.restore()
     checkpointer.close()
+
+
+WAITS = """
+import torch, keepstep
+keepstep.Checkpointer({"m": torch.nn.Linear(2, 2)}).restore()
+"""
+
+
+def test_ctrl_c_ends_a_script_that_waits_for_its_sidecar(tmp_path):
+    """As `python`: what keeps an interpreter from ending is what is tested."""
+    path = str(tmp_path / "sidecar.sock")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        silent.settimeout(60.0)
+        environment = {**os.environ, "KEEPSTEP_SOCKET": path}
+        script = subprocess.Popen(
+            [sys.executable, "-c", WAITS], env=environment, stderr=subprocess.DEVNULL
+        )
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(1)  # it has asked, and gets no answer for 10 s
+                script.send_signal(signal.SIGINT)
+                assert script.wait(6.0) != 0
+        finally:
+            script.kill()
+            script.wait()
 
 
 def test_the_sidecar_dies_and_comes_back_in_mid_run(sidecars, monkeypatch):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -89,9 +90,12 @@ class Collective:
         """
         if self._world == 1 and self._session is not None:
             # nobody to gather: what is here is laid out while the sidecar looks for what there is
-            with ThreadPoolExecutor(1, "keepstep-vote") as beside:
-                ballot = beside.submit(self._ballot, connect)
+            ballot = _beside(lambda: self._ballot(connect))
+            try:
                 meet(self._gather)
+            except Exception:
+                ballot.exception()  # whoever closes this one now knows whether it has the lease
+                raise
             ballots = [ballot.result()]
         else:
             ballots = self._gather(self._ballot(connect))
@@ -217,3 +221,17 @@ def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: floa
     """Tell the sidecar which epoch begins, and where its parent came from. Raises SidecarError."""
     request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
     link.call("/v1/restored", request, dict, timeout_s=60.0)
+
+
+def _beside(work: Callable[[], T]) -> Future[T]:
+    """Begin `work` in a thread that keeps no process from ending, as at Ctrl-C."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="keepstep-vote", daemon=True).start()
+    return future
