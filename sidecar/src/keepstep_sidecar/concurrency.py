@@ -133,16 +133,6 @@ async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
     return _results(await asyncio.gather(*work, return_exceptions=True))
 
 
-async def all_threads(work: Sequence[asyncio.Future[T]]) -> list[T]:
-    """The same for what runs on threads, which nobody can cancel: they are awaited even then."""
-    joined = asyncio.gather(*work, return_exceptions=True)
-    try:
-        return _results(await asyncio.shield(joined))
-    except asyncio.CancelledError:
-        await joined
-        raise
-
-
 def _results(results: Sequence[T | BaseException]) -> list[T]:
     values: list[T] = []
     for result in results:
