@@ -11,7 +11,7 @@ MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
 JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 
-.PHONY: demo test check e2e bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo test check e2e chart bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 
 e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker, kind, kubectl, helm)
 	$(BIN)/python -m pytest -m e2e tests/e2e --durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
+
+chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
+	$(BIN)/python scripts/chart_reference.py package
 
 bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floors (about a quarter of an hour)
 	$(BIN)/python -m bench

@@ -6,6 +6,7 @@ import click
 import pytest
 
 from tests.chart.charts import Chart, of_kind
+from tests.chart.test_render import EVERYTHING
 
 main = pytest.importorskip("keepstep_operator.cli", reason="the operator's commands are not there")
 
@@ -14,7 +15,7 @@ COMMANDS = ("admission", "reconcile", "certificates")
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> None:
-    objects = chart.render({"hostPaths": ["/mnt/a", "/mnt/b"]})
+    objects = chart.render({**EVERYTHING, "hostPaths": ["/mnt/a", "/mnt/b"]})
     spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
     command, *arguments = spec["containers"][0]["args"]
     assert command == name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.chart.charts import ROOT, Chart, Object, is_hook, of_kind
+from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind
 
 COMPONENTS = ("admission", "reconcile", "certificates")
 
@@ -43,6 +43,30 @@ def test_every_component_has_a_service_account_of_its_own(
         for one in of_kind(plain, kind).values():
             if one["metadata"]["name"] == name:
                 assert [subject["name"] for subject in one["subjects"]] == [name]
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_the_roles_are_bound_to_an_account_of_somebody_else(chart: Chart, component: str) -> None:
+    account = {"create": False, "name": "theirs"}
+    objects = chart.render({component: {"serviceAccount": account}})
+    assert f"keepstep-{component}" not in of_kind(objects, "ServiceAccount")
+    assert "theirs" not in of_kind(objects, "ServiceAccount")
+    spec = of_kind(objects, "Deployment")[f"keepstep-{component}"]["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "theirs"
+    bindings = [*of_kind(objects, "ClusterRoleBinding").values()]
+    bindings += of_kind(objects, "RoleBinding").values()
+    bound = [one for one in bindings if one["roleRef"]["name"] == f"keepstep-{component}"]
+    assert bound
+    assert {subject["name"] for one in bound for subject in one["subjects"]} == {"theirs"}
+    with pytest.raises(Refused, match=f"{component}.serviceAccount.name"):
+        chart.render({component: {"serviceAccount": {"create": False}}})
+
+
+def test_accounts_carry_the_annotations_that_are_asked_for(chart: Chart) -> None:
+    account = {"name": "injector", "annotations": {"example.com/role": "a"}}
+    objects = chart.render({"admission": {"serviceAccount": account}})
+    made = of_kind(objects, "ServiceAccount")["injector"]
+    assert made["metadata"]["annotations"] == {"example.com/role": "a"}
 
 
 def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
 import warnings
+from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 
@@ -27,11 +31,25 @@ with warnings.catch_warnings():
 
 EVERYTHING: Object = {
     "hostPaths": ["/mnt/nvme0/keepstep", "/var/lib/keepstep"],
-    "networkPolicy": {"enabled": True},
+    "networkPolicy": {
+        "enabled": True,
+        "egress": {"enabled": True, "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+        "training": {"namespaces": ["ml", "vision"], "egress": True},
+    },
+    "logLevel": "debug",
+    "helpers": {
+        "priorityClassName": "system-node-critical",
+        "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "1Gi"}},
+    },
+    "certificates": {"serviceAccount": {"create": False, "name": "ours"}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
-    "images": {"pullSecrets": ["registry"], "operator": {"digest": "sha256:" + "a" * 64}},
+    "images": {
+        "registry": "registry.example:5000/mirror",
+        "pullSecrets": ["registry"],
+        "operator": {"digest": "sha256:" + "a" * 64},
+    },
     "admission": {
         "failurePolicy": "Fail",
         "replicas": 3,
@@ -41,6 +59,9 @@ EVERYTHING: Object = {
         "priorityClassName": "system-cluster-critical",
         "podAnnotations": {"example.com/note": "yes"},
         "podLabels": {"team": "ml"},
+        "serviceAccount": {"annotations": {"example.com/role": "injects"}},
+        "extraArgs": ["--drain=10"],
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
     },
 }
 MATRIX: dict[str, Object] = {
@@ -224,6 +245,77 @@ def test_images_follow_the_chart_unless_they_are_named(chart: Chart, plain: list
     arguments = _arguments(named, "keepstep-admission")
     assert f"--sidecar-image=registry.example/side@{digest}" in arguments
     assert "--sidecar-pull-policy=Never" in arguments
+
+
+def test_a_registry_comes_before_every_repository(chart: Chart) -> None:
+    objects = chart.render({"hostPaths": ["/mnt/a"], "images": {"registry": "r.example:5000/m/"}})
+    for _, spec in pod_specs(objects):
+        for container in spec["containers"]:
+            assert container["image"].startswith("r.example:5000/m/keepstep/operator:")
+    for name, flag in (("admission", "--sidecar-image"), ("reconcile", "--helper-image")):
+        (image,) = (
+            one for one in _arguments(objects, f"keepstep-{name}") if one.startswith(f"{flag}=")
+        )
+        assert image.startswith(f"{flag}=r.example:5000/m/keepstep/sidecar:")
+
+
+@pytest.mark.parametrize("name", ["admission", "reconcile", "certificates"])
+def test_arguments_and_environment_of_ones_own_come_last(chart: Chart, name: str) -> None:
+    variable = {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    objects = chart.render(
+        {"logLevel": "warning", name: {"extraArgs": ["--metrics-port=1"], "extraEnv": [variable]}}
+    )
+    assert _arguments(objects, f"keepstep-{name}")[-2:] == [
+        "--log-level=warning",
+        "--metrics-port=1",
+    ]
+    spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["env"][-1] == variable
+    assert spec["containers"][0]["env"][0]["name"] == "KEEPSTEP_NAMESPACE"
+
+
+def test_helper_pods_are_told_their_priority_and_resources(chart: Chart) -> None:
+    arguments = _arguments(chart.render(EVERYTHING), "keepstep-reconcile")
+    assert "--helper-priority-class=system-node-critical" in arguments
+    (resources,) = (one for one in arguments if one.startswith("--helper-resources="))
+    assert json.loads(resources.partition("=")[2]) == EVERYTHING["helpers"]["resources"]
+
+
+def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
+    objects = chart.render({"networkPolicy": {"egress": {"enabled": True}}})
+    policies = of_kind(objects, "NetworkPolicy")
+    assert len(policies) == 3
+    for one in policies.values():
+        assert one["spec"]["policyTypes"] == ["Egress"]
+        ports = [port["port"] for rule in one["spec"]["egress"] for port in rule["ports"]]
+        assert ports == [443, 6443, 53, 53]
+    (narrow, _) = of_kind(chart.render(EVERYTHING), "NetworkPolicy")["keepstep-admission"]["spec"][
+        "egress"
+    ]
+    assert narrow["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+
+
+def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: Chart) -> None:
+    values = {"networkPolicy": {"training": {"namespaces": ["ml"]}}}
+    (policy,) = of_kind(chart.render(values), "NetworkPolicy").values()
+    assert policy["metadata"]["namespace"] == "ml"
+    assert policy["spec"]["podSelector"] == {"matchLabels": {"keepstep.dev/injected": "true"}}
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [9465, 9464]
+    out = [
+        one["spec"]["egress"]
+        for one in of_kind(chart.render(EVERYTHING), "NetworkPolicy").values()
+        if one["metadata"]["namespace"] in ("ml", "vision")
+    ]
+    assert [rule["ports"][0]["port"] for rule in out[0]] == [9465, 9444, 53]
+
+
+def test_the_chart_holds_files_alone_and_its_package_all_of_them(tmp_path: Path) -> None:
+    assert not [path for path in CHART.rglob("*") if path.is_symlink()], "helm warns of links"
+    with tarfile.open(helm_python.package(CHART, destination=tmp_path)) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    there = {str(path.relative_to(CHART)) for path in CHART.rglob("*") if path.is_file()}
+    assert there <= inside | {".helmignore"}
 
 
 def test_the_crds_of_the_release_are_those_of_the_repository(plain: list[Object]) -> None:

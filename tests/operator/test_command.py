@@ -50,3 +50,22 @@ def test_an_unknown_component_is_a_wrong_use() -> None:
     result = CliRunner().invoke(cli, ["admit"])
     assert result.exit_code == 2
     assert "No such command 'admit'" in result.output
+
+
+def test_what_is_less_than_the_log_level_is_not_logged() -> None:
+    code = (
+        "from keepstep_operator import journal\n"
+        "journal.configure('admission', level='warning')\n"
+        "journal.say('quiet'); journal.warn('loud')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "loud" in done.stderr
+    assert "quiet" not in done.stderr
+
+
+@pytest.mark.parametrize("resources", ["{", "7"])
+def test_resources_of_helper_pods_that_are_none_are_a_wrong_use(resources: str) -> None:
+    arguments = ["reconcile", "--namespace", "a", "--helper-resources", resources]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert "--helper-resources" in result.output

@@ -30,12 +30,42 @@ app.kubernetes.io/name: {{ include "keepstep.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* repository@digest, or repository:tag. Called with (dict "root" $ "image" .Values.images.X). */}}
+{{/* [registry/]repository@digest, or :tag. Called with (dict "root" $ "image" .Values.images.X). */}}
 {{- define "keepstep.image" -}}
+{{- $registry := trimSuffix "/" .root.Values.images.registry }}
+{{- $repository := ternary (printf "%s/%s" $registry .image.repository) .image.repository (ne $registry "") }}
 {{- if .image.digest }}
-{{- printf "%s@%s" .image.repository .image.digest }}
+{{- printf "%s@%s" $repository .image.digest }}
 {{- else }}
-{{- printf "%s:%s" .image.repository (default .root.Chart.AppVersion .image.tag) }}
+{{- printf "%s:%s" $repository (default .root.Chart.AppVersion .image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* Called, as the next one, with (dict "root" $ "component" "admission"). */}}
+{{- define "keepstep.serviceAccountName" -}}
+{{- $account := (index .root.Values .component).serviceAccount }}
+{{- if $account.create }}
+{{- default (printf "%s-%s" (include "keepstep.fullname" .root) .component) $account.name }}
+{{- else }}
+{{- required (printf "%s.serviceAccount.create is false: name one that is there in %s.serviceAccount.name" .component .component) $account.name }}
+{{- end }}
+{{- end }}
+
+{{/* Nothing where somebody else makes it; the roles are bound to it all the same. */}}
+{{- define "keepstep.serviceAccount" -}}
+{{- $account := (index .root.Values .component).serviceAccount }}
+{{- if $account.create }}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "keepstep.serviceAccountName" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "keepstep.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+  {{- with $account.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end }}
 
@@ -81,10 +111,22 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Environment of every process. */}}
+{{/* The end of a process' arguments: the last one of an option holds. Called, as the next one, with
+(dict "root" $ "component" "admission"). */}}
+{{- define "keepstep.arguments" -}}
+- --log-level={{ .root.Values.logLevel }}
+{{- range (index .root.Values .component).extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Environment of a process. */}}
 {{- define "keepstep.environment" -}}
 - name: KEEPSTEP_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+{{- with (index .root.Values .component).extraEnv }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* Annotations of what `helm test` makes. Called with the weight: lower ones come first. */}}

@@ -10,6 +10,6 @@ _journal = log.Journal("keepstep.operator")
 say, warn, crash = _journal.say, _journal.warn, _journal.crash
 
 
-def configure(component: str, *, level: int = logging.INFO) -> None:
-    """Send everything that this process logs to stderr as JSON lines."""
-    log.configure(level=level, component=component)
+def configure(component: str, *, level: str = "info") -> None:
+    """Send what this process logs, from `level` on, to stderr as JSON lines."""
+    log.configure(level=logging.getLevelNamesMapping()[level.upper()], component=component)

@@ -25,6 +25,13 @@ namespace_option: Final = option(
     "--namespace", required=True, metavar="NAME", help="Namespace of the release."
 )
 
+log_level_option: Final = option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="What is logged: that, and what is worse.",
+)
+
 metrics_port_option: Final = option(
     "--metrics-port",
     type=click.IntRange(0, 65535),

@@ -314,3 +314,14 @@ def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None
     }
     assert pod_spec.about(body) == ("clean", KEY, "a")
     assert pod_spec.record(body) is None, "it reports nothing"
+
+
+def test_helper_pods_have_the_priority_and_the_resources_of_the_chart() -> None:
+    job = Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0)
+    asked = {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}
+    plain = pod_spec.cleaning(job, DEFAULTS)["spec"]
+    assert "priorityClassName" not in plain
+    assert plain["containers"][0]["resources"]["limits"] == {"memory": "64Mi"}
+    told = pod_spec.cleaning(job, replace(DEFAULTS, priority_class="high", resources=asked))["spec"]
+    assert told["priorityClassName"] == "high"
+    assert told["containers"][0]["resources"] == asked

@@ -22,6 +22,7 @@ from keepstep_operator.kube import Client, find_access
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
+    log_level_option,
     metrics_port_option,
     namespace_option,
     option,
@@ -92,6 +93,7 @@ class Settings:
 )
 @tls_dir_option("/tls")
 @port_option(ADMISSION_PORT)
+@log_level_option
 @metrics_port_option
 @namespace_option
 @option(
@@ -113,7 +115,7 @@ def admission(**options: Any) -> None:
       keepstep-operator admission --namespace keepstep-system \\
         --sidecar-image keepstep/sidecar:0.1.0 --tls-dir /tls
     """
-    journal.configure("admission")
+    journal.configure("admission", level=options.pop("log_level"))
     options["reports_url"] = (
         options["reports_url"] or f"https://keepstep-reports.{options['namespace']}.svc:443"
     )

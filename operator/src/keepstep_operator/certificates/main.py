@@ -19,7 +19,12 @@ from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import Client, KubeError, find_access
 from keepstep_operator.serving import listening, observed, until_signal
-from keepstep_operator.settings import metrics_port_option, namespace_option, option
+from keepstep_operator.settings import (
+    log_level_option,
+    metrics_port_option,
+    namespace_option,
+    option,
+)
 
 _WEBHOOK_OVERLAP: Final = timedelta(days=1)
 """The API server hears of a new caBundle within a second."""
@@ -139,6 +144,7 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     callback=_duration,
     help="Between two looks.",
 )
+@log_level_option
 @metrics_port_option
 @click.option("--once", is_flag=True, help="Do what is due now, and end.")
 def certificates(once: bool, **options: Any) -> None:
@@ -152,7 +158,7 @@ def certificates(once: bool, **options: Any) -> None:
       keepstep-operator certificates --namespace keepstep-system
       keepstep-operator certificates --namespace keepstep-system --once
     """  # fmt: skip
-    journal.configure("certificates")
+    journal.configure("certificates", level=options.pop("log_level"))
     settings = Settings(**options)
     asyncio.run(run_once(settings) if once else serve(settings))
 

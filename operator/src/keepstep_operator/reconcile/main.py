@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import click
 
 from keepstep_operator import journal
 from keepstep_operator.api.model import RunKey
+from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Client, find_access
 from keepstep_operator.names import REPORTS_PORT
@@ -32,6 +34,7 @@ from keepstep_operator.reconcile.writers.events import EventWriter
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
+    log_level_option,
     metrics_port_option,
     namespace_option,
     option,
@@ -59,6 +62,8 @@ class Settings:
     helper_pull_policy: str
     helper_pull_secrets: tuple[str, ...]
     helper_account: str
+    helper_priority_class: str
+    helper_resources: Body | None
     reports_url: str
     reports_ca_configmap: str
     clean_after: float | None
@@ -76,6 +81,8 @@ class Settings:
             reports_ca=self.reports_ca_configmap,
             pull_policy=self.helper_pull_policy,
             pull_secrets=self.helper_pull_secrets,
+            priority_class=self.helper_priority_class,
+            resources=self.helper_resources,
         )
 
 
@@ -87,6 +94,16 @@ class Clock:
 
     def __call__(self) -> float:
         return self._wall + time.monotonic()
+
+
+def _resources(ctx: click.Context, param: click.Parameter, value: str | None) -> Body | None:
+    try:
+        read = None if value is None else json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}", ctx, param) from error
+    if read is not None and not isinstance(read, dict):
+        raise click.BadParameter("it must be an object with requests and limits", ctx, param)
+    return read
 
 
 @click.command(short_help="Watch runs, take their sidecars' reports, tell what is protected.")
@@ -128,6 +145,13 @@ class Clock:
     help="Secret of the release's namespace for that image; may be repeated.",
 )
 @option("--helper-account", default="", metavar="NAME", help="Helper pods' service account.")
+@option("--helper-priority-class", default="", metavar="NAME", help="Of helper pods.")
+@option(
+    "--helper-resources",
+    metavar="JSON",
+    callback=_resources,
+    help="Requests and limits of a helper pod's container.  [default: what each kind needs]",
+)
 @option("--reports-url", default="", metavar="URL", help="Where helper pods report.")
 @option(
     "--reports-ca-configmap",
@@ -142,6 +166,7 @@ class Clock:
     help="A run's directories on nodes are removed when it is gone for so long.  [default: never]",
 )
 @port_option(REPORTS_PORT)
+@log_level_option
 @metrics_port_option
 @namespace_option
 def reconcile(**options: Any) -> None:
@@ -155,7 +180,7 @@ def reconcile(**options: Any) -> None:
       keepstep-operator reconcile --namespace keepstep-system --tls-dir /tls
       keepstep-operator reconcile --namespace keepstep-system --host-path /mnt/nvme0
     """
-    journal.configure("reconcile")
+    journal.configure("reconcile", level=options.pop("log_level"))
     asyncio.run(serve(Settings(**options)))
 
 

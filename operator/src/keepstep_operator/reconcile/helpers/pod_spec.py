@@ -36,7 +36,8 @@ _IP: Final = "KEEPSTEP_POD_IP"
 
 @dataclass(frozen=True, kw_only=True)
 class HelperDefaults:
-    """What the chart fixes. `reports_ca`: name of the ConfigMap with `ca.crt`."""
+    """What the chart fixes. `reports_ca`: name of the ConfigMap with `ca.crt`. `resources`: of each
+    such pod's container; None for what it needs."""
 
     image: str
     namespace: str
@@ -45,6 +46,8 @@ class HelperDefaults:
     reports_ca: str
     pull_policy: str = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
+    priority_class: str = ""
+    resources: Body | None = None
 
 
 def serving(helper: Helper, defaults: HelperDefaults) -> Body:
@@ -159,6 +162,7 @@ def _pod(
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "imagePullSecrets": [{"name": one} for one in defaults.pull_secrets],
+            **({"priorityClassName": defaults.priority_class} if defaults.priority_class else {}),
             "containers": [container],
             "volumes": list(volumes),
         },
@@ -173,15 +177,13 @@ def _on(node: str) -> Body:
 
 
 def _container(does: str, where: Sequence[str], defaults: HelperDefaults, *, memory: str) -> Body:
+    needed = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": memory}}
     return {
         "name": does,
         "image": defaults.image,
         "imagePullPolicy": defaults.pull_policy,
         "command": [_PROGRAM, f"--{does}", *where],
-        "resources": {
-            "requests": {"cpu": "20m", "memory": "64Mi"},
-            "limits": {"memory": memory},
-        },
+        "resources": defaults.resources or needed,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
