@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 from keepstep_operator.kube import POLICIES, Access, Resource
 from keepstep_operator.serving import listening
@@ -23,6 +24,11 @@ from tests.operator.injection.json_pointer import apply
 
 Body = dict[str, Any]
 TOKEN = "a-token"
+
+
+def access_to(url: str, *, token: str, namespace: str = "default") -> Access:
+    configuration = Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
+    return Access(configuration=configuration, namespace=namespace)
 
 
 class ApiServer:
@@ -43,12 +49,11 @@ class ApiServer:
 
     @property
     def access(self) -> Access:
-        return Access(
-            server=f"http://127.0.0.1:{self.port}",
-            ssl=None,
-            token=lambda: TOKEN,
-            namespace="keepstep-system",
-        )
+        return access_to(self.url, token=TOKEN, namespace="keepstep-system")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def kubeconfig(self, directory: Path) -> Path:
         """For processes: KUBECONFIG."""
@@ -57,7 +62,7 @@ class ApiServer:
             "contexts": [
                 {"name": "test", "context": {"cluster": "c", "user": "u", "namespace": "n"}}
             ],
-            "clusters": [{"name": "c", "cluster": {"server": self.access.server}}],
+            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
             "users": [{"name": "u", "user": {"token": TOKEN}}],
         }
         path = directory / "kubeconfig"

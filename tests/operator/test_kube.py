@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,15 +20,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from kubernetes.aio.config import incluster_config
 
 from keepstep.errors import UsageError
+from keepstep_operator import __version__
 from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
 from keepstep_operator.kube import (
     CONFIG_MAPS,
     NODES,
     PODS,
     POLICIES,
-    Access,
     Change,
     ChangeKind,
     Client,
@@ -44,7 +48,7 @@ from keepstep_operator.kube import (
 )
 from keepstep_operator.serving import listening
 from tests.harness import until
-from tests.operator.apiserver import ApiServer
+from tests.operator.apiserver import ApiServer, access_to
 from tests.operator.injection.pods import policy_body
 
 _DAY = timedelta(days=1)
@@ -131,7 +135,7 @@ async def test_a_collection_is_read_in_pages() -> None:
     app = web.Application()
     app.router.add_get("/api/v1/pods", answer)
     async with listening(app, port=0) as port:
-        access = Access(server=f"http://127.0.0.1:{port}", ssl=None, token=lambda: None)
+        access = access_to(f"http://127.0.0.1:{port}", token="t")
         async with Client(access) as client:
             listing = await client.list(PODS, labels="a=b")
     assert listing == Listing(items=({"n": 1}, {"n": 2}), resource_version="7")
@@ -211,7 +215,7 @@ async def test_a_kubeconfig_gives_token_authority_and_client_certificate(
             **given("client-key", mine.key),
         }
         path = _kubeconfig(tmp_path, cluster, user)
-        async with Client(from_kubeconfig(path)) as client:
+        async with Client(await from_kubeconfig(path)) as client:
             assert client.namespace == "here"
             me = await client.get(NODES, "me")
             assert me["token"] == "Bearer secret"
@@ -229,7 +233,7 @@ def _kubeconfig(directory: Path, cluster: dict[str, str], user: dict[str, str]) 
     return path
 
 
-async def test_the_service_accounts_token_is_read_anew_for_each_request(
+async def test_the_service_accounts_token_is_read_again_each_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority, leaf = _pems()
@@ -241,42 +245,101 @@ async def test_the_service_accounts_token_is_read_anew_for_each_request(
     async with listening(app, port=0, ssl_context=context) as port:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "localhost")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-        (tmp_path / "token").write_text("first\n")
+        (tmp_path / "token").write_text("first")
         async with Client(in_cluster(tmp_path)) as client:
             assert client.namespace == "keepstep-system"
-            assert (await client.get(NODES, "me"))["token"] == "Bearer first"
-            (tmp_path / "token").write_text("second\n")
-            assert (await client.get(NODES, "me"))["token"] == "Bearer second"
+            assert (await client.get(NODES, "me"))["token"] == "bearer first"
+            (tmp_path / "token").write_text("second")
+            with _later(minutes=2):
+                assert (await client.get(NODES, "me"))["token"] == "bearer second"
             (tmp_path / "token").unlink()
-            with pytest.raises(Unavailable):
+            with _later(minutes=4), pytest.raises(Unavailable):
                 await client.get(NODES, "me")
 
 
-def test_outside_a_cluster_something_must_say_where_one_is(
+@contextmanager
+def _later(*, minutes: int) -> Iterator[None]:
+    """For whom the official client asks the time."""
+    real = incluster_config.datetime.datetime
+
+    class Later(real):  # type: ignore[misc, valid-type]
+        moved = timedelta(minutes=minutes)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            later: datetime = real.now(tz) + cls.moved
+            return later
+
+    fake = ModuleType("datetime")
+    fake.datetime, fake.timedelta = Later, timedelta  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(incluster_config, "datetime", fake)
+        yield
+
+
+async def test_outside_a_cluster_something_must_say_where_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UsageError, match="neither KUBECONFIG is set"):
-        find_access()
+        await find_access()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     with pytest.raises(UsageError, match=r"kubeconfig .*absent"):
-        find_access()
+        await find_access()
 
 
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ({"server": "https://x", "insecure-skip-tls-verify": "true"}, "is not supported"),
-        ({"server": "https://x", "certificate-authority-data": "%%"}, "authority-data"),
+        ({"server": "https://x", "certificate-authority-data": "%%"}, "certificate"),
+        ({"server": "https://x", "certificate-authority": "absent.crt"}, "does not exist"),
         ({}, "server"),
     ],
 )
-def test_a_kubeconfig_that_cannot_be_used_says_why(
+async def test_a_kubeconfig_that_cannot_be_used_says_why(
     tmp_path: Path, cluster: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))
+        async with Client(await from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))):
+            pass
+
+
+async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.raw_path, request.headers["User-Agent"]))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with (
+        listening(app, port=0) as port,
+        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
+    ):
+        await client.get(PODS, "../x?watch=1#/%2F", namespace="n")
+    path = "/api/v1/namespaces/n/pods/..%2Fx%3Fwatch%3D1%23%2F%252F"
+    assert asked == [(path, f"keepstep-operator/{__version__}")]
+
+
+async def test_what_is_applied_is_ours_by_name_whoever_had_it_before() -> None:
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.content_type, dict(request.query), await request.json()))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_patch("/api/v1/namespaces/n/configmaps/a/status", answer)
+    body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
+    async with (
+        listening(app, port=0) as port,
+        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
+    ):
+        await client.apply(CONFIG_MAPS, body, manager="me", namespace="n", subresource="status")
+    query = {"fieldManager": "me", "force": "true"}
+    assert asked == [("application/apply-patch+yaml", query, body)]
 
 
 async def test_an_answer_that_is_no_json_is_unavailable() -> None:
@@ -286,7 +349,7 @@ async def test_an_answer_that_is_no_json_is_unavailable() -> None:
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
     async with listening(app, port=0) as port:
-        access = Access(server=f"http://127.0.0.1:{port}", ssl=None, token=lambda: None)
+        access = access_to(f"http://127.0.0.1:{port}", token="t")
         async with Client(access) as client:
             with pytest.raises(Unavailable, match="nonsense"):
                 await client.get(PODS, "p", namespace="n")

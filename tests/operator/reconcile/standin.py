@@ -17,6 +17,7 @@ from aiohttp import web
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import Access
 from keepstep_operator.serving import listening
+from tests.operator.apiserver import access_to
 
 Body = dict[str, Any]
 
@@ -48,7 +49,11 @@ class StandIn:
 
     @property
     def access(self) -> Access:
-        return Access(server=f"http://127.0.0.1:{self.port}", ssl=None, token=lambda: "operator")
+        return access_to(self.url, token="operator")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def asked(self, method: str, part: str) -> list[Request]:
         return [one for one in self.requests if one.method == method and part in one.path]

@@ -27,7 +27,7 @@ def kubeconfig(cluster: StandIn, path: Path) -> Path:
     config = {
         "current-context": "here",
         "contexts": [{"name": "here", "context": {"cluster": "one", "user": "me"}}],
-        "clusters": [{"name": "one", "cluster": {"server": cluster.access.server}}],
+        "clusters": [{"name": "one", "cluster": {"server": cluster.url}}],
         "users": [{"name": "me", "user": {"token": "operator"}}],
     }
     path.write_text(yaml.safe_dump(config))

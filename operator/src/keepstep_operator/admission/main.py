@@ -126,7 +126,7 @@ async def serve(settings: Settings) -> None:
     """Until SIGTERM, and then until reviews that are under way are answered."""
     tls, metrics = ServerTls(settings.tls_dir), Metrics()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(find_access()))
+        client = await stack.enter_async_context(Client(await find_access()))
         policies = PolicyCache(client, counted=metrics.policies)
         authority = ReportsAuthority(
             client, namespace=settings.namespace, name=settings.reports_ca_configmap

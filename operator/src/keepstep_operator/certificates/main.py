@@ -165,7 +165,7 @@ def certificates(once: bool, **options: Any) -> None:
 
 async def run_once(settings: Settings) -> None:
     """One round. Raises KubeError."""
-    async with Client(find_access()) as client:
+    async with Client(await find_access()) as client:
         for _, keeper in keepers(client, settings):
             await keeper.round()
 
@@ -174,7 +174,7 @@ async def serve(settings: Settings) -> None:
     """Rounds until SIGTERM; a failed one is said and tried again."""
     metrics, tried = Metrics(), asyncio.Event()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(find_access()))
+        client = await stack.enter_async_context(Client(await find_access()))
         group = await stack.enter_async_context(asyncio.TaskGroup())
         loop = group.create_task(
             _rounds(keepers(client, settings), settings.interval, metrics, tried), name="rounds"

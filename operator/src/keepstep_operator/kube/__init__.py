@@ -1,4 +1,4 @@
-"""A small client of the Kubernetes API over aiohttp, for all components.
+"""The Kubernetes API for all components: the official client without its models.
 
     KubeError
       NotFound        404
@@ -9,8 +9,7 @@
       Unavailable     429, 5xx, no answer in time, no connection: try again later
 
 It knows no kinds: a `Resource` says where a kind is served, objects are JSON. Inside a cluster it
-is the pod's service account (the token is read anew for each request, as the kubelet rotates it);
-outside, what KUBECONFIG names (token, client certificate; no exec plugins).
+is the pod's service account, outside what KUBECONFIG names.
 """
 
 from __future__ import annotations

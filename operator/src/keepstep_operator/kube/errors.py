@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import aiohttp
 import msgspec
+from kubernetes.aio.config import ConfigException
 
 from keepstep.errors import KeepstepError
 
@@ -64,7 +65,7 @@ def mapped_errors() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise Unavailable("the API server did not answer in time") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except (aiohttp.ClientError, ConfigException, OSError) as error:
         raise Unavailable(f"the API server cannot be reached: {error}") from error
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Unavailable(f"the API server answered nonsense: {error!r}") from error

@@ -322,7 +322,7 @@ class Reconciler:
 
 async def serve(settings: Settings) -> None:
     """Until SIGTERM."""
-    tls, access = ServerTls(settings.tls_dir), find_access()
+    tls, access = ServerTls(settings.tls_dir), await find_access()
     async with (
         Client(access) as client,
         PodClient(access) as pod_client,
