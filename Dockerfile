@@ -3,38 +3,43 @@
 #     docker build --target operator -t keepstep-operator .
 # What is built here is a virtual environment; the last stages copy it and nothing else. There is no
 # compiler, no pip and no torch in them, and they run as a number, not as root.
+#
+# A release (.github/workflows/release.yaml) sets PYTHON_IMAGE to a digest; LOCKED=1, so that what
+# requirements.lock lists is installed by its hashes, and nothing else (`make lock` writes it); SOURCE
+# and REVISION.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ARG LOCKED=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
+    PIP_BREAK_SYSTEM_PACKAGES=1
 RUN python3 -m venv --without-pip /opt/keepstep
 WORKDIR /build
+COPY scripts/install_into_image.sh install.sh
 COPY lib lib
-# The library's pure parts are used, torch is not: so it comes without its dependencies, and what the
-# other packages need is read from their own lists.
-RUN python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./lib \
- && printf '%s\n' 'import sys, tomllib' \
-    'listed = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]' \
-    'print("\n".join(one for one in listed if not one.startswith("keepstep")))' > needs.py
+RUN if [ -n "$LOCKED" ]; then python3 -m pip install --require-hashes -r lib/requirements.lock; fi \
+ && sh install.sh lib
 
 FROM build AS build-sidecar
 COPY sidecar sidecar
-RUN python3 needs.py sidecar/pyproject.toml > needs.txt \
- && python3 -m pip --python /opt/keepstep/bin/python install -r needs.txt \
- && python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./sidecar \
+RUN sh install.sh sidecar \
  && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/keepstep/lib
 
 FROM build AS build-operator
 COPY operator operator
-RUN python3 needs.py operator/pyproject.toml > needs.txt \
- && python3 -m pip --python /opt/keepstep/bin/python install -r needs.txt \
- && python3 -m pip --python /opt/keepstep/bin/python install --no-deps ./operator \
+RUN sh install.sh operator \
  && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/keepstep/lib
 
 FROM ${PYTHON_IMAGE} AS base
 ARG VERSION=0.1.0
+ARG PYTHON_IMAGE
+ARG SOURCE=""
+ARG REVISION=""
 LABEL org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" \
       org.opencontainers.image.vendor="keepstep"
 RUN rm -rf /usr/local/lib/python3*/site-packages/pip* /usr/local/bin/pip* \
            /usr/lib/python3/dist-packages/pip* /usr/bin/pip*

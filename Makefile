@@ -11,7 +11,7 @@ MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
 JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 
-.PHONY: demo test check e2e chart bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo test check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,13 @@ e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
 	$(BIN)/python scripts/chart_reference.py package
 
+lock: build/lock/.ready ## lock what the images are made of, with hashes; wheels for amd64 and arm64
+	PATH=$(CURDIR)/build/lock/bin:$$PATH $(PYTHON) scripts/lock.py $(LOCK_ARGS)
+
+sbom: build/lock/.ready ## what the images are made of, as CycloneDX, in build/
+	for part in operator sidecar; do build/lock/bin/cyclonedx-py requirements $$part/requirements.lock \
+		--pyproject $$part/pyproject.toml --output-reproducible -o build/sbom-$$part.cdx.json || exit 1; done
+
 bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floors (about a quarter of an hour)
 	$(BIN)/python -m bench
 
@@ -68,3 +75,8 @@ clean: ## remove the virtual environment and whatever tests left
 build/peers/.ready: $(READY) bench/setup_peers.py
 	-$(BIN)/python -m bench.setup_peers
 	@mkdir -p $(@D) && touch $@
+
+build/lock/.ready:
+	@$(PYTHON) -m venv build/lock
+	@build/lock/bin/pip install -q --disable-pip-version-check uv cyclonedx-bom
+	@touch $@

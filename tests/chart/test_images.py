@@ -1,0 +1,69 @@
+"""What a release is made of: locked, for two platforms, and said in the images."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from scripts.lock import PARTS, PLATFORMS, ROOT, lock_of, needs
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yaml"
+
+
+def _locked(part: str) -> dict[str, tuple[str, int]]:
+    """Version and number of hashes by package."""
+    text = lock_of(part).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = {}
+    for line in lines:
+        name, _, version = line.split()[0].partition("==")
+        found[name] = version, len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", line))
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_range_is_locked_within_it(part: str) -> None:
+    locked = _locked(part)
+    for asked in map(Requirement, needs(part)):
+        assert asked.name in locked, f"{asked} is not locked: run `make lock`"
+        version, _ = locked[asked.name]
+        assert asked.specifier.contains(version), f"{asked} is locked at {version}: `make lock`"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_locked_package_has_a_version_and_hashes_and_torch_is_none_of_them(part: str) -> None:
+    locked = _locked(part)
+    assert all(version and hashes for version, hashes in locked.values())
+    assert "torch" not in locked
+    assert not [name for name in locked if name.startswith("keepstep")]
+
+
+def test_a_locked_image_installs_by_hashes_and_builds_with_what_is_locked() -> None:
+    script = (ROOT / "scripts" / "install_into_image.sh").read_text()
+    assert "--require-hashes" in script
+    assert "${LOCKED:+--no-build-isolation}" in script
+    assert "--require-hashes -r lib/requirements.lock" in DOCKERFILE
+
+
+def test_images_say_where_they_are_from() -> None:
+    for label in ("source", "revision", "version", "licenses", "base.name"):
+        assert f"org.opencontainers.image.{label}=" in DOCKERFILE
+
+
+def test_a_release_is_for_the_platforms_that_were_checked_and_of_a_base_by_digest() -> None:
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    steps = {one.get("name", ""): one for one in workflow["jobs"]["release"]["steps"]}
+    build = steps["Images"]["run"]
+    (platforms,) = re.findall(r"--platform (\S+)", build)
+    linux = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
+    assert platforms.split(",") == [linux[one.partition("-")[0]] for one in PLATFORMS]
+    for argument in ("PYTHON_IMAGE=${{ steps.base.outputs.image }}", "LOCKED=1", "REVISION="):
+        assert argument in build
+    assert "@$digest" in steps["The base's digest"]["run"]
+    base = re.search(r"^ARG PYTHON_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert base is not None
+    assert workflow["env"]["PYTHON"] == base[1]
