@@ -33,6 +33,7 @@ from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, SECRET, Gateway
+from tests.tiers.holding import committed
 from tests.volume.images import RUN, make_layout, staged
 
 BAR = 0.9
@@ -106,7 +107,7 @@ async def ours(gateway: Gateway, bucket: str, found: LocalShard) -> None:
     )
     remote_tier = ArchiveTier(config, open_store(config), run=RUN)
     work = asyncio.ensure_future(remote_tier.run())
-    remote_tier.committed(found.step_id, {found.rank: found})
+    committed(remote_tier, found.step_id, [found])
     if not await remote_tier.drain(timeout_s=300):
         raise RuntimeError(remote_tier.status().trouble)
     work.cancel()

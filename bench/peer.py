@@ -30,6 +30,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
 from tests.tiers import reading
+from tests.tiers.holding import durable
 from tests.volume.images import empty_slot
 
 CHUNK = 8 << 20
@@ -100,7 +101,7 @@ async def ours(node: Node, slot: Any, found: Any, files: Files) -> tuple[float, 
         address = buddy.stdout.readline().strip()
         node.remote_tier.peers_are((Peer(node_rank=1, address=address, buddy=True),))
         began = time.perf_counter()
-        node.remote_tier.durable(found)
+        durable(node.remote_tier, found)
         await until(lambda: node.remote_tier.status().sent, within_s=300)
         sent = time.perf_counter() - began
         remotes = (await node.remote_tier.look()).shards

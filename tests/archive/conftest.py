@@ -20,6 +20,7 @@ from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
+from tests.tiers.holding import committed
 from tests.volume.images import EPOCH, RUN, make_layout, staged
 
 QUICKLY = (0.02, 0.2)
@@ -86,7 +87,7 @@ async def running(
 
 
 def commit(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
-    remote_tier.committed(next(iter(shards.values())).step_id, shards)
+    committed(remote_tier, next(iter(shards.values())).step_id, shards.values())
 
 
 @pytest.fixture(scope="session")

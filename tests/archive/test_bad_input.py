@@ -14,6 +14,7 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
+from tests.tiers.holding import committed
 from tests.volume.images import EPOCH, RUN, step_id
 
 OTHER = Epoch(EpochId(1, "99999999"))
@@ -155,7 +156,7 @@ def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
         place.parent.mkdir(parents=True)
         shutil.copy(older[1].path, place)
         async with running(config) as remote_tier:
-            remote_tier.committed(step_id(10), {0: shards[0]})
+            committed(remote_tier, step_id(10), [shards[0]])
             await until(lambda: "not step" in remote_tier.status().trouble)
             assert (await remote_tier.look()).complete == frozenset()
 

@@ -24,6 +24,7 @@ from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
 from tests.tiers import reading
+from tests.tiers.holding import committed, gone
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
 
 
@@ -151,12 +152,12 @@ def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path)
             running(config(archive_dir)) as one,
             running(config(archive_dir)) as other,
         ):
-            one.committed(step_id(10), {0: shards[0]})
+            committed(one, step_id(10), [shards[0]])
             assert not await one.drain(timeout_s=0.3)
             held = await other.look()
             assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
             assert "in part only" in held.reason
-            other.committed(step_id(10), {1: shards[1]})
+            committed(other, step_id(10), [shards[1]])
             assert await one.drain(timeout_s=10)
             assert await other.drain(timeout_s=10)
             assert (await one.look()).complete == {step_id(10)}
@@ -233,7 +234,7 @@ def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_go
         async with running(config(archive_dir)) as remote_tier:
             commit(remote_tier, write_step(local, 10))
             await until(lambda: remote_tier.status().trouble)
-            remote_tier.forget([step_id(10)])
+            gone(remote_tier, [step_id(10)])
             failures = remote_tier.status().failures
             await until(lambda: remote_tier.status().failures > failures + 1)
             assert remote_tier.status().backlog == 0
@@ -385,3 +386,25 @@ def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
     asyncio.run(story())
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert [path for path in archive_dir.rglob("*") if path.is_file()] == []
+
+
+def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep_sidecar.tiers.archive.tier._IDLE_S", 0.05)
+
+    async def scenario() -> None:
+        shards = [write_step(local, step) for step in (10, 20, 30)]
+        for sent in (6, 0):  # by one that begins anew, too
+            async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
+                for each in shards:
+                    commit(remote_tier, each)
+                assert await remote_tier.drain(timeout_s=10)
+                await until(lambda: len(list(archive_dir.rglob("step.json"))) == 1)
+                listed = remote_tier._listed
+                await until(lambda: remote_tier._listed is not listed)  # noqa: B023
+                assert remote_tier.status().backlog == 0
+                assert remote_tier.status().sent == sent
+                assert {id.step for id in (await remote_tier.look()).complete} == {30}
+
+    asyncio.run(scenario())

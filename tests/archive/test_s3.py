@@ -23,6 +23,7 @@ from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
 from tests.harness import until
 from tests.tiers import reading
+from tests.tiers.holding import gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image
@@ -256,7 +257,7 @@ def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
                 commit(remote_tier, write_step(local, step))
             for step in (1, 2):  # retired here while the archive was away: nothing to be done
                 local.retire(step_id(step))
-            remote_tier.forget([step_id(1), step_id(2)])
+            gone(remote_tier, [step_id(1), step_id(2)])
             await until(lambda: remote_tier.status().failures)
             assert remote_tier.status().backlog == 6
             bucket.proxy.faults.answer = None

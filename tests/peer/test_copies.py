@@ -14,6 +14,7 @@ from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
+from tests.tiers.holding import committed, durable, gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]
@@ -23,7 +24,7 @@ async def sent(here: Node, buddy: Node, *steps: int) -> None:
     """Steps of rank 0 that became durable here, and then the buddy's copies, one by one."""
     for step in steps:
         _, found = here.write(step, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda step=step: (step, 0) in buddy.copies())
 
 
@@ -36,7 +37,7 @@ async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
     buddy.knows(here)
     async with running(here, buddy):
         slot, found = here.write(5, rank=0, parameters=parameters)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: here.remote_tier.status().sent == 1)
         assert await here.remote_tier.drain(timeout_s=10)
         assert buddy.copies() == [(5, 0)]
@@ -62,7 +63,7 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         slot, found = here.write(5, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: buddy.copies() == [(5, 0)])
         buddy.knows()  # the other pod is gone
         (remote,) = (await buddy.remote_tier.look()).shards
@@ -77,7 +78,7 @@ async def test_copies_are_found_again_after_a_restart(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: buddy.copies() == [(5, 0)])
     again = node(1)
     async with running(again):
@@ -89,7 +90,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: buddy.copies() == [(5, 0)])
     path = buddy.copy_path(found.step_id)
     with path.open("r+b") as file:
@@ -109,10 +110,10 @@ async def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> 
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
         assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
-        here.remote_tier.committed(step_id(2), {})
+        committed(here.remote_tier, step_id(2))
         await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-        here.remote_tier.forget([step_id(1), step_id(2)])
-        here.remote_tier.committed(step_id(3), {})
+        gone(here.remote_tier, [step_id(1), step_id(2)])
+        committed(here.remote_tier, step_id(3))
         await until(lambda: buddy.copies() == [(3, 0)])
 
 
@@ -122,12 +123,12 @@ async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> 
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, found = here.write(5, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: buddy.copies() == [(5, 0)])
-        here.remote_tier.forget([found.step_id])
-        here.remote_tier.committed(step_id(9), {})
+        gone(here.remote_tier, [found.step_id])
+        committed(here.remote_tier, step_id(9))
         _, other = here.write(7, rank=1)
-        here.remote_tier.durable(other)
+        durable(here.remote_tier, other)
         await until(lambda: not here.remote_tier.status().backlog)
         assert (5, 0) in buddy.copies()
 
@@ -137,7 +138,7 @@ async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: 
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
-        here.remote_tier.committed(step_id(2), {})
+        committed(here.remote_tier, step_id(2))
         await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
         assert await buddy.remote_tier.make_room(1 << 60)
         assert buddy.copies() == [(2, 0)]
@@ -163,10 +164,10 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
         _, small = here.write(1, rank=0)
-        here.remote_tier.durable(small)
+        durable(here.remote_tier, small)
         await until(lambda: buddy.copies() == [(1, 0)])
         _, big = here.write(2, rank=0, parameters=BIG)
-        here.remote_tier.durable(big)
+        durable(here.remote_tier, big)
         await until(lambda: here.remote_tier.status().trouble)
         assert "bytes needed for a copy" in here.remote_tier.status().trouble
         assert here.remote_tier.status().backlog == 1
@@ -182,6 +183,6 @@ async def test_the_ring_is_built_of_a_static_list_and_certificates(
     nodes[1].remote_tier = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
     async with running(*nodes):
         _, found = nodes[1].write(5, rank=1)
-        nodes[1].remote_tier.durable(found)
+        durable(nodes[1].remote_tier, found)
         await until(lambda: nodes[2].copies() == [(5, 1)])
         assert nodes[0].copies() == []

@@ -17,6 +17,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
+from tests.tiers.holding import durable, gone
 from tests.volume.images import empty_slot
 
 POINTS = [point for point in faults.POINTS if point.startswith("peer.")]
@@ -68,7 +69,7 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
         name, at, hit = point.partition("@")
         address, dying = receiver(f"{name}:kill{at}{hit}")
         told(here, address)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: dying.poll() is not None, what=f"death at {point}")
         address, _ = receiver()
         told(here, address)
@@ -80,7 +81,7 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
         elif point not in ("peer.create", "peer.data"):
             assert sent == 0, "all chunks had arrived before it died"
         here.volume.retire(found.step_id)
-        here.remote_tier.forget([found.step_id])
+        gone(here.remote_tier, [found.step_id])
         seen = await here.remote_tier.look()
         assert seen.answer is Answer.STEPS
         view = empty_slot(slot.layout)
@@ -96,7 +97,7 @@ async def test_while_the_receiver_is_dead_nothing_is_half_there(
         _, found = here.write(5, rank=0, parameters=BIG)
         address, dying = receiver("peer.control-sync:kill")
         told(here, address)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: dying.poll() is not None)
         await until(lambda: here.remote_tier.status().trouble)
         assert here.remote_tier.status().backlog == 1

@@ -18,6 +18,7 @@ from keepstep_sidecar.tiers.peer.serve import Reading
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
+from tests.tiers.holding import durable, gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]
@@ -27,9 +28,9 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     """A shard of `here` that all buddies hold, and that its own drive has lost."""
     here.knows(*buddies, buddies=buddies)
     slot, found = here.write(5, rank=0, parameters=parameters)
-    here.remote_tier.durable(found)
+    durable(here.remote_tier, found)
     await until(lambda: all(one.copies() for one in buddies))
-    here.remote_tier.forget([found.step_id])
+    gone(here.remote_tier, [found.step_id])
     here.volume.retire(found.step_id)
     return slot, found
 
@@ -115,7 +116,7 @@ async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shar
     monkeypatch.setattr(liar.remote_tier._copies, "seal", lambda part: "f" * 32)
     async with running(here, liar):
         _, found = here.write(5, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: "gets no copy of this shard again" in here.remote_tier.status().trouble)
         assert here.remote_tier.status().sent == 0
         assert here.remote_tier.status().backlog == 1
@@ -137,7 +138,7 @@ async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
     monkeypatch.setattr(Copies, "write", spoil)
     async with running(here, buddy):
         _, found = here.write(5, rank=0, parameters=BIG)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: "is damaged" in here.remote_tier.status().trouble)
         assert "node rank 0 of run team/gpt" in here.remote_tier.status().trouble
         await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
@@ -151,7 +152,7 @@ async def test_a_shard_that_rotted_here_is_not_sent(node: Make) -> None:
         with found.path.open("r+b") as file:
             file.seek(CHUNK_BYTES + 7)
             file.write(b"rot")
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: "is damaged" in here.remote_tier.status().trouble)
         assert str(found.path) in here.remote_tier.status().trouble
         assert buddy.copies() == []
@@ -214,10 +215,10 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
     async with running(here, buddy):
         began = time.monotonic()
         founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
-        here.remote_tier.durable(founds[0])
+        durable(here.remote_tier, founds[0])
         await until(lambda: here.remote_tier.in_use(founds[0].step_id))
         for found in founds[1:]:
-            here.remote_tier.durable(found)
+            durable(here.remote_tier, found)
         assert here.remote_tier.in_use(
             founds[3].step_id
         )  # step 8 is next, and stays here until then

@@ -20,9 +20,11 @@ from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.replicate import Outbox
 from keepstep_sidecar.tiers.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
+from keepstep_sidecar.tiers.tier import Holding
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
+from tests.tiers.holding import committed, durable
 
 Make = Callable[..., Node]
 
@@ -35,22 +37,22 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
     old.knows(buddy, buddies=(buddy,))
     async with running(buddy):
         async with running(old):
-            _, committed = old.write(100, rank=0)
-            old.remote_tier.durable(committed)
-            old.remote_tier.committed(committed.step_id, {0: committed})
+            _, first = old.write(100, rank=0)
+            durable(old.remote_tier, first)
+            committed(old.remote_tier, first.step_id, [first])
             await until(lambda: buddy.copies() == [(100, 0)])
         new = Node(tmp_path / "drives-new", 0, authority.files(0))
         new.knows(buddy, buddies=(buddy,))
         async with running(new):
             _, later = new.write(110, rank=0)
-            new.remote_tier.durable(later)
+            durable(new.remote_tier, later)
             await until(
                 lambda: new.remote_tier.status().sent == 1 and not new.remote_tier.status().backlog
             )
             feeder = next(iter(new.remote_tier._feeders.values()))[0]
             await until(lambda: feeder._said == new.remote_tier._outbox.wanted())
             assert buddy.copies() == [(100, 0), (110, 0)]
-            new.remote_tier.committed(later.step_id, {0: later})
+            committed(new.remote_tier, later.step_id, [later])
             await until(lambda: buddy.copies() == [(110, 0)])
 
 
@@ -61,10 +63,10 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     _, live = here.write(10, rank=0)
     _, dead = here.write(100, rank=0)
     outbox = Outbox()
-    outbox.add([live, dead])
-    outbox.commit(dead.step_id)
+    both = {one.step_id: {0: one} for one in (live, dead)}
+    outbox.compare(Holding(shards=both, commits=frozenset({dead.step_id})))
     assert outbox.due(()) == [dead]
-    outbox.forget([dead.step_id])
+    outbox.compare(Holding(shards={live.step_id: {0: live}}))
     assert outbox.due(()) == [live]
     assert outbox.wanted().ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())
@@ -88,7 +90,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
     monkeypatch.setattr(filesystem, "read", fail_once)
     async with running(here, buddy):
         _, found = here.write(1, rank=0)
-        here.remote_tier.durable(found)
+        durable(here.remote_tier, found)
         await until(lambda: bool(failed))
         await until(lambda: buddy.copies() == [(1, 0)])
 

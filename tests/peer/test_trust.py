@@ -18,6 +18,7 @@ from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
+from tests.tiers.holding import durable
 from tests.volume.images import RUN
 
 Make = Callable[..., Node]
@@ -67,7 +68,7 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     one.write(3, rank=0)
     async with running(one, stranger):
         _, found = stranger.write(5, rank=1)
-        stranger.remote_tier.durable(found)
+        durable(stranger.remote_tier, found)
         await until(lambda: stranger.remote_tier.status().trouble)
         seen, looked = await stranger.remote_tier.look(), await one.remote_tier.look()
     # both sides refuse, whoever calls

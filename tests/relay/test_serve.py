@@ -24,6 +24,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running, same
 from tests.tiers import reading
+from tests.tiers.holding import durable
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 HELPER = 100_000_007
@@ -112,7 +113,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
         sender.knows(node, buddies=(node,))
         for sent, step in enumerate((4, 5)):
             _, found = sender.write(step, rank=0)
-            sender.remote_tier.durable(found)
+            durable(sender.remote_tier, found)
             await until(lambda: sender.remote_tier.status().sent > sent)  # noqa: B023
     shelf = Shelf([directory], run=RUN)
     assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]

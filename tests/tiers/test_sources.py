@@ -22,6 +22,7 @@ from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.harness import until
 from tests.peer.nodes import BIG, running, same
+from tests.tiers.holding import durable
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged
 
 STEP = 5
@@ -88,7 +89,7 @@ async def kept_for_another_pod(request: pytest.FixtureRequest) -> AsyncIterator[
     owner.knows(here, buddies=(here,))
     async with running(owner, here):
         slot, found = owner.write(STEP, rank=0, parameters=BIG)
-        owner.remote_tier.durable(found)
+        durable(owner.remote_tier, found)
         await until(lambda: here.copies() == [(STEP, 0)])
         yield Lying(await _seen(here.remote_tier), here.copy_path(found.step_id), slot)
 

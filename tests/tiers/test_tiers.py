@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -15,17 +16,23 @@ from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
+from tests.harness import until
 from tests.peer.nodes import running
+from tests.tiers.holding import committed, durable
 
 
 @dataclass(frozen=True)
 class Scene:
     """A tier that has nothing yet. `send`: rank 0's shard of a step, durable and committed here, is
-    given to it; `leave`: it cannot be reached any more."""
+    given to it; `leave`: it cannot be reached any more; `store`: where its files lie."""
 
     tier: RemoteTier
     send: Callable[[int], LocalShard]
     leave: Callable[[], Awaitable[None]]
+    store: Path
+
+    def files(self) -> set[str]:
+        return {str(path) for path in self.store.rglob("*.safetensors")}
 
 
 Tiers = Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Scene]]
@@ -39,17 +46,17 @@ async def peers(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
 
     def send(step: int) -> LocalShard:
         _, found = here.write(step, rank=0)
-        here.remote_tier.durable(found)
-        here.remote_tier.committed(found.step_id, {0: found})
+        durable(here.remote_tier, found)
+        committed(here.remote_tier, found.step_id, [found])
         return found
 
     async with running(here, buddy):
-        yield Scene(here.remote_tier, send, buddy.remote_tier.close)
+        yield Scene(here.remote_tier, send, buddy.remote_tier.close, buddy.root / "peers")
 
 
 @asynccontextmanager
 async def _archive(
-    request: pytest.FixtureRequest, config: ArchiveConfig, leave: Callable[[], None]
+    request: pytest.FixtureRequest, config: ArchiveConfig, leave: Callable[[], None], store: Path
 ) -> AsyncIterator[Scene]:
     volume = request.getfixturevalue("local")
 
@@ -63,7 +70,7 @@ async def _archive(
             commit(remote_tier, shards)
             return shards[0]
 
-        yield Scene(remote_tier, send, left)
+        yield Scene(remote_tier, send, left, store)
 
 
 def directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
@@ -73,7 +80,7 @@ def directory(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Sce
         root.rename(root.with_name("elsewhere"))
         root.write_text("")
 
-    return _archive(request, ArchiveConfig(url=str(root), every=1), leave)
+    return _archive(request, ArchiveConfig(url=str(root), every=1), leave, root)
 
 
 def s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
@@ -82,7 +89,14 @@ def s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
     def leave() -> None:
         bucket.proxy.faults.answer = 503
 
-    return _archive(request, bucket.config(), leave)
+    return _archive(request, bucket.config(), leave, bucket.directory)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is looked at from time to time is looked at often."""
+    for name in ("peer.replicate._LOOK_AGAIN_S", "peer.tier._LOOK_EVERY_S", "archive.tier._IDLE_S"):
+        monkeypatch.setattr(f"keepstep_sidecar.tiers.{name}", 0.1)
 
 
 on_every_tier = pytest.mark.parametrize(
@@ -129,8 +143,8 @@ async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRe
         found = scene.send(5)
         assert await scene.tier.drain(timeout_s=60)
         sent = scene.tier.status().sent_bytes
-        scene.tier.durable(found)
-        scene.tier.committed(found.step_id, {0: found})
+        durable(scene.tier, found)
+        committed(scene.tier, found.step_id, [found])
         assert await scene.tier.drain(timeout_s=60)
         assert scene.tier.status().sent_bytes == sent
 
@@ -147,3 +161,35 @@ async def test_a_tier_that_is_away_is_unknown_with_a_reason_and_keeps_a_backlog(
         assert seen.answer is Answer.UNKNOWN
         assert seen.reason
         assert scene.tier.status().backlog > 0
+
+
+@pytest.mark.usefixtures("quick")
+@on_every_tier
+async def test_a_store_that_was_emptied_behind_its_back_is_filled_again(
+    tiers: Tiers, request: pytest.FixtureRequest
+) -> None:
+    async with tiers(request) as scene:
+        scene.send(5)
+        assert await scene.tier.drain(timeout_s=60)
+        before = scene.files()
+        assert before
+        for place in scene.store.iterdir():
+            rmtree(place)
+        await until(lambda: scene.files() == before)
+        assert await scene.tier.drain(timeout_s=60)
+        assert (await scene.tier.look()).answer is Answer.STEPS
+
+
+@pytest.mark.usefixtures("quick")
+@on_every_tier
+async def test_a_wake_up_that_is_lost_costs_a_period(
+    tiers: Tiers, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiers(request) as scene:
+        scene.send(5)
+        assert await scene.tier.drain(timeout_s=60)
+        before = scene.files()
+        with monkeypatch.context() as deaf:
+            deaf.setattr(type(scene.tier), "wake", lambda self: None)
+            scene.send(6)
+        await until(lambda: len(scene.files()) == 2 * len(before))

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import RemoteTier
+from keepstep_sidecar.tiers.tier import Holding
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -131,7 +131,6 @@ class Committer:
         self._writers = writers
         self._changes = changes
         self._spawn = spawn
-        self._hooks = Hooks(remotes.remote_tiers)
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self._ending: set[Write] = set()
@@ -215,9 +214,7 @@ class Committer:
                 if isinstance(action, Publish):
                     await self._publish(action.id)
             # before anything is deleted: the same word that tells of a commit may retire it
-            for id in self.node.commits():
-                if id in self.shards:
-                    self._hooks.committed(id, self.shards[id])
+            self.remotes.wake()
             for action in here:
                 if isinstance(action, Retire) and not self._must_stay(action.id):
                     await self._retire(action.id)
@@ -234,7 +231,7 @@ class Committer:
 
     def _in_use(self, id: StepId) -> bool:
         """Somebody reads this step, or wants to go back to it."""
-        return self.rollback.names(id) or id in self._opening or self._hooks.in_use(id)
+        return self.rollback.names(id) or id in self._opening or self.remotes.in_use(id)
 
     def opening(self, id: StepId, *, on: bool) -> None:
         """This step is being read: it is not retired meanwhile. Counted."""
@@ -275,7 +272,6 @@ class Committer:
             self.feed(EpochStarted(epoch))
         self.scanned_at = min(self.scanned_at, time.monotonic())
         self.telling.silent = bool(self.unreadable)
-        self._hooks.durable(self.stock.all())
         await self.refresh()
         self._changes.ring()
 
@@ -344,7 +340,6 @@ class Committer:
         self.epoch = epoch
         self.rollback.began(epoch)
         await self._carry_out(self.feed(EpochStarted(epoch)))
-        self._hooks.forget([id for id in self.shards if self.ledger.is_dead(id)])
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     def epochs(self, *begun: Epoch) -> tuple[Epoch, ...]:
@@ -441,7 +436,7 @@ class Committer:
     def wrote(self, shard: LocalShard) -> None:
         """A shard is durable; `refresh` draws the conclusions."""
         self.stock.add(shard)
-        self._hooks.durable((shard,))
+        self.remotes.wake()
         self._changes.ring()
 
     async def _make_room(self, size_bytes: int, *, retired: int) -> bool:
@@ -451,7 +446,7 @@ class Committer:
         `retired`: how many steps had gone when the write began that found no room. If there are
         more now, there may be room again.
         """
-        if await self._hooks.make_room(size_bytes):
+        if await self.remotes.make_room(size_bytes):
             return True
         async with self._actions:
             if self._retired != retired:
@@ -485,7 +480,7 @@ class Committer:
 
     async def _retire(self, id: StepId) -> None:
         self.stock.drop(id)
-        self._hooks.forget((id,))
+        self.remotes.wake()
         try:
             freed = await self.blocking(lambda: self.volumes.retire(id))
         except KeepstepError as error:
@@ -495,6 +490,13 @@ class Committer:
         say("retired", step=str(id), bytes=freed)
 
     # --- asking ------------------------------------------------------------------------------
+
+    def holding(self) -> Holding:
+        """What remote tiers compare themselves with. What was shown is a commit, whether or not the
+        operator's newest word still names it."""
+        alive = {id: dict(one) for id, one in self.shards.items() if not self.ledger.is_dead(id)}
+        commits = self.stock.ever_published().union(self.node.commits())
+        return Holding(shards=alive, commits=frozenset(alive) & commits)
 
     def ranks(self) -> list[int]:
         """Every rank of which something is or was here."""
@@ -521,44 +523,3 @@ class Committer:
         """The step that a person wants to go back to, where it is known here."""
         held = [id for id in self.reach.ids() if self.ledger.lineage.restorable(id)]
         return self.rollback.resolve(self.ledger.whole(), held)
-
-
-# --- what remote tiers are told --------------------------------------------------------------
-#
-# What remote tiers hear of this machine's volumes.
-
-
-class Hooks:
-    """Level-triggered: a commit is told once a life, and again when its shards are others."""
-
-    def __init__(self, remote_tiers: Sequence[RemoteTier]) -> None:
-        self._remote_tiers = tuple(remote_tiers)
-        self._told: dict[StepId, frozenset[int]] = {}
-
-    def durable(self, found: Iterable[LocalShard]) -> None:
-        """These shards are on the volumes."""
-        for one in found if self._remote_tiers else ():
-            for remote_tier in self._remote_tiers:
-                remote_tier.durable(one)
-
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
-        """The step is committed; its files lie where they will stay."""
-        if self._remote_tiers and self._told.get(id) != (ranks := frozenset(shards)):
-            self._told[id] = ranks
-            for remote_tier in self._remote_tiers:
-                remote_tier.committed(id, dict(shards))
-
-    def forget(self, ids: Collection[StepId]) -> None:
-        """Dead, or deleted here."""
-        for id in ids:
-            self._told.pop(id, None)
-        for remote_tier in self._remote_tiers if ids else ():
-            remote_tier.forget(ids)
-
-    def in_use(self, id: StepId) -> bool:
-        """Some remote tier reads a shard of this step."""
-        return any(remote_tier.in_use(id) for remote_tier in self._remote_tiers)
-
-    async def make_room(self, size_bytes: int) -> bool:
-        """Copies that are kept for others go first. False when there was nothing to let go."""
-        return any([await one.make_room(size_bytes) for one in self._remote_tiers])

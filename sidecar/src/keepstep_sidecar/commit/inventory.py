@@ -315,6 +315,21 @@ class RemoteInventory:
                     tiers = self._of_rank.setdefault(one.rank, {})
                     tiers.setdefault(one.tier, []).append(one)
 
+    # --- what is sent there ------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """What this machine holds is different."""
+        for remote_tier in self.remote_tiers:
+            remote_tier.wake()
+
+    def in_use(self, id: StepId) -> bool:
+        """Some remote tier reads a local shard of this step."""
+        return any(remote_tier.in_use(id) for remote_tier in self.remote_tiers)
+
+    async def make_room(self, size_bytes: int) -> bool:
+        """Copies that are kept for others go first. False when there was nothing to let go."""
+        return any([await one.make_room(size_bytes) for one in self.remote_tiers])
+
     # --- asking ------------------------------------------------------------------------------
 
     @property

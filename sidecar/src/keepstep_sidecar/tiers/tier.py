@@ -1,9 +1,13 @@
 """What lies beyond this machine: other pods' drives, an archive. One interface for all of it.
 
-A tier takes shards that are durable here and says where others can be read. It decides nothing:
-what is complete, what may go and what is restored is the ledger's business. Everything that it does
-waits on a network, so its methods are coroutines that can be cancelled, and a tier that is slow or
-away never holds up a write to a local volume, let alone a trainer.
+A tier takes shards that are durable here and says where others can be read. It is told of nothing:
+it compares what this machine holds (`RunFacts.holding`) with what it lists itself, when it is woken
+and from time to time, and sends what is missing. So a tier that was away, was restarted or has lost
+its store catches up in the same way, and a lost wake-up costs a period.
+
+It decides nothing: what is complete, what may go and what is restored is the ledger's business.
+Everything that it does waits on a network, so its methods are coroutines that can be cancelled, and
+a tier that is slow or away never holds up a write to a local volume, let alone a trainer.
 """
 
 from __future__ import annotations
@@ -53,6 +57,17 @@ class Inventory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What this machine's volumes hold that other tiers should have: no dead steps.
+
+    `commits`: the committed ones of these steps.
+    """
+
+    shards: Mapping[StepId, Mapping[int, LocalShard]] = field(default_factory=dict)
+    commits: frozenset[StepId] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What a remote tier asks of the run, anew each time.
 
@@ -61,6 +76,7 @@ class RunFacts:
     run is asked or offered. `changed`: to be called when there is something new to `look` at.
     """
 
+    holding: Callable[[], Holding] = Holding
     pinned: Callable[[], Collection[StepId] | None] = frozenset
     commit: Callable[[], StepId | None] = lambda: None
     outgrown: Callable[[], bool] = lambda: False
@@ -107,19 +123,12 @@ class RemoteTier:
 
     # --- what is sent there ------------------------------------------------------------------
 
-    def durable(self, found: LocalShard) -> None:
-        """A shard of this machine is durable: send it, if that is what this remote tier does."""
-
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
-        """A step is committed; `shards`: those of this machine. Level-triggered: said again for
-        every step that is committed and still here after a restart."""
+    def wake(self) -> None:
+        """What this machine holds is different: compare soon."""
 
     def want(self, id: StepId) -> None:
         """Send this step although it is not due: somebody waits for it. Every pod of the run must
         be told, as each sends its own ranks' shards."""
-
-    def forget(self, ids: Collection[StepId]) -> None:
-        """These steps are dead or retired here: what was not sent yet need not be sent."""
 
     def in_use(self, id: StepId) -> bool:
         """A local shard of this step is being sent, or is the next one: do not retire it now."""

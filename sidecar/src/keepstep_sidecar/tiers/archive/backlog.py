@@ -9,7 +9,7 @@ once nothing waits): of two sidecars, the one with the finer grid sends all that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.steps import StepId
@@ -29,27 +29,29 @@ class Backlog:
     _since: dict[StepId, float] = field(default_factory=dict)
     _done: set[StepId] = field(default_factory=set)
 
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard], *, now: float) -> None:
-        """A committed step and its shards that are here. Idempotent."""
-        self._held[id] = shards
-        self._since.setdefault(id, now)
+    def compare(
+        self,
+        held: Mapping[StepId, Mapping[int, LocalShard]],
+        done: Collection[StepId] = (),
+        *,
+        now: float,
+        blame_pace: bool = False,
+    ) -> None:
+        """`held`: all committed steps of which shards are here; `done`: those of which nothing is
+        to be sent. `blame_pace`: the archive works, so it was too slow for a step that went while
+        it waited."""
+        gone = self._held.keys() - held.keys()
+        if blame_pace and any(map(self._waits, gone)):
+            self.doublings = min(self.doublings + 1, _COARSEST)
+        self.wanted -= gone
+        self._held, self._done = dict(held), set(done)
+        self._since = {id: self._since.get(id, now) for id in held}
 
     def sent(self, id: StepId) -> None:
-        """All that this sidecar has of the step is in the archive, or must not go there."""
+        """Nothing of this step is to be sent any more."""
         self._done.add(id)
         if self.doublings and not self.waiting():
             self.doublings -= 1
-
-    def forget(self, ids: Collection[StepId], *, blame_pace: bool) -> None:
-        """These steps are gone. `blame_pace`: the archive works, so it was too slow for them."""
-        lost = [id for id in ids if self._waits(id)]
-        if lost and blame_pace:
-            self.doublings = min(self.doublings + 1, _COARSEST)
-        for id in ids:
-            self._held.pop(id, None)
-            self._since.pop(id, None)
-            self._done.discard(id)
-            self.wanted.discard(id)
 
     def waiting(self) -> list[StepId]:
         """Steps to be sent, in that order."""
@@ -72,10 +74,9 @@ class Backlog:
         """For how long the oldest of them waits."""
         return max((now - self._since[id] for id in self.waiting()), default=0.0)
 
-    def holds(self, ids: Iterable[StepId]) -> bool:
-        return any(id in self._held for id in ids)
-
     def _waits(self, id: StepId) -> bool:
-        if id not in self._held or id in self._done:
-            return False
+        return id in self._held and id not in self._done and self.due(id)
+
+    def due(self, id: StepId) -> bool:
+        """Whether it belongs into the archive."""
         return id in self.wanted or id.step % (self.base << self.doublings) == 0

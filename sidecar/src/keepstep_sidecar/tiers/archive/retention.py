@@ -5,8 +5,7 @@ The record goes first: from then on the step is no archived one, whatever is lef
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Iterable
 
 from keepstep.core.ledger.lineage import Standing, trace
 from keepstep.core.retention import Retention, retired
@@ -22,11 +21,11 @@ def expired(
     survey: Survey,
     policy: Retention,
     *,
-    epochs: Collection[Epoch],
-    pinned: Collection[StepId],
+    epochs: Iterable[Epoch],
     now: float,
 ) -> tuple[ArchivedStep, ...]:
-    """Steps to be deleted, oldest first. `epochs`: all that is known of the run's lives.
+    """Steps to be deleted, oldest first. `epochs`: all that is known of the run's lives; `policy`
+    names all pins.
 
     Never the newest complete one that can be restored, nor a pinned one, nor what cannot be
     judged, nor anything in a place that two runs share. Dead steps go once the life
@@ -34,22 +33,38 @@ def expired(
     """
     if survey.conflict:
         return ()
-    known = {one.id: one for one in (*survey.epochs, *epochs)}
-    lineage = trace(known, seen={one.id.epoch for one in survey.steps})
-    standing = {one.id: lineage.standing(one.id) for one in survey.steps}
+    standing = _standing(survey, epochs)
     live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
     if not live:
         return ()
-    kept = replace(policy, pinned=policy.pinned | frozenset(pinned))
-    written = {one.id: one.record.written_at for one in survey.complete if one.record}
-    doomed = set(retired(live, kept, written_at=written))
+    doomed = set(retired(live, policy, written_at=_written_at(survey)))
     dead = {id for id, one in standing.items() if one is Standing.DEAD and id < max(live)}
-    doomed |= dead - kept.pinned
+    doomed |= dead - policy.pinned
     return tuple(
         one
         for one in survey.steps
         if (one.complete and one.id in doomed) or _abandoned(one, max(live), now)
     )
+
+
+def unkept(
+    survey: Survey, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
+) -> set[StepId]:
+    """Of living steps that are not in the archive: those that the policy would delete there."""
+    standing = _standing(survey, epochs)
+    live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
+    written = _written_at(survey)
+    return {id for id in ids if id in retired([*live, id], policy, written_at=written)}
+
+
+def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, Standing]:
+    known = {one.id: one for one in (*survey.epochs, *epochs)}
+    lineage = trace(known, seen={one.id.epoch for one in survey.steps})
+    return {one.id: lineage.standing(one.id) for one in survey.steps}
+
+
+def _written_at(survey: Survey) -> dict[StepId, float]:
+    return {one.id: one.record.written_at for one in survey.complete if one.record}
 
 
 def _abandoned(step: ArchivedStep, newest: StepId, now: float) -> bool:

@@ -1,5 +1,7 @@
 """The archive as a `RemoteTier`: sends what is due, sees to the record, retires, and reads back.
 
+What is due follows from two lists: the committed steps of which shards are here, and what the store
+holds. Both are compared anew whenever one of them changed, and from time to time.
 One coroutine does all the sending, one shard at a time: it never competes with itself, memory is
 bounded by the parts in flight, and whatever fails is tried again later, from what is there then.
 """
@@ -10,20 +12,22 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from keepstep.core.readiness import NEVER
+from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Answer, Epoch, StepId, Tier, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.archive.backlog import Backlog
 from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes, source
-from keepstep_sidecar.tiers.archive.retention import expired, names_of
-from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.archive.retention import expired, names_of, unkept
+from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
@@ -82,7 +86,10 @@ class ArchiveTier(RemoteTier):
         self._polls = 0
         self._sending: StepId | None = None
         self._first_rank = False
+        self._listed, self._listed_at = Survey(), -NEVER
         self._complete: frozenset[StepId] = frozenset()
+        self._sent: dict[StepId, float] = {}
+        self._refused: set[StepId] = set()
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
@@ -110,8 +117,14 @@ class ArchiveTier(RemoteTier):
         )
 
     async def _survey(self) -> Survey:
+        began = time.monotonic()
         survey = await self._surveyor.survey(self._epochs())
+        self._listed, self._listed_at = survey, began
         self._complete = frozenset(one.id for one in survey.complete)
+        self._backlog.wanted -= self._complete
+        for id in self._complete & self._sent.keys():
+            del self._sent[id]
+        self.wake()
         return survey
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
@@ -123,16 +136,36 @@ class ArchiveTier(RemoteTier):
 
     # --- what happens here -------------------------------------------------------------------
 
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
-        self._first_rank = self._first_rank or 0 in shards
-        self._backlog.committed(id, shards, now=time.monotonic())
-        if id in self._backlog.waiting():
-            self._wake.set()
-
-    def forget(self, ids: Collection[StepId]) -> None:
+    def wake(self) -> None:
+        holding = self.facts.holding()
+        held = {id: shards for id in holding.commits if (shards := holding.shards.get(id))}
+        self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
         pace = self._sending is not None and not self._trouble
-        self._backlog.forget(ids, blame_pace=pace)
-        self._progress.set()
+        before = set(self._backlog.waiting())
+        self._backlog.compare(held, self._done(held), now=time.monotonic(), blame_pace=pace)
+        waiting = set(self._backlog.waiting())
+        if waiting - before:  # what waited already waits for the pause after a failure
+            self._wake.set()
+        if before - waiting:
+            self._progress.set()
+
+    def _done(self, held: Mapping[StepId, Mapping[int, LocalShard]]) -> set[StepId]:
+        """Of which nothing is to be sent: whole there, sent and listed, or not kept there."""
+        self._refused &= held.keys()
+        self._sent = {id: at for id, at in self._sent.items() if id in held}
+        files = {one.id: one.files for one in self._listed.steps}
+        done = self._refused | (self._complete & held.keys())
+        for id, sent_at in self._sent.items():
+            if sent_at >= self._listed_at or _all_there(held[id].values(), files.get(id, {})):
+                done.add(id)
+        left = held.keys() - done - self._backlog.wanted
+        if due := [id for id in left if self._backlog.due(id)]:
+            done |= unkept(self._listed, self._retention(), due, epochs=self._epochs())
+        return done
+
+    def _retention(self) -> Retention:
+        kept = self.config.retention
+        return replace(kept, pinned=kept.pinned.union(self.facts.pinned() or ()))
 
     def want(self, id: StepId) -> None:
         """Archive this step although it is not due: the last one of a run, or one that somebody
@@ -183,8 +216,11 @@ class ArchiveTier(RemoteTier):
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
     async def _work(self) -> None:
+        self.wake()
+        self._wake.clear()
         # after a failure also when all that waited was retired: only an answer ends the trouble
-        if self._backlog.waiting() or self._trouble:
+        overdue = time.monotonic() - self._listed_at >= _IDLE_S
+        if self._backlog.waiting() or self._trouble or overdue:
             survey = await self._survey()
             if survey.conflict:
                 raise StorageError(survey.conflict)
@@ -201,15 +237,16 @@ class ArchiveTier(RemoteTier):
                 for found in shards:
                     await self._send_shard(found)
                 self._unsettled[id] = shards[0].world
-        except Gone:
-            self.forget([id])
-            return
-        except ImageError:
-            # Damaged here, or another writer's there: sending it again changes neither.
+        except (Gone, ImageError) as error:
+            # Retired or damaged here, or another writer's there: sending it again changes nothing.
+            self._refused.add(id)
             self._backlog.sent(id)
-            raise
+            if isinstance(error, ImageError):
+                raise
+            return
         finally:
             self._sending = None
+        self._sent[id] = time.monotonic()
         self._backlog.sent(id)
         self._polls = 0
         self._progress.set()
@@ -251,13 +288,7 @@ class ArchiveTier(RemoteTier):
         survey, pinned = await self._survey(), self.facts.pinned()
         if pinned is None:  # one of them may be: there is time until somebody says
             return ()
-        doomed = expired(
-            survey,
-            self.config.retention,
-            epochs=tuple(self._epochs()),
-            pinned=pinned,
-            now=time.time(),
-        )
+        doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
             await self.store.delete(names_of(step, self.run_name))
             say("retired from the archive", step=str(step.id))
@@ -299,6 +330,11 @@ class ArchiveTier(RemoteTier):
     async def close(self) -> None:
         await self.store.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> bool:
+    named = {shard_name(one.rank, one.world): one.size_bytes for one in shards}
+    return all(name in files and files[name].bytes == size for name, size in named.items())
 
 
 def _answer(survey: Survey) -> Answer:

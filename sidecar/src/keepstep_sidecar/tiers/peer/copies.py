@@ -86,6 +86,15 @@ class Copies:
             gone = before.keys() - self._held.keys()
             self._held = {key: one for key, one in found.items() if key not in gone} | newer
 
+    def check(self) -> None:
+        """Forget copies whose files were removed behind our back: their senders send them anew."""
+        gone = {key: one for key, one in dict(self._held).items() if not one.path.exists()}
+        with self._lock:
+            for key, one in gone.items():
+                if self._held.get(key) is one:
+                    del self._held[key]
+                    warn("copy gone", path=str(one.path))
+
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], KeptShard]:
         try:
             read = [self._read(volume, path) for path in _files(volume.root / DIRECTORY)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from keepstep_sidecar.tiers.peer.placement import better
 from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.send import Lied, send
 from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.tier import Holding
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -208,29 +209,21 @@ Key = tuple[StepId, int]
 
 @dataclass(kw_only=True)
 class Outbox:
-    """Durable shards of this machine. `committed`: the newest commit that it knows of."""
+    """Durable shards of this machine. `committed`: the newest commit among them."""
 
     clock: Callable[[], float] = time.monotonic
     found: dict[Key, LocalShard] = field(default_factory=dict)
     committed: StepId | None = None
     _since: dict[Key, float] = field(default_factory=dict)
 
-    def add(self, shards: Iterable[LocalShard]) -> None:
-        """They are durable here."""
-        for one in shards:
-            self.found[one.step_id, one.rank] = one
-            self._since.setdefault((one.step_id, one.rank), self.clock())
-
-    def commit(self, id: StepId) -> None:
-        """This step is committed."""
-        self.committed = id if self.committed is None else max(self.committed, id)
-
-    def forget(self, ids: Collection[StepId]) -> None:
-        """They are gone, or dead."""
-        if self.committed in ids:  # by a rollback: which step is the newest commit now is not known
-            self.committed = None
-        for key in [key for key in self.found if key[0] in ids]:
-            del self.found[key], self._since[key]
+    def compare(self, holding: Holding) -> None:
+        """All that this machine holds now."""
+        now = self.clock()
+        self.found = {
+            (id, rank): one for id, held in holding.shards.items() for rank, one in held.items()
+        }
+        self._since = {key: self._since.get(key, now) for key in self.found}
+        self.committed = max(holding.commits, default=None)
 
     def wanted(self) -> Wanted:
         """What buddies should keep: all that is here, back to the newest commit."""

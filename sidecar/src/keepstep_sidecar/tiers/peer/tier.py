@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from keepstep.core.shard import Shard
@@ -27,7 +27,6 @@ from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Issued
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.direct_io import Pace
-from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 T = TypeVar("T")
@@ -118,11 +117,12 @@ class PeerTier(RemoteTier):
         return self._directory.inventory(self._copies.all())
 
     async def _scan(self) -> None:
-        """The copies of an earlier life: once, and again while some of them cannot be read."""
+        """The copies of an earlier life, and again while some of them cannot be read; afterwards
+        only which of them somebody removed."""
         async with self._scanning:
-            if not self._scanned or self._copies.unreadable:
-                await self._calls.here(self._copies.scan)
-                self._scanned = True
+            again = not self._scanned or self._copies.unreadable
+            await self._calls.here(self._copies.scan if again else self._copies.check)
+            self._scanned = True
 
     async def _ask(self, one: Known) -> None:
         def ask(links: Links) -> tuple[Listing, int | None]:
@@ -179,17 +179,8 @@ class PeerTier(RemoteTier):
 
     # --- what happens here -------------------------------------------------------------------
 
-    def durable(self, found: LocalShard) -> None:
-        self._outbox.add([found])
-        self._changes.ring()
-
-    def committed(self, id: StepId, shards: Mapping[int, LocalShard]) -> None:
-        self._outbox.add(shards.values())
-        self._outbox.commit(id)
-        self._changes.ring()
-
-    def forget(self, ids: Collection[StepId]) -> None:
-        self._outbox.forget(ids)
+    def wake(self) -> None:
+        self._outbox.compare(self.facts.holding())
         self._changes.ring()
 
     def in_use(self, id: StepId) -> bool:
@@ -241,12 +232,12 @@ class PeerTier(RemoteTier):
     async def _keep_looking(self) -> None:
         """Static peers are buddies once they were reached."""
         while True:
-            if self._settings.peers:
-                await self.look()
+            await (self.look() if self._settings.peers else self._scan())
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _keep_feeding(self, group: asyncio.TaskGroup) -> None:
         while True:
+            self.wake()
             chosen = self._buddies()
             for address in [address for address in self._feeders if address not in chosen]:
                 self._feeders.pop(address)[1].cancel()

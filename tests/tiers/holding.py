@@ -1,0 +1,51 @@
+"""What a machine holds, for a remote tier that compares itself with it: the committer's part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from keepstep.steps import StepId
+from keepstep_sidecar.tiers.tier import Holding, RemoteTier
+from keepstep_sidecar.volume.scan import LocalShard
+
+
+class Held:
+    """`RunFacts.holding` of one remote tier, which is woken whenever something changes."""
+
+    def __init__(self) -> None:
+        self.shards: dict[StepId, dict[int, LocalShard]] = {}
+        self.commits: set[StepId] = set()
+
+    def __call__(self) -> Holding:
+        shards = {id: dict(held) for id, held in self.shards.items()}
+        return Holding(shards=shards, commits=frozenset(self.commits))
+
+
+def durable(remote_tier: RemoteTier, *shards: LocalShard) -> None:
+    held = _held(remote_tier)
+    for one in shards:
+        held.shards.setdefault(one.step_id, {})[one.rank] = one
+    remote_tier.wake()
+
+
+def committed(remote_tier: RemoteTier, id: StepId, shards: Iterable[LocalShard] = ()) -> None:
+    _held(remote_tier).commits.add(id)
+    durable(remote_tier, *shards)
+
+
+def gone(remote_tier: RemoteTier, ids: Collection[StepId]) -> None:
+    """Dead, or deleted here."""
+    held = _held(remote_tier)
+    for id in ids:
+        held.shards.pop(id, None)
+        held.commits.discard(id)
+    remote_tier.wake()
+
+
+def _held(remote_tier: RemoteTier) -> Held:
+    if not isinstance(remote_tier.facts.holding, Held):
+        remote_tier.begin(replace(remote_tier.facts, holding=Held()))
+    held = remote_tier.facts.holding
+    assert isinstance(held, Held)
+    return held
