@@ -1,118 +1,134 @@
-"""Who reads a chunk that several ranks want, and who waits for whom: without any I/O."""
+"""Who reads a chunk that several ranks want, and who waits for whom: without any bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
+from keepstep.errors import StorageError
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import ChunkRun
-from keepstep_sidecar.restore.broadcast import Broadcast, Key, Seat
+from keepstep_sidecar.restore.broadcast import Broadcast, Key, Shared
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)
 FRAME = memoryview(b"")
 
 
-def sit(broadcast: Broadcast, rank: int, *chunks: int) -> list[Seat]:
-    return broadcast.sit(rank, ID, [((0, one), FRAME) for one in chunks])
+class Node:
+    """Ranks that announced `ALL`. `reads`: chunks and the ranks that got them, in that order."""
+
+    def __init__(self, *, patience_s: float = 60.0, ranks: int = 2) -> None:
+        self.reads: list[tuple[int, list[int]]] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.error: Exception | None = None
+        self.broadcast = Broadcast(self._read, patience_s=patience_s)
+        for rank in range(ranks):
+            self.broadcast.announce(rank, ID, ALL)
+
+    async def _read(self, chunks: Sequence[Shared]) -> Tier:
+        self.reads += [(one.key[1], [rank for rank, _ in one.frames]) for one in chunks]
+        await self.hold.wait()
+        if self.error is not None:
+            raise self.error
+        return Tier.ARCHIVE
+
+    def ask(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
+        wanted = [((0, one), FRAME) for one in chunks]
+        return asyncio.ensure_future(self.broadcast.fill(rank, id, wanted))
+
+    async def comes(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
+        """It has asked, and everything that follows at once has happened."""
+        asked = self.ask(rank, *chunks, id=id)
+        await settled()
+        return asked
 
 
-def leads(seat: Seat) -> bool:
-    return seat.outcome.done() and seat.outcome.result() is None
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
-async def pair() -> Broadcast:
-    broadcast = Broadcast()
-    for rank in range(2):
-        broadcast.announce(rank, ID, ALL)
-    return broadcast
+async def test_the_last_to_come_has_it_read_for_all() -> None:
+    node = Node()
+    first = await node.comes(0, 0)
+    assert node.reads == []
+    second = await node.comes(1, 0)
+    assert node.reads == [(0, [0, 1])]
+    assert await first == await second == [Tier.ARCHIVE]
 
 
-def test_the_last_to_come_lets_one_read_for_all() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        [first] = sit(broadcast, 0, 0)
-        assert not first.outcome.done()
-        [second] = sit(broadcast, 1, 0)
-        assert leads(first)
-        assert first.others == [second]
-        assert not second.outcome.done()
-        second.filled(Tier.ARCHIVE)
-        assert second.outcome.result() is Tier.ARCHIVE
-
-    asyncio.run(scenario())
+async def test_what_was_not_announced_is_read_at_once() -> None:
+    node = Node()
+    assert await node.ask(0, 9)
+    assert await node.ask(5, 0)
+    assert await node.ask(0, 0, id=StepId(ID.epoch, 8))
 
 
-def test_what_was_not_announced_is_read_at_once() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        assert leads(sit(broadcast, 0, 9)[0])
-        assert leads(sit(broadcast, 5, 0)[0])
-        other = StepId(ID.epoch, 8)
-        assert leads(broadcast.sit(0, other, [((0, 0), FRAME)])[0])
-
-    asyncio.run(scenario())
-
-
-def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        [waiting] = sit(broadcast, 0, 3)
-        [ahead] = sit(broadcast, 1, 5)
-        assert leads(waiting), "rank 1 will not come back for chunk 3"
-        assert not ahead.outcome.done()
-        broadcast.leave(0)
-        assert leads(ahead)
-
-    asyncio.run(scenario())
+async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
+    node = Node()
+    waiting = await node.comes(0, 3)
+    ahead = await node.comes(1, 5)
+    assert await waiting, "rank 1 will not come back for chunk 3"
+    assert not ahead.done()
+    node.broadcast.leave(0)
+    assert await ahead
 
 
-def test_a_rank_that_stands_still_is_left_out_until_it_asks_again() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        [first, second] = sit(broadcast, 0, 0, 1)
-        broadcast.give_up(ID, first.key)
-        assert leads(first)
-        assert leads(second), "not waited for at each chunk anew"
-        assert leads(sit(broadcast, 0, 2)[0])
-        assert leads(sit(broadcast, 1, 0)[0]), "what the other has, it reads alone"
-        [met] = sit(broadcast, 0, 3)
-        assert not met.outcome.done(), "from here on they meet again"
-        sit(broadcast, 1, 3)
-        assert leads(met)
-
-    asyncio.run(scenario())
+async def test_a_rank_that_stands_still_is_left_out_until_it_asks_again() -> None:
+    node = Node(patience_s=0.05)
+    assert await node.ask(0, 0, 1)
+    assert node.reads == [(0, [0]), (1, [0])], "not waited for at each chunk anew"
+    assert await node.ask(0, 2)
+    assert await node.ask(1, 0), "what the other has, it reads alone"
+    met = await node.comes(0, 3)
+    assert not met.done(), "from here on they meet again"
+    assert await node.ask(1, 3)
+    assert node.reads[-1] == (3, [0, 1])
+    await met
 
 
-def test_a_seat_that_was_given_up_is_not_read_for() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        [gone] = sit(broadcast, 0, 0)
-        broadcast.rise(ID, [gone])
-        [other] = sit(broadcast, 1, 0)
-        assert leads(other)
-        assert other.others == []
-
-    asyncio.run(scenario())
+async def test_for_a_rank_that_left_nothing_is_read() -> None:
+    node = Node()
+    gone = await node.comes(0, 0)
+    gone.cancel()
+    node.broadcast.leave(0)
+    assert await node.ask(1, 0)
+    assert node.reads == [(0, [1])]
 
 
-def test_one_that_rises_before_it_could_read_for_others_leaves_them_to_themselves() -> None:
-    async def scenario() -> None:
-        broadcast = await pair()
-        [leader] = sit(broadcast, 0, 0)
-        [other] = sit(broadcast, 1, 0)
-        assert leads(leader)
-        broadcast.rise(ID, [leader])  # its trainer died in that very moment
-        assert leads(other)
+@pytest.mark.parametrize("leaver", [0, 1])
+async def test_a_read_goes_on_for_those_who_stay_and_ends_when_nobody_does(leaver: int) -> None:
+    node = Node()
+    node.hold.clear()
+    asked = [node.ask(rank, 0) for rank in range(2)]
+    await settled()
+    asked[leaver].cancel()  # its trainer died in that very moment
+    node.broadcast.leave(leaver)
+    await settled()
+    assert not asked[1 - leaver].done()
+    node.broadcast.leave(1 - leaver)
+    with pytest.raises(StorageError, match="let go"):
+        await asked[1 - leaver]
 
-    asyncio.run(scenario())
+
+async def test_an_error_reaches_all_who_wait_and_is_no_later_ranks_trouble() -> None:
+    node = Node()
+    node.error = StorageError("the drive is gone")
+    asked = [node.ask(rank, 0, 1) for rank in range(2)]
+    for one in asked:
+        with pytest.raises(StorageError, match="drive"):
+            await one
+    node.error = None
+    assert await node.ask(0, 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(seed: int) -> None:
+async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(seed: int) -> None:
     """Also those that announce more than they ask for."""
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -122,35 +138,32 @@ def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(seed: int
     ]
     read: list[Key] = []
 
-    async def live(broadcast: Broadcast, rank: int) -> None:
+    async def bring(chunks: Sequence[Shared]) -> Tier:
+        read.extend(one.key for one in chunks)
+        await asyncio.sleep(0)
+        return Tier.LOCAL
+
+    async def live(rank: int) -> None:
         wanted, size = wishes[rank], chance.randrange(1, 4)
         for at in range(0, len(wanted), size):
             for _ in range(chance.randrange(3)):
                 await asyncio.sleep(0)
-            batch = [(key, FRAME) for key in wanted[at : at + size]]
-            for seat in broadcast.sit(rank, ID, batch):
-                if await seat.outcome is None:
-                    read.append(seat.key)
-                    for other in seat.others:
-                        other.filled(Tier.LOCAL)
+            await broadcast.fill(rank, ID, [(key, FRAME) for key in wanted[at : at + size]])
 
-    async def scenario() -> None:
-        broadcast = Broadcast()
-        for rank, wanted in enumerate(wishes):
-            runs = [ChunkRun(rank=saved, first=at, end=at + 1) for saved, at in wanted]
-            # more than it asks for, but as for columns: nothing behind its last one
-            if wanted and chance.random() < 0.5:
-                first, last = wanted[0], wanted[-1]
-                for saved in range(first[0], last[0] + 1):
-                    begin = first[1] if saved == first[0] else 0
-                    end = last[1] + 1 if saved == last[0] else 8
-                    runs.append(ChunkRun(rank=saved, first=begin, end=end))
-                runs = [one for one in runs if one.end - one.first > 1] or runs
-            broadcast.announce(rank, ID, runs)
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-            for rank in range(len(wishes)):
-                group.create_task(live(broadcast, rank))
-
-    asyncio.run(scenario())
+    broadcast = Broadcast(bring)
+    for rank, wanted in enumerate(wishes):
+        runs = [ChunkRun(rank=saved, first=at, end=at + 1) for saved, at in wanted]
+        # more than it asks for, but as for columns: nothing behind its last one
+        if wanted and chance.random() < 0.5:
+            first, last = wanted[0], wanted[-1]
+            for saved in range(first[0], last[0] + 1):
+                begin = first[1] if saved == first[0] else 0
+                end = last[1] + 1 if saved == last[0] else 8
+                runs.append(ChunkRun(rank=saved, first=begin, end=end))
+            runs = [one for one in runs if one.end - one.first > 1] or runs
+        broadcast.announce(rank, ID, runs)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for rank in range(len(wishes)):
+            group.create_task(live(rank))
     asked = {key for each in wishes for key in each}
     assert sorted(read) == sorted(asked)

@@ -1,145 +1,171 @@
 """Which ranks of this machine wait for the same chunk, so that it is read once for all of them.
 
 A rank says beforehand which chunks it will ask for, and asks in the order of (saved rank, chunk).
-Whoever comes first sits down and waits; when the last of those that want the chunk has come, one of
-them leads: it reads into its own frame and copies into the others'. So ranks keep pace with each
+A chunk is read when the last of those that want it has come for it. So ranks keep pace with each
 other, at no cost, as the collective at a restore's end makes them wait for the slowest anyway.
 
 It cannot lock up: the lowest chunk that anybody still wants is asked for, or will be asked for
 next, by all that want it. And nobody waits for long for a rank that does not come: one whose lease
-has ended or that went past a chunk is not counted, and one that stands still is left out
-(`give_up`) until it asks again. It then reads alone what the others have, and meets them further
+has ended or that went past a chunk is not counted, and one that stands still is left out after
+`patience_s` until it asks again. It then reads alone what the others have, and meets them further
 on.
-
-No I/O and no clock here: `chunks` reads, copies and keeps the time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 
+from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun
+
+PATIENCE_S = 15.0
+"""For a rank that does not come for a chunk that others wait for."""
+
+_LEFT = "the rank has let go of its window"
 
 Key = tuple[int, int]
 """Saved rank and chunk."""
 
-_BEFORE_ALL = (-1, -1)
-
 
 @dataclass(eq=False)
-class Seat:
-    """One rank that wants a chunk in `frame`. `outcome`: the tier once somebody has filled the
-    frame; None: this rank leads. `others`: whom a leader reads for."""
+class Shared:
+    """A chunk that ranks have come for, each with a frame. `tier`: where it came from, known when
+    all frames are filled."""
 
-    rank: int
+    id: StepId
     key: Key
-    frame: memoryview
-    outcome: asyncio.Future[Tier | None]
-    others: list[Seat] = field(default_factory=list)
+    tier: asyncio.Future[Tier]
+    frames: list[tuple[int, memoryview]] = field(default_factory=list)
 
-    def lead(self, others: Iterable[Seat] = ()) -> None:
-        """Make it read for itself and `others`."""
-        self.others = list(others)
-        if not self.outcome.done():
-            self.outcome.set_result(None)
-
-    def filled(self, tier: Tier) -> None:
-        """Somebody has read for it."""
-        if not self.outcome.done():
-            self.outcome.set_result(tier)
+    def fail(self, error: Exception) -> None:
+        self.tier.set_exception(error)
+        self.tier.exception()  # seen: all who waited may have left
 
 
-class _Listener:
+Read = Callable[[Sequence[Shared]], Awaitable[Tier]]
+"""Fills all frames of chunks of one saved rank."""
+
+
+class _Announced:
     """What a rank still has to come for."""
 
     def __init__(self, id: StepId, runs: Iterable[ChunkRun]) -> None:
         self.id = id
         self.late = False
-        self.until = _BEFORE_ALL
-        self._runs: dict[int, list[tuple[int, int]]] = {}
-        for one in runs:
-            self._runs.setdefault(one.rank, []).append((one.first, one.end))
-        for each in self._runs.values():
-            each.sort()
+        self.until: Key = (-1, -1)
+        self._runs = sorted(((one.rank, one.first), (one.rank, one.end)) for one in runs)
 
     def will_ask(self, key: Key) -> bool:
         """Whether it said so, and has neither come for it nor gone past it."""
-        saved, chunk = key
-        runs = self._runs.get(saved, [])
-        at = bisect_right(runs, (chunk, 1 << 62)) - 1
-        return key > self.until and at >= 0 and runs[at][0] <= chunk < runs[at][1]
+        at = bisect_right(self._runs, key, key=itemgetter(0)) - 1
+        return key > self.until and at >= 0 and key < self._runs[at][1]
 
 
 class Broadcast:
     """Of one sidecar. All calls on the event loop."""
 
-    def __init__(self) -> None:
-        self._listeners: dict[int, _Listener] = {}
-        self._waiting: dict[tuple[StepId, Key], list[Seat]] = {}
+    def __init__(self, read: Read, *, patience_s: float = PATIENCE_S) -> None:
+        self._read = read
+        self._patience_s = patience_s
+        self._announced: dict[int, _Announced] = {}
+        self._waiting: dict[tuple[StepId, Key], Shared] = {}
+        self._reads: dict[asyncio.Task[None], Sequence[Shared]] = {}
 
     def announce(self, rank: int, id: StepId, runs: Iterable[ChunkRun]) -> None:
         """All that the rank will ask for of this step, instead of what it said before."""
-        self._listeners[rank] = _Listener(id, runs)
+        self._announced[rank] = _Announced(id, runs)
         self._settle()
 
     def leave(self, rank: int) -> None:
-        """The rank will not ask any more."""
-        if self._listeners.pop(rank, None) is not None:
-            self._settle()
-
-    def sit(self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]) -> list[Seat]:
-        """A seat for each chunk that the rank asks for now. What nobody else wants, or what it has
-        not announced, it leads at once."""
-        loop = asyncio.get_running_loop()
-        seats = [Seat(rank, key, frame, loop.create_future()) for key, frame in wanted]
-        listener = self._listeners.get(rank)
-        if listener is None or listener.id != id:
-            for seat in seats:
-                seat.lead()
-            return seats
-        listener.late = False
-        announced = {seat.key for seat in seats if listener.will_ask(seat.key)}
-        listener.until = max([listener.until, *announced])
-        for seat in seats:
-            if seat.key in announced:
-                self._waiting.setdefault((id, seat.key), []).append(seat)
-            else:
-                seat.lead()
-        self._settle()
-        return seats
-
-    def give_up(self, id: StepId, key: Key) -> None:
-        """Nobody waits any more for the ranks that have not come for this chunk."""
-        for rank in self._missing(id, key):
-            self._listeners[rank].late = True
+        """The rank will not ask any more, and has given up its frames."""
+        self._announced.pop(rank, None)
+        for one in [*self._waiting.values(), *chain.from_iterable(self._reads.values())]:
+            one.frames = [frame for frame in one.frames if frame[0] != rank]
+        for read, chunks in self._reads.items():
+            if not any(one.frames for one in chunks):
+                read.cancel()
         self._settle()
 
-    def rise(self, id: StepId, seats: Sequence[Seat]) -> None:
-        """These are taken no more, whether filled or not."""
-        for seat in seats:
-            waiting = self._waiting.get((id, seat.key), [])
-            if seat in waiting:
-                waiting.remove(seat)
-            seat.outcome.cancel()
-            for other in seat.others:  # one that was to lead, and rose before it could
-                other.lead()
+    async def fill(
+        self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+    ) -> list[Tier]:
+        """Return when every frame has its chunk. Raises as `Read` does, once nobody touches the
+        frames any more; when it is cancelled the rank must `leave`."""
+        mine = self._join(rank, id, wanted)
+        timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, mine)
+        try:
+            for one in mine:  # of all, before the first error is raised
+                await asyncio.wait([one.tier])
+            return [one.tier.result() for one in mine]
+        finally:
+            timer.cancel()
+
+    def _join(
+        self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+    ) -> list[Shared]:
+        """What the rank has not announced is read for it alone."""
+        said = self._announced.get(rank)
+        if said is None or said.id != id:
+            said = _Announced(id, ())
+        said.late = False
+        loop, alone, together = asyncio.get_running_loop(), list[Shared](), list[Shared]()
+        for key, frame in wanted:
+            new = Shared(id, key, loop.create_future())
+            shared = said.will_ask(key)
+            one = self._waiting.setdefault((id, key), new) if shared else new
+            one.frames.append((rank, frame))
+            (together if shared else alone).append(one)
+        said.until = max([said.until, *(one.key for one in together)])
+        self._begin(alone)
+        self._settle()
+        return [*alone, *together]
+
+    def _give_up(self, mine: Iterable[Shared]) -> None:
+        """Nobody waits any more for the ranks that have not come for these chunks."""
+        for one in mine:
+            for said in self._missing(one):
+                said.late = True
         self._settle()
 
-    def _missing(self, id: StepId, key: Key) -> list[int]:
+    def _missing(self, one: Shared) -> list[_Announced]:
         return [
-            rank
-            for rank, one in self._listeners.items()
-            if one.id == id and not one.late and one.will_ask(key)
+            said
+            for said in self._announced.values()
+            if said.id == one.id and not said.late and said.will_ask(one.key)
         ]
 
     def _settle(self) -> None:
-        """Let one lead wherever all have come."""
-        for (id, key), seats in list(self._waiting.items()):
-            if not seats or not self._missing(id, key):
-                del self._waiting[id, key]
-                if seats:
-                    seats[0].lead(seats[1:])
+        """Read all for which everybody has come."""
+        ready = [one for one in self._waiting.values() if not one.frames or not self._missing(one)]
+        for one in ready:
+            del self._waiting[one.id, one.key]
+            if not one.frames:
+                one.fail(StorageError(_LEFT))
+        self._begin([one for one in ready if one.frames])
+
+    def _begin(self, chunks: Iterable[Shared]) -> None:
+        images: dict[tuple[StepId, int], list[Shared]] = {}
+        for one in chunks:
+            images.setdefault((one.id, one.key[0]), []).append(one)
+        for group in images.values():
+            read = asyncio.get_running_loop().create_task(self._bring(group), name="read chunks")
+            self._reads[read] = group
+            read.add_done_callback(self._reads.pop)
+
+    async def _bring(self, chunks: Sequence[Shared]) -> None:
+        try:
+            tier = await self._read(chunks)
+        except BaseException as error:
+            for one in chunks:
+                one.fail(error if isinstance(error, Exception) else StorageError(_LEFT))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for one in chunks:
+                one.tier.set_result(tier)

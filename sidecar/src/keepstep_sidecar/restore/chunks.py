@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.core.ledger import NEAREST_FIRST
@@ -39,13 +39,10 @@ from keepstep_sidecar.memory.chunk_buffer import (
 )
 from keepstep_sidecar.memory.slot_file import copy
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.restore.broadcast import Broadcast, Seat
+from keepstep_sidecar.restore.broadcast import Broadcast, Shared
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import ShardSource
-
-PATIENCE_S = 15.0
-"""For a rank that does not come for a chunk that others wait for."""
 
 
 class Windows:
@@ -60,13 +57,11 @@ class Windows:
         *,
         memory_dir: Path,
         limit_bytes: int | None,
-        patience_s: float = PATIENCE_S,
     ) -> None:
         """`limit_bytes`: of slots and windows together."""
         self.read_bytes: Counter[Tier] = Counter()
         self.shared_bytes = 0
-        self._broadcast = Broadcast()
-        self._patience_s = patience_s
+        self._broadcast = Broadcast(self._read)
         self._keeper = keeper
         self._leases = leases
         self._nearest = nearest
@@ -156,49 +151,34 @@ class Windows:
         return Chunks(seconds=time.monotonic() - started, tier=farthest)
 
     async def _fill(self, rank: int, request: ChunksRequest, window: WindowFile) -> list[Tier]:
-        id = request.id
         saved = sorted({one.rank for one in request.chunks})
-        found = await all_of([self._nearest.layout(id, one) for one in saved])
+        found = await all_of([self._nearest.layout(request.id, one) for one in saved])
         layouts = dict(zip(saved, found, strict=True))
         wanted = [
             ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
             for one in request.chunks
         ]
-        seats = self._broadcast.sit(rank, id, wanted)
-        try:
-            now = [one for one in seats if one.outcome.done()]
-            later = [one for one in seats if not one.outcome.done()]
-            leading = [[one for one in now if one.key[0] == each] for each in saved]
-            return await all_of(
-                [self._lead(id, each, layouts) for each in leading if each]
-                + [self._follow(id, one, layouts) for one in later]
-            )
-        finally:
-            self._broadcast.rise(id, seats)
+        return await self._broadcast.fill(rank, request.id, wanted)
 
-    async def _follow(self, id: StepId, seat: Seat, layouts: Mapping[int, Layout]) -> Tier:
-        """Wait until somebody has read the chunk, or read it when it is this rank's turn."""
-        await asyncio.wait([seat.outcome], timeout=self._patience_s)
-        if not seat.outcome.done():
-            self._broadcast.give_up(id, seat.key)
-        tier = await seat.outcome
-        return tier if tier is not None else await self._lead(id, [seat], layouts)
-
-    async def _lead(self, id: StepId, seats: Sequence[Seat], layouts: Mapping[int, Layout]) -> Tier:
-        """Read chunks of one saved rank, and give them to all who wait for them.
-
-        When it fails, each of those reads for itself: another's trouble is not theirs.
-        """
-        layout = layouts[seats[0].key[0]]
-        try:
-            tier = await self._bring(id, layout, [(one.key[1], one.frame) for one in seats])
-            self.read_bytes[tier] += sum(len(one.frame) for one in seats)
-            for seat in seats:
-                shared = await _share(seat, tier)
-                self.shared_bytes += shared
-        finally:
-            for other in _others(seats):
-                other.lead()
+    async def _read(self, chunks: Sequence[Shared]) -> Tier:
+        """Chunks of one saved rank, into the first frame of each and from there into the others."""
+        id, saved = chunks[0].id, chunks[0].key[0]
+        frames = [one.frames[0][1] for one in chunks]
+        layout = await self._nearest.layout(id, saved)
+        keys = [one.key[1] for one in chunks]
+        tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
+        self.read_bytes[tier] += sum(map(len, frames))
+        await all_of(
+            [
+                asyncio.to_thread(copy, filled, frame)
+                for filled, one in zip(frames, chunks, strict=True)
+                for _, frame in one.frames
+                if frame is not filled
+            ]
+        )
+        self.shared_bytes += sum(
+            (len(one.frames) - 1) * len(filled) for one, filled in zip(chunks, frames, strict=True)
+        )
         return tier
 
     async def _bring(
@@ -215,19 +195,6 @@ class Windows:
             await self._nearest.read(source, fill)
 
         return (await self._nearest.ask(id, layout.rank, read))[0].tier
-
-
-async def _share(seat: Seat, tier: Tier) -> int:
-    """Into the frames of those who still wait; returns the bytes copied."""
-    waiting = [one for one in seat.others if not one.outcome.done()]
-    for one in waiting:
-        await asyncio.to_thread(copy, seat.frame, one.frame)
-        one.filled(tier)
-    return len(waiting) * len(seat.frame)
-
-
-def _others(seats: Iterable[Seat]) -> list[Seat]:
-    return [other for seat in seats for other in seat.others]
 
 
 def _check_frames(chunks: Sequence[Chunk], window: WindowFile) -> None:
