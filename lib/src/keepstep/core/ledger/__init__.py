@@ -2,6 +2,7 @@
 
 machine       the ledger: events in, actions out
 commit_rule   when a step is committed, whole, or at risk
+holding       what one place holds of one step, as a bitmap of ranks
 lineage       which steps the newest epoch goes on from
 alarms        what people should hear of
 events        what goes in and comes out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterator, Mapping
 
 from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import Alarm, AlarmKind
+from keepstep.core.ledger.holding import bits
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.steps import EpochId, StepId
 
@@ -37,10 +39,9 @@ def epoch_conflicts(
 
 def two_writers(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
-    for id in copies.steps:
-        if contested := copies.contested(id):
-            text = f"two different images of step {id}, rank {few(contested)}"
-            yield Alarm(AlarmKind.TWO_WRITERS, text)
+    for id in copies.contested_steps:
+        text = f"two different images of step {id}, rank {few(copies.contested(id))}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
     for rank, nodes in sorted(copies.twice_in_memory().items()):
         text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
@@ -71,17 +72,16 @@ class Signatures:
 
     def __init__(self, *, kept: int) -> None:
         self._kept = kept
-        self._of_step: dict[StepId, tuple[str | None, ...]] = {}
+        self._of_step: dict[StepId, array[int]] = {}
 
     def add(self, id: StepId, copies: Completeness) -> None:
         """A step was committed on a durable tier."""
-        digests = {
-            rank: held.params_digest
-            for rank, _, held in copies.of(id)
-            if held.params_digest is not None
-        }
         (world,) = copies.worlds(id)
-        self._of_step[id] = tuple(digests.get(rank) for rank in range(world))
+        digests = array("i", [0]) * world
+        for held in copies.places(id).values():
+            for rank in bits(held.ranks & ((1 << world) - 1)):
+                digests[rank] = held.params(rank) or digests[rank]
+        self._of_step[id] = digests
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]
 
@@ -91,7 +91,7 @@ class Signatures:
         if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
             return
         first, *others = (self._of_step[id] for id in ids)
-        if None not in first and all(other == first for other in others):
+        if 0 not in first and all(other == first for other in others):
             # No step in the text: an alarm that stands is said once, not once a commit.
             yield Alarm(
                 AlarmKind.STALE_SNAPSHOT,

@@ -6,39 +6,135 @@ can be recomputed from what lies on storage at any time.
 
 A step that is not complete may still be covered: each rank whose image is gone has a twin, whose
 image holds the very same boxes. Nothing is committed by that, but it can be restored.
+
+Ranks are bits of an integer: what a node holds of a step is one number, however many ranks it has.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
 
 from keepstep.core.ledger.events import NEAREST_FIRST, RankReport, at_least
+from keepstep.core.ledger.holding import Holding, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, EpochId, StepId, Tier
 
 _NO_NODE = -1
 
+Place = tuple[int, Tier, int]
+"""(node rank, tier, world): one place holds one image of a rank's step at most. What lies in the
+archive is no node's."""
+
+
+class Tally:
+    """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
+    bits for each tier, whether it was judged and whether it is complete there."""
+
+    __slots__ = ("contested", "known", "places")
+
+    def __init__(self) -> None:
+        self.places: dict[Place, Holding] = {}
+        self.contested = 0
+        self.known = 0
+
+    def worlds(self) -> set[int]:
+        return {world for _, _, world in self.places}
+
+    def contest(self, rank: int) -> None:
+        """Compare all images that there are of this rank."""
+        bit = 1 << rank
+        there = [held for held in self.places.values() if held.ranks & bit]
+        roots = {held.root(rank) for held in there} - {0}
+        self.contested &= ~bit
+        if len(roots) > 1 or any(held.doubled & bit for held in there):
+            self.contested |= bit
+
+    def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
+        """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
+        found = 0
+        for (node_rank, tier, _), held in self.places.items():
+            if tier in tiers and node_rank not in without:
+                found |= held.ranks
+        return found
+
+    def complete(self, tier: Tier) -> bool:
+        known = 2 * NEAREST_FIRST.index(tier)
+        if not self.known >> known & 1:
+            self.known |= (1 | self._complete(tier) << 1) << known
+        return bool(self.known >> known & 2)
+
+    def _complete(self, tier: Tier) -> bool:
+        # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
+        worlds = self.worlds()
+        if len(worlds) != 1 or self.contested:
+            return False
+        return is_full(self.ranks(at_least(tier)), min(worlds))
+
+
+class Answers:
+    """What one node said of its ranks on one tier, and of which it told before it was gone."""
+
+    __slots__ = ("gone", "none", "steps", "unknown")
+
+    def __init__(self) -> None:
+        self.unknown = self.none = self.steps = self.gone = 0
+
+    def say(self, rank: int, answer: Answer) -> bool:
+        """Whether that is news."""
+        bit, before = 1 << rank, (self.unknown, self.none, self.steps, self.gone)
+        keep = ~bit
+        self.unknown, self.none = self.unknown & keep, self.none & keep
+        self.steps, self.gone = self.steps & keep, self.gone & keep
+        if answer is Answer.UNKNOWN:
+            self.unknown |= bit
+        elif answer is Answer.NONE:
+            self.none |= bit
+        else:
+            self.steps |= bit
+        return before != (self.unknown, self.none, self.steps, self.gone)
+
+    def leave(self, ranks: int) -> None:
+        """Nobody is there any more to ask about these."""
+        self.gone |= (self.unknown | self.none | self.steps) & ranks
+        self.unknown, self.none, self.steps = (
+            self.unknown & ~ranks,
+            self.none & ~ranks,
+            self.steps & ~ranks,
+        )
+
+    def merge(self, other: Answers) -> None:
+        self.unknown |= other.unknown
+        self.none |= other.none
+        self.steps |= other.steps
+        self.gone |= other.gone
+
+
+_ALL_RANKS = -1
+
 
 class Completeness:
     """Every copy that was reported. Node ranks are kept apart, since a moved rank's old node may
-    still hold some of its shards; questions are answered over all of them."""
+    still hold some of its shards; questions are answered over all of them.
+
+    `changed`: steps whose copies are others than when whoever owns this emptied it last.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[Place, frozenset[Shard]] = {}
-        self._answers: dict[tuple[int, Tier], dict[int, Answer]] = {}
-        self._gone: dict[tuple[int, Tier], set[int]] = {}
-        self._archive_answer: Answer | None = None
+        self._held: dict[Place, dict[StepId, Holding]] = {}
+        self._places: dict[int, set[Place]] = {}
         self._of_step: dict[StepId, Tally] = {}
-        self._in_memory: dict[int, set[int]] = {}
-        self._twice_in_memory: set[int] = set()
-        self._complete: dict[tuple[StepId, Tier], bool] = {}
-        self._coverage: dict[StepId, Coverage | None] = {}
-        self._steps: list[StepId] | None = None
-        self._epochs: set[EpochId] | None = None
+        self._steps: list[StepId] = []
+        self._epochs: Counter[EpochId] = Counter()
+        self._contested: set[StepId] = set()
+        self._answers: dict[tuple[int, Tier], Answers] = {}
+        self._merged: dict[Tier, Answers] = {}
+        self._in_memory: dict[int, int] = {}
+        self._twice: int | None = 0
+        self.changed: set[StepId] = set()
 
     # --- changing ------------------------------------------------------------------------
 
@@ -47,100 +143,189 @@ class Completeness:
 
         There is one archive: whoever looked at it last is believed, whichever node that was.
         """
-        self._archive_answer = None
         for tier in NEAREST_FIRST:
             if tier in report.sealed or tier in report.answers:
-                held = frozenset(report.sealed.get(tier, ()))
-                self._put((_NO_NODE if tier is Tier.ARCHIVE else node_rank, rank, tier), held)
-                said = _answer(held, report.answers.get(tier))
-                self._answers.setdefault((rank, tier), {})[node_rank] = said
-                self._gone.get((rank, tier), set()).discard(node_rank)
+                at = _NO_NODE if tier is Tier.ARCHIVE else node_rank
+                sealed = report.sealed.get(tier, ())
+                if report.gone is None:
+                    self._keep(at, tier, rank, {(one.step_id, one.world) for one in sealed})
+                else:
+                    self._remove(at, tier, rank, report.gone.get(tier, ()))
+                self._add(at, tier, rank, sealed)
+                answer = report.answers.get(tier)
+                if answer is not Answer.UNKNOWN:
+                    answer = _answer(bool(sealed) or self._holds(at, tier, rank), answer)
+                if self._answers.setdefault((node_rank, tier), Answers()).say(rank, answer):
+                    self._merged.pop(tier, None)
+                if tier is Tier.MEMORY:
+                    self._note_memory(node_rank, rank)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node said (of this rank). What is in the archive is still there."""
-        self._archive_answer = None
-        for place in list(self._held):
-            if place[0] == node_rank and rank in (None, place[1]):
-                self._put(place, frozenset())
+        ranks = _ALL_RANKS if rank is None else 1 << rank
+        for place in list(self._places.get(node_rank, ())):
+            for id in list(self._held[place]):
+                self._take_out(place, id, ranks)
+        for (node, _), said in self._answers.items():
+            if node == node_rank:
+                said.leave(ranks)
+        self._merged.clear()
+        memory = self._in_memory.pop(node_rank, 0) & ~ranks
+        if memory:
+            self._in_memory[node_rank] = memory
+        self._twice = None
+
+    def _keep(self, at: int, tier: Tier, rank: int, ids: Collection[tuple[StepId, int]]) -> None:
+        """Forget what is held of this rank here, but these (step, world)."""
+        bit = 1 << rank
+        for place in self._at(at, tier):
+            world = place[2]
+            for id in [
+                id
+                for id, held in self._held[place].items()
+                if held.ranks & bit and (id, world) not in ids
+            ]:
+                self._take_out(place, id, bit)
+
+    def _remove(self, at: int, tier: Tier, rank: int, ids: Iterable[StepId]) -> None:
+        for place in self._at(at, tier):
+            for id in ids:
+                if id in self._held.get(place, ()):
+                    self._take_out(place, id, 1 << rank)
+
+    def _add(self, at: int, tier: Tier, rank: int, sealed: Collection[Shard]) -> None:
+        told: dict[tuple[StepId, int], Shard] = {}
+        for one in sealed:
+            place = at, tier, one.world
+            twin = told.setdefault((one.step_id, one.world), one)
+            if twin is one:
+                self._put(place, rank, one)
+            elif twin.root != one.root and None not in (twin.root, one.root):
+                self._held[place][one.step_id].doubled |= 1 << rank
+                self._of_step[one.step_id].contest(rank)
+                self._note(one.step_id, self._of_step[one.step_id])
+
+    def _put(self, place: Place, rank: int, shard: Shard) -> None:
+        id, steps = shard.step_id, self._held.get(place)
+        if steps is None:
+            steps = self._held[place] = {}
+            self._places.setdefault(place[0], set()).add(place)
+        held = steps.get(id)
+        if held is None:
+            held = steps[id] = Holding()
+            self._tally_of(id).places[place] = held
+        elif held.ranks >> rank & 1:
+            if held.is_of(rank, shard):
+                return
+            held.remove(rank)
+        held.add(rank, shard)
+        tally = self._of_step[id]
+        if shard.root is not None or tally.contested >> rank & 1:
+            tally.contest(rank)
+        self._note(id, tally)
+
+    def _tally_of(self, id: StepId) -> Tally:
+        tally = self._of_step.get(id)
+        if tally is None:
+            tally = self._of_step[id] = Tally()
+            insort(self._steps, id)
+            self._epochs[id.epoch] += 1
+        return tally
+
+    def _take_out(self, place: Place, id: StepId, ranks: int) -> None:
+        """These ranks' images of the step are not here any more."""
+        held, tally = self._held[place][id], self._of_step[id]
+        leaving = held.ranks & ranks
+        if not leaving:
+            return
+        if leaving == held.ranks:
+            del self._held[place][id], tally.places[place]
+            if not self._held[place]:
                 del self._held[place]
-        for key, said in self._answers.items():
-            if rank in (None, key[0]) and said.pop(node_rank, None) is not None:
-                self._gone.setdefault(key, set()).add(node_rank)
+                self._places[place[0]].discard(place)
+        else:
+            for rank in bits(leaving):
+                held.remove(rank)
+        for rank in bits(tally.contested & leaving):
+            tally.contest(rank)
+        self._note(id, tally)
 
-    def _put(self, place: Place, held: frozenset[Shard]) -> None:
-        before = self._held.get(place, frozenset())
-        self._held[place] = held
-        for shard in before - held:
-            self._of_step[shard.step_id].remove(place, shard)
-        for shard in held - before:
-            self._of_step.setdefault(shard.step_id, Tally()).add(place, shard)
-        for id in {shard.step_id for shard in before ^ held}:
-            self._forget_answers(id)
-        if place[2] is Tier.MEMORY:
-            self._note_memory(place[0], place[1], there=bool(held))
-
-    def _note_memory(self, node_rank: int, rank: int, *, there: bool) -> None:
-        nodes = self._in_memory.setdefault(rank, set())
-        nodes.add(node_rank) if there else nodes.discard(node_rank)
-        twice = self._twice_in_memory
-        twice.add(rank) if len(nodes) > 1 else twice.discard(rank)
-
-    def _forget_answers(self, id: StepId) -> None:
-        self._coverage.pop(id, None)
-        for tier in NEAREST_FIRST:
-            self._complete.pop((id, tier), None)
-        if not self._of_step[id].copies:
+    def _note(self, id: StepId, tally: Tally) -> None:
+        tally.known = 0
+        self.changed.add(id)
+        self._contested.add(id) if tally.contested else self._contested.discard(id)
+        if not tally.places:
             del self._of_step[id]
-        self._steps = self._epochs = None
+            del self._steps[bisect_left(self._steps, id)]
+            self._epochs[id.epoch] -= 1
+            if not self._epochs[id.epoch]:
+                del self._epochs[id.epoch]
+
+    def _note_memory(self, node_rank: int, rank: int) -> None:
+        bit, before = 1 << rank, self._in_memory.get(node_rank, 0)
+        now = before | bit if self._holds(node_rank, Tier.MEMORY, rank) else before & ~bit
+        if now != before:
+            self._in_memory[node_rank], self._twice = now, None
+
+    def _at(self, at: int, tier: Tier) -> list[Place]:
+        return [place for place in self._places.get(at, ()) if place[1] is tier]
+
+    def _holds(self, at: int, tier: Tier, rank: int) -> bool:
+        return any(
+            held.ranks >> rank & 1
+            for place in self._at(at, tier)
+            for held in self._held[place].values()
+        )
 
     # --- asking --------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepId]:
         """Every step that anybody holds anywhere, oldest first."""
-        if self._steps is None:
-            self._steps = sorted(self._of_step)
         return self._steps
 
     @property
-    def epochs(self) -> set[EpochId]:
+    def epochs(self) -> Collection[EpochId]:
         """The epochs of all these steps."""
-        if self._epochs is None:
-            self._epochs = {id.epoch for id in self._of_step}
-        return self._epochs
+        return self._epochs.keys()
 
-    def of(self, id: StepId) -> Iterator[tuple[int, Tier, Shard]]:
-        """(rank, tier, image) of every copy of this step."""
-        for (_, rank, tier), held in self._tally(id).copies:
-            yield rank, tier, held
+    @property
+    def contested_steps(self) -> list[StepId]:
+        """Those of which two different images of a rank exist, oldest first."""
+        return sorted(self._contested)
 
-    def _tally(self, id: StepId) -> Tally:
-        return self._of_step.get(id) or Tally()
+    def places(self, id: StepId) -> Mapping[Place, Holding]:
+        """Every copy of this step."""
+        tally = self._of_step.get(id)
+        return tally.places if tally is not None else {}
 
-    def ranks(self, id: StepId, tiers: Iterable[Tier]) -> set[int]:
+    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
+        """What this node holds on this tier."""
+        for place in self._at(node_rank, tier):
+            yield from self._held[place].items()
+
+    def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
         """The ranks of which a copy of this step lies on one of these tiers."""
-        wanted = set(tiers)
-        return {rank for rank, tier, _ in self.of(id) if tier in wanted}
+        return self._tally(id).ranks(tuple(tiers))
 
     def worlds(self, id: StepId) -> set[int]:
         """The world sizes that copies of this step name: one, unless something is very wrong."""
-        return set(self._tally(id).worlds)
+        return self._tally(id).worlds()
 
     def complete(self, id: StepId, tier: Tier) -> bool:
         """Every rank of the step's world has a copy on this tier or a stronger one.
 
         A step of two writers is never complete: nobody can say which of both images is right.
         """
-        key = (id, tier)
-        if key not in self._complete:
-            # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
-            tally = self._tally(id)
-            self._complete[key] = tally.covers_world(tier) and not tally.contested
-        return self._complete[key]
+        tally = self._of_step.get(id)
+        return tally is not None and tally.complete(tier)
 
-    def contested(self, id: StepId) -> frozenset[int]:
+    def contested(self, id: StepId) -> list[int]:
         """Ranks of which two different images of this step exist."""
-        return frozenset(self._tally(id).contested)
+        return list(bits(self._tally(id).contested))
+
+    def _tally(self, id: StepId) -> Tally:
+        return self._of_step.get(id) or Tally()
 
     def coverage(
         self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
@@ -149,125 +334,69 @@ class Completeness:
 
         None: nobody can say, for there are two writers or two world sizes.
         """
-        if tier is not Tier.MEMORY or without:
-            return self._cover(id, tier, without)
-        if id not in self._coverage:
-            self._coverage[id] = self._cover(id, tier, without)
-        return self._coverage[id]
-
-    def _cover(self, id: StepId, tier: Tier, without: Collection[int]) -> Coverage | None:
-        worlds = self.worlds(id)
-        if len(worlds) != 1 or self.contested(id):
+        tally = self._tally(id)
+        worlds = tally.worlds()
+        if len(worlds) != 1 or tally.contested:
             return None
-        return spread(self._copies(id, tier, without=without), world=min(worlds))
-
-    def _copies(self, id: StepId, tier: Tier, *, without: Collection[int] = ()) -> Iterator[Copy]:
-        wanted = at_least(tier)
-        for (node_rank, rank, there), held in self._tally(id).copies:
-            if there in wanted and node_rank not in without:
-                yield Copy(rank, there, held.twins)
+        return _spread(tally, at_least(tier), world=min(worlds), without=without)
 
     def answer(self, rank: int, tier: Tier) -> Answer:
         """What is there of this rank, on any node; in the archive: of any rank.
 
         Silence is UNKNOWN.
         """
-        if tier is not Tier.ARCHIVE:
-            return _merged(self._answers.get((rank, tier), {}).values())
-        if self._archive_answer is None:
-            said = [
-                one
-                for key, each in self._answers.items()
-                if key[1] is tier
-                for one in each.values()
-            ]
-            held = any(held for place, held in self._held.items() if place[2] is tier)
-            self._archive_answer = _merged([*said, *([Answer.STEPS] if held else [])])
-        return self._archive_answer
+        said = self._said(tier)
+        if tier is Tier.ARCHIVE:
+            held = bool(said.steps) or bool(self._at(_NO_NODE, tier))
+            return _one_of(bool(said.unknown), bool(said.none), held)
+        return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
+
+    def silent(self, tier: Tier) -> int:
+        """Ranks whose answer is UNKNOWN, of those that were ever told of and all that were not."""
+        if tier is Tier.ARCHIVE:
+            return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
+        said = self._said(tier)
+        return said.unknown | ~(said.none | said.steps)
 
     def out_of_reach(self, rank: int, tier: Tier) -> bool:
         """Only nodes that are gone ever told of this: nobody is there to wait for."""
-        return not self._answers.get((rank, tier)) and bool(self._gone.get((rank, tier)))
+        said = self._said(tier)
+        there = said.unknown | said.none | said.steps
+        return bool(said.gone >> rank & 1) and not there >> rank & 1
+
+    def _said(self, tier: Tier) -> Answers:
+        merged = self._merged.get(tier)
+        if merged is None:
+            merged = self._merged[tier] = Answers()
+            for (_, of), said in self._answers.items():
+                if of is tier:
+                    merged.merge(said)
+        return merged
 
     def twice_in_memory(self) -> dict[int, set[int]]:
         """rank -> node ranks, where more than one holds images of it in memory."""
-        return {rank: set(self._in_memory[rank]) for rank in self._twice_in_memory}
+        if self._twice is None:
+            once = self._twice = 0
+            for ranks in self._in_memory.values():
+                self._twice |= once & ranks
+                once |= ranks
+        return {
+            rank: {node for node, ranks in self._in_memory.items() if ranks >> rank & 1}
+            for rank in bits(self._twice)
+        }
 
 
-def _merged(said: Iterable[Answer]) -> Answer:
-    each = set(said)
-    if Answer.UNKNOWN in each or not each:
+def _one_of(unknown: object, none: object, steps: object) -> Answer:
+    if unknown or not (none or steps):
         return Answer.UNKNOWN
-    return Answer.STEPS if Answer.STEPS in each else Answer.NONE
+    return Answer.STEPS if steps else Answer.NONE
 
 
-def _answer(held: frozenset[Shard], said: Answer | None) -> Answer:
+def _answer(held: bool, said: Answer | None) -> Answer:
     """A report that lists steps cannot mean NONE; one that lists none must say so itself."""
-    if said is Answer.UNKNOWN or (said is None and not held):
-        return Answer.UNKNOWN
-    return Answer.STEPS if held else said or Answer.UNKNOWN
-
-
-# --- tally -----------------------------------------------------------------------------------
-#
-# What the copies of one step add up to, counted as they come and go.
-#
-# A report of one node among hundreds changes a few copies; it must not cost a look at all of
-# them.
-
-
-Place = tuple[int, int, Tier]
-"""(node rank, rank, tier): what one report replaces. What lies in the archive is no node's."""
-
-K = TypeVar("K")
-
-
-class Tally:
-    """Of one step. `contested`: ranks of which two different images exist."""
-
-    def __init__(self) -> None:
-        self.copies: set[tuple[Place, Shard]] = set()
-        self.worlds: Counter[int] = Counter()
-        self.contested: set[int] = set()
-        self._ranks: dict[Tier, Counter[int]] = {tier: Counter() for tier in NEAREST_FIRST}
-        self._roots: dict[int, Counter[str]] = {}
-
-    def add(self, place: Place, held: Shard) -> None:
-        """A copy that is not counted yet."""
-        self.copies.add((place, held))
-        self._count(place, held, +1)
-
-    def remove(self, place: Place, held: Shard) -> None:
-        """A copy that is counted."""
-        self.copies.remove((place, held))
-        self._count(place, held, -1)
-
-    def covers_world(self, tier: Tier) -> bool:
-        """Copies of one world size, on this tier or a stronger one, are there of all its ranks."""
-        if len(self.worlds) != 1:
-            return False
-        (world,) = self.worlds
-        ranks = self._ranks[tier]
-        return len(ranks) >= world and ranks.keys() >= set(range(world))
-
-    def _count(self, place: Place, held: Shard, by: int) -> None:
-        _, rank, tier = place
-        _bump(self.worlds, held.world, by)
-        for weaker in NEAREST_FIRST[: NEAREST_FIRST.index(tier) + 1]:
-            _bump(self._ranks[weaker], rank, by)
-        if held.root is not None:
-            roots = self._roots.setdefault(rank, Counter())
-            _bump(roots, held.root, by)
-            if len(roots) > 1:
-                self.contested.add(rank)
-            else:
-                self.contested.discard(rank)
-
-
-def _bump(counter: Counter[K], key: K, by: int) -> None:
-    counter[key] += by
-    if not counter[key]:
-        del counter[key]
+    if held:
+        return Answer.STEPS
+    return said or Answer.UNKNOWN
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -278,52 +407,70 @@ def _bump(counter: Counter[K], key: K, by: int) -> None:
 # boxes (`image.Layout.twins`), so that an image of any of them stands for all.
 
 
-class Copy(NamedTuple):
-    """One copy of a rank's image."""
-
-    rank: int
-    tier: Tier
-    twins: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """`tiers`: per rank, the nearest one that holds its image or, of those in `by_twins`, a twin's.
-    `world`: how many ranks saved the step."""
+    """`found`: by tier, nearest first, the ranks that find their boxes there, each once; of those
+    in `twins` a twin's. `world`: how many ranks saved the step."""
 
-    tiers: Mapping[int, Tier]
-    by_twins: frozenset[int]
+    found: tuple[tuple[Tier, int], ...]
+    twins: int
     world: int
 
     @property
-    def lost(self) -> frozenset[int]:
+    def tiers(self) -> Mapping[int, Tier]:
+        """Per rank, the nearest tier that holds its image or, of those in `by_twins`, a twin's."""
+        each = {rank: tier for tier, ranks in self.found for rank in bits(ranks)}
+        return {rank: each[rank] for rank in sorted(each)}
+
+    @property
+    def by_twins(self) -> list[int]:
+        """Ranks whose own image is gone."""
+        return list(bits(self.twins))
+
+    @property
+    def lost(self) -> list[int]:
         """Ranks whose boxes nobody holds. Worked out when asked for: a world is what somebody
         said, and may be far larger than all that is there."""
-        return frozenset(range(self.world)) - self.tiers.keys()
+        return list(bits(~self._all & ((1 << self.world) - 1)))
 
     @property
     def whole(self) -> bool:
         """Every box is there."""
-        return len(self.tiers) == self.world
+        return is_full(self._all, self.world)
+
+    @property
+    def _all(self) -> int:
+        found = 0
+        for _, ranks in self.found:
+            found |= ranks
+        return found
+
+    def on(self, tiers: Collection[Tier]) -> int:
+        """Ranks that find their boxes on one of these tiers."""
+        found = 0
+        for tier, ranks in self.found:
+            found |= ranks if tier in tiers else 0
+        return found
 
 
-def spread(copies: Iterable[Copy], *, world: int) -> Coverage:
+def _spread(
+    tally: Tally, tiers: Collection[Tier], *, world: int, without: Collection[int]
+) -> Coverage:
     """Where each rank of the world finds its boxes."""
-    nearest_first = sorted(copies, key=lambda one: NEAREST_FIRST.index(one.tier))
-    own = {one.rank: one.tier for one in reversed(nearest_first) if one.rank < world}
-    twins: dict[int, Tier] = {}
-    for one in nearest_first:
-        if len(own) + len(twins) == world:
-            break
-        for rank in one.twins:
-            if rank not in own and rank < world:
-                twins.setdefault(rank, one.tier)
-    found = {**twins, **own}
-    return Coverage(
-        tiers={rank: found[rank] for rank in sorted(found)},
-        by_twins=frozenset(twins),
-        world=world,
-    )
+    everybody = (1 << world) - 1
+    own = {tier: tally.ranks((tier,), without=without) & everybody for tier in tiers}
+    taken, twins, found = 0, 0, {}
+    for tier in tiers:
+        found[tier] = own[tier] & ~taken
+        taken |= own[tier]
+    for tier in tiers if taken != everybody else ():
+        for (node_rank, there, _), held in tally.places.items():
+            if there is tier and node_rank not in without:
+                news = held.with_twins() & everybody & ~(taken | twins)
+                twins |= news
+                found[tier] |= news
+    there = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
+    return Coverage(found=there, twins=twins, world=world)
 
 
 # --- restorable ------------------------------------------------------------------------------
@@ -342,29 +489,33 @@ def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
     step before it nearby: a crash, or the loss of a node with a buddy, goes on from there, exactly,
     at most a few steps back.
     """
-    covered = {
-        id: coverage
-        for id in copies.steps
-        if lineage.restorable(id)
-        and (coverage := copies.coverage(id)) is not None
-        and coverage.whole
-    }
-    found, complete = [], None
-    for id, coverage in covered.items():
-        if not coverage.by_twins:
-            complete = coverage
-        if complete is None or not _nearby(coverage.by_twins, complete, world=coverage.world):
-            found.append(id)
-    return tuple(found)
+    return tuple(reversed(list(_whole(copies, lineage))))
 
 
-def _nearby(ranks: Collection[int], complete: Coverage, *, world: int) -> bool:
+def newest_whole(copies: Completeness, lineage: Lineage) -> StepId | None:
+    """The last of them, found without a look at those before it."""
+    return next(_whole(copies, lineage), None)
+
+
+def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
+    """Newest first."""
+    ids = [id for id in reversed(copies.steps) if lineage.restorable(id)]
+    for place, id in enumerate(ids):
+        if copies.complete(id, Tier.MEMORY):
+            yield id
+            continue
+        coverage = copies.coverage(id)
+        if coverage is not None and coverage.whole:
+            before = (one for one in ids[place + 1 :] if copies.complete(one, Tier.MEMORY))
+            complete = next(before, None)
+            if complete is None or not _nearby(coverage, copies.coverage(complete)):
+                yield id
+
+
+def _nearby(of: Coverage, complete: Coverage | None) -> bool:
+    """Whether its ranks without an image of their own have one of the complete step nearby."""
     near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
-    return (
-        bool(ranks)
-        and complete.world == world
-        and all(complete.tiers[rank] in near for rank in ranks)
-    )
+    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 
 def without(

@@ -7,7 +7,7 @@ before of the same rank and tier. So a report may be lost, repeated, or merged w
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
@@ -43,10 +43,12 @@ class LedgerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one node has of one rank. A tier named in either mapping is replaced as a whole."""
+    """What one node has of one rank. A tier named in either mapping is replaced as a whole, unless
+    there is `gone`: then `sealed` comes to what is known of the tier, and these steps leave it."""
 
     sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
+    gone: Mapping[Tier, Collection[StepId]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

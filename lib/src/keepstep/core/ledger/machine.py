@@ -7,7 +7,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.alarms import (
@@ -18,7 +18,7 @@ from keepstep.core.ledger.alarms import (
     two_writers,
     world_changed,
 )
-from keepstep.core.ledger.commit_rule import Completeness, Coverage
+from keepstep.core.ledger.commit_rule import Completeness, Coverage, Place
 from keepstep.core.ledger.events import (
     NEAREST_FIRST,
     Action,
@@ -35,6 +35,7 @@ from keepstep.core.ledger.events import (
     Retire,
     Unknown,
 )
+from keepstep.core.ledger.holding import Holding, bits
 from keepstep.core.ledger.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -54,10 +55,13 @@ class Ledger:
         self._acknowledged: set[EpochId] = set()
         self._parents: dict[EpochId, set[StepId | None]] = {}
         self._sequences: dict[int, int] = {}
-        self._announced: set[Committed] = set()
+        self._announced: dict[Tier, tuple[StepId, ...]] = {}
         self._alarmed: set[Alarm] = set()
         self._signatures = Signatures(kept=self.config.stale_after)
         self._lineage = Lineage()
+        self._traced: frozenset[EpochId] | None = None
+        """Epochs of images when the lineage was worked out; None: it has to be again."""
+        self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
@@ -73,9 +77,38 @@ class Ledger:
         else:
             self._copies.drop(node_rank=event.node_rank)
             self._sequences.pop(event.node_rank, None)
-        self._lineage = self._trace()
-        self._committed.clear()
+        self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
+
+    def keep_epochs(self, epochs: Iterable[Epoch]) -> None:
+        """Forget every epoch on record but these: nobody has a record of the others any more, and
+        they must not outrank one that begins anew."""
+        self._recorded, self._parents, self._epochs, self._traced = {}, {}, None, None
+        for epoch in epochs:
+            self._record(epoch)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """After a change: what follows from it, without a look at what did not change."""
+        changed, self._copies.changed = self._copies.changed, set()
+        if self._traced is None or self._traced != self._copies.epochs:
+            self._traced, before = frozenset(self._copies.epochs), self._lineage
+            self._lineage = trace(
+                self._recorded, seen=self._traced, acknowledged=self._acknowledged
+            )
+            there = {*self._recorded, *self._traced}
+            self._conflicts = tuple(epoch_conflicts(self._parents, there))
+            if self._lineage != before:
+                self._committed.clear()
+        for tier, ids in self._committed.items():
+            now = [id for id in changed if self._is_committed(id, tier)]
+            if not changed.isdisjoint(ids) or now:
+                kept = (id for id in ids if id not in changed)
+                found = tuple(sorted([*kept, *now]))
+                self._committed[tier] = ids if found == ids else found
+
+    def _is_committed(self, id: StepId, tier: Tier) -> bool:
+        return self._copies.complete(id, tier) and self._lineage.restorable(id)
 
     # --- asking --------------------------------------------------------------------------
 
@@ -105,9 +138,7 @@ class Ledger:
         """
         if tier not in self._committed:
             self._committed[tier] = tuple(
-                id
-                for id in self._copies.steps
-                if self._copies.complete(id, tier) and self._lineage.restorable(id)
+                id for id in self._copies.steps if self._is_committed(id, tier)
             )
         return self._committed[tier]
 
@@ -127,13 +158,22 @@ class Ledger:
 
     def holders(self, id: StepId, tier: Tier) -> tuple[int, ...]:
         """The ranks of which this very tier holds the step."""
-        return tuple(sorted(self._copies.ranks(id, (tier,))))
+        return tuple(bits(self._copies.ranks(id, (tier,))))
+
+    def places(self, id: StepId) -> Mapping[Place, Holding]:
+        """Every copy of this step, by (node rank, tier, world)."""
+        return self._copies.places(id)
+
+    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
+        """What this node holds on this tier."""
+        return self._copies.of_node(node_rank, tier)
 
     def size_bytes(self, id: StepId) -> int:
         """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
         largest: dict[int, int] = {}
-        for rank, _, held in self._copies.of(id):
-            largest[rank] = max(held.size_bytes, largest.get(rank, 0))
+        for held in self._copies.places(id).values():
+            for rank in bits(held.ranks):
+                largest[rank] = max(held.size_bytes(rank), largest.get(rank, 0))
         world = max(self._copies.worlds(id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
@@ -141,10 +181,10 @@ class Ledger:
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """Unix seconds of the last image of each step, where any image has a time."""
         times = {
-            id: [held.written_at for _, _, held in self._copies.of(id) if held.written_at]
+            id: max((one.written_at for one in self._copies.places(id).values()), default=0.0)
             for id in ids
         }
-        return {id: max(each) for id, each in times.items() if each}
+        return {id: at for id, at in times.items() if at}
 
     def expendable(self, tier: Tier, policy: Retention) -> list[StepId]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
@@ -168,26 +208,32 @@ class Ledger:
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What should these ranks (all of the run) restore? A hint: their vote is what counts."""
-        newest = max(self.whole(), default=None)
+        newest = commit_rule.newest_whole(self._copies, self._lineage)
         coverage = None if newest is None else self._copies.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
             return Unknown(f"no answer yet from {_places(waits_for)}", waits_for)
-        by_twins = tuple(sorted(coverage.by_twins))
-        return RestorePlan(newest, coverage.tiers, coverage.world, by_twins)
+        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
+        return RestorePlan(newest, tiers, coverage.world, by_twins)
 
     def _silent_before(
         self, chosen: Coverage, ranks: Collection[int]
     ) -> tuple[tuple[int, Tier], ...]:
         """Tiers that did not answer and may hold a newer step: those nearer than the chosen one,
         and where a twin stands in, all."""
+        wanted = sum(1 << rank for rank in ranks) if len(ranks) < chosen.world else -1
+        silent = {tier: self._copies.silent(tier) & wanted for tier in self.config.tiers}
+        if not any(
+            silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent
+        ):
+            return ()
         return tuple(
             (rank, tier)
             for rank, used in chosen.tiers.items()
             for tier in self.config.tiers
             if rank in ranks
-            and (rank in chosen.by_twins or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
+            and (chosen.twins >> rank & 1 or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
             and self._copies.answer(rank, tier) is Answer.UNKNOWN
             and not self._copies.out_of_reach(rank, tier)
         )
@@ -246,12 +292,14 @@ class Ledger:
             self._copies.replace(event.node_rank, rank, report)
 
     def _record(self, epoch: Epoch) -> None:
-        self._epochs = None
+        known = self._recorded.get(epoch.id)
+        if known == epoch and epoch.parent in self._parents[epoch.id]:
+            return
+        self._epochs = self._traced = None
         parents = self._parents.setdefault(epoch.id, set())
         parents.add(epoch.parent)
         # Of two parents (an alarm) the later one counts: it condemns fewer steps as dead.
         named = [parent for parent in parents if parent is not None]
-        known = self._recorded.get(epoch.id)
         # A control page names no origin: what was recorded once stays.
         origin = epoch.origin or (known.origin if known is not None else "")
         self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None), origin)
@@ -259,20 +307,20 @@ class Ledger:
     def _acknowledge(self, epoch: EpochId | None) -> None:
         if (chosen := epoch or self._lineage.fresh) is not None:
             self._acknowledged.add(chosen)
-
-    def _trace(self) -> Lineage:
-        return trace(self._recorded, seen=self._copies.epochs, acknowledged=self._acknowledged)
+            self._traced = None
 
     # --- actions -------------------------------------------------------------------------
 
     def _commits(self) -> Iterator[Committed]:
-        durable = [tier for tier in self.config.tiers if tier is not Tier.MEMORY]
-        now = {Committed(tier, id) for tier in durable for id in self.committed(tier)}
-        # Remember only what still stands: a step that was lost and comes back is news again.
-        fresh, self._announced = now - self._announced, now
-        for commit in fresh:
-            self._signatures.add(commit.id, self._copies)
-        yield from sorted(fresh, key=lambda one: (NEAREST_FIRST.index(one.tier), one.id))
+        """Remembers only what still stands: a step that was lost and comes back is news again."""
+        for tier in (one for one in NEAREST_FIRST if one in self.config.tiers):
+            now, before = self.committed(tier), self._announced.get(tier, ())
+            if tier is Tier.MEMORY or now is before:
+                continue
+            self._announced[tier] = now
+            for id in sorted({*now} - {*before}):
+                self._signatures.add(id, self._copies)
+                yield Committed(tier, id)
 
     def _retirements(self) -> Iterator[Retire]:
         for tier in NEAREST_FIRST:
@@ -289,7 +337,7 @@ class Ledger:
 
     def _alarms(self) -> Iterator[Alarm]:
         now = {
-            *epoch_conflicts(self._parents, {*self._recorded, *self._copies.epochs}),
+            *self._conflicts,
             *two_writers(self._copies),
             *world_changed(self._copies, self._newest_of_this_life(), world=self.config.world),
             *self._signatures.stale(),
@@ -297,6 +345,11 @@ class Ledger:
         }
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
+
+
+def _from(tier: Tier) -> tuple[Tier, ...]:
+    """The tiers that are farther than this one."""
+    return NEAREST_FIRST[NEAREST_FIRST.index(tier) + 1 :]
 
 
 def _places(places: Collection[tuple[int, Tier]]) -> str:

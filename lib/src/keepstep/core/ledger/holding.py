@@ -1,0 +1,142 @@
+"""What one place holds of one step: a bitmap of ranks, and what is told of their images.
+
+Of an image no more is kept than is asked for: a number that tells its digests from others', and
+its size. What is the same of all ranks is kept once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Union
+
+from keepstep.core.shard import Shard
+
+Column = Union[int, "array[int]"]
+"""A number for each rank that is held, in their order; one number while it is the same of all."""
+
+_ROOTS, _PARAMS, _SIZES = "q", "i", "q"
+
+
+def bits(ranks: int) -> Iterator[int]:
+    """The ranks that a bitmap names, in order."""
+    while ranks:
+        lowest = ranks & -ranks
+        yield lowest.bit_length() - 1
+        ranks ^= lowest
+
+
+def is_full(ranks: int, world: int) -> bool:
+    """All ranks of this world are there."""
+    everybody = (1 << world) - 1
+    return ranks & everybody == everybody
+
+
+class Holding:
+    """`doubled`: ranks of which this very place has two different images. `written_at`: unix
+    seconds of the last image, 0 where no time was told."""
+
+    __slots__ = ("_params", "_roots", "_sizes", "_twins", "doubled", "ranks", "written_at")
+
+    def __init__(self) -> None:
+        self.ranks = 0
+        self.doubled = 0
+        self.written_at = 0.0
+        self._roots: Column = 0
+        self._params: Column = 0
+        self._sizes: Column = 0
+        self._twins: dict[int, int] | None = None
+
+    def add(self, rank: int, shard: Shard) -> None:
+        """An image of a rank of which there is none."""
+        at, count = self._index(rank), self.ranks.bit_count()
+        self._roots = _put(self._roots, at, number_of(shard.root), count, _ROOTS)
+        self._params = _put(self._params, at, _short(shard.params_digest), count, _PARAMS)
+        self._sizes = _put(self._sizes, at, shard.size_bytes, count, _SIZES)
+        self.ranks |= 1 << rank
+        self.written_at = max(self.written_at, shard.written_at or 0.0)
+        if shard.twins:
+            self._twins = self._twins or {}
+            group = _group(rank, shard)
+            self._twins[group] = self._twins.get(group, 0) | 1 << rank
+
+    def remove(self, rank: int) -> None:
+        """Of a rank of which there is one."""
+        at = self._index(rank)
+        for column in (self._roots, self._params, self._sizes):
+            if not isinstance(column, int):
+                column.pop(at)
+        self.ranks &= ~(1 << rank)
+        self.doubled &= ~(1 << rank)
+        if self._twins:
+            kept = {group: told & ~(1 << rank) for group, told in self._twins.items()}
+            self._twins = {group: told for group, told in kept.items() if told} or None
+
+    def is_of(self, rank: int, shard: Shard) -> bool:
+        """Whether the image that is here is this one."""
+        at = self._index(rank)
+        return (
+            _get(self._roots, at) == number_of(shard.root)
+            and _get(self._params, at) == _short(shard.params_digest)
+            and _get(self._sizes, at) == shard.size_bytes
+            and (shard.written_at or 0.0) <= self.written_at
+            and not self.doubled >> rank & 1
+            and self._group_of(rank) == (_group(rank, shard) if shard.twins else 0)
+        )
+
+    def root(self, rank: int) -> int:
+        """A number that stands for the digest of the image; 0: there is none, or it has none."""
+        return _get(self._roots, self._index(rank)) if self.ranks >> rank & 1 else 0
+
+    def params(self, rank: int) -> int:
+        """The same of its parameters alone."""
+        return _get(self._params, self._index(rank)) if self.ranks >> rank & 1 else 0
+
+    def size_bytes(self, rank: int) -> int:
+        return _get(self._sizes, self._index(rank))
+
+    def with_twins(self) -> int:
+        """The ranks, and those that have a twin among them."""
+        found = self.ranks
+        for group in self._twins or ():
+            found |= group
+        return found
+
+    def _index(self, rank: int) -> int:
+        return (self.ranks & ((1 << rank) - 1)).bit_count()
+
+    def _group_of(self, rank: int) -> int:
+        for group, told in (self._twins or {}).items():
+            if told >> rank & 1:
+                return group
+        return 0
+
+
+def number_of(digest: str | None) -> int:
+    """What tells a digest from others; the same within one process only."""
+    return 0 if digest is None else hash(digest) or 1
+
+
+def _short(digest: str | None) -> int:
+    return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
+
+
+def _group(rank: int, shard: Shard) -> int:
+    """The rank and its twins."""
+    found = 1 << rank
+    for one in shard.twins:
+        found |= 1 << one
+    return found
+
+
+def _put(column: Column, at: int, value: int, count: int, kind: str) -> Column:
+    if isinstance(column, int):
+        if not count or column == value:
+            return value
+        column = array(kind, [column]) * count
+    column.insert(at, value)
+    return column
+
+
+def _get(column: Column, at: int) -> int:
+    return column if isinstance(column, int) else column[at]
