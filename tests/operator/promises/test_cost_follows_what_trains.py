@@ -34,12 +34,6 @@ def _ranks(node_rank: int, ranks: int, world: int, step: int) -> list[Body]:
     return [rank(one, world, memory=memory, local=local) for one in range(first, first + ranks)]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a rank takes 2 KiB of the reconciler's memory, so that 10,000 pods of eight ranks fit"
-    " in; mended with the operator's rebuild",
-)
 async def test_a_rank_takes_little_memory(tmp_path: Path) -> None:
     cluster = Cluster(objects=dict([policy()]))
     sizes = {"few": 1, "many": 64}

@@ -82,7 +82,7 @@ def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_t
     pair.hear(local=[64, 65, 66], peer=[64])
     assert pair.expendable() == []
     pair.ledger.pod_gone("p1", local_stays=False)
-    assert pair.ledger.common() == _id(64), "one node is lost, the run is not"
+    assert pair.ledger.restorable() == _id(64), "one node is lost, the run is not"
 
 
 def test_it_goes_when_a_newer_step_is_copied() -> None:

@@ -10,13 +10,12 @@ import jsonschema
 import pytest
 
 from keepstep.steps import Tier
-from keepstep.wire.reports import ReportedShard
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.reconcile.state.actions import WriteStatus
-from keepstep_operator.reconcile.state.durability import Lying, sole_nodes
+from keepstep_operator.reconcile.state.durability import sole_nodes
 from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
@@ -352,11 +351,12 @@ def test_a_cordoned_node_with_the_only_copy_is_warned_of_once_and_while_it_lasts
     assert len(play.events("NodeDraining")) == 1
 
 
-def lying(*places: tuple[str, int, tuple[int, ...]]) -> list[Lying]:
-    return [
-        Lying(node, rank, ReportedShard(id=step(1), world=2, twins=twins))
-        for node, rank, twins in places
-    ]
+def lying(*places: tuple[str, int, tuple[int, ...]]) -> dict[str, int]:
+    """Node -> the ranks, as bits, that it has an image of, or a twin's."""
+    found: dict[str, int] = {}
+    for node, rank, twins in places:
+        found[node] = found.get(node, 0) | sum(1 << one for one in (rank, *twins))
+    return found
 
 
 @pytest.mark.parametrize(

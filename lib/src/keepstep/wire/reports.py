@@ -1,7 +1,8 @@
 """What a sidecar tells the operator, and what it hears back: JSON over HTTPS, on Kubernetes only.
 
-A report is level-triggered and whole: it says what *is* there, so one that is lost or repeated
-changes nothing. It names no namespace, run or node rank: the operator takes those from its own
+A report is level-triggered: it says what *is* there, so one that is lost or repeated changes
+nothing. It is whole, or, with an operator that says so, tells what has changed `since` the last one
+that was answered. It names no namespace, run or node rank: the operator takes those from its own
 record of the pod whose token came with it. A field may be added with a default; nothing may be
 removed or change its meaning (the sidecar is pinned per run, the operator is upgraded under it).
 """
@@ -66,18 +67,29 @@ class ReportedRank(RankCounters):
     """`staged_at` in unix seconds. `peer`: copies kept here for another pod, of its ranks, so
     such a rank is never `alive` here. `archive`: what the archive was seen to hold of it.
 
-    A tier whose answer is None does not exist on this pod, or is not spoken of in this report.
+    A tier whose answer is None does not exist on this pod, or is not spoken of in this report. Of a
+    tier that `gone` names, only what came to it is listed, and there the steps that left it.
     """
 
     memory: tuple[ReportedShard, ...] = ()
     local: tuple[ReportedShard, ...] = ()
-    memory_answer: Answer = Answer.UNKNOWN
-    local_answer: Answer = Answer.UNKNOWN
+    memory_answer: Answer | None = Answer.UNKNOWN
+    local_answer: Answer | None = Answer.UNKNOWN
     staged_at: float | None = None
     peer: tuple[ReportedShard, ...] = ()
     archive: tuple[ReportedShard, ...] = ()
     peer_answer: Answer | None = None
     archive_answer: Answer | None = None
+    gone: dict[Tier, tuple[StepId, ...]] = field(default_factory=dict)
+
+    def by_tier(self) -> dict[Tier, tuple[tuple[ReportedShard, ...], Answer | None]]:
+        """What it lists of each tier, and its answer."""
+        return {
+            Tier.MEMORY: (self.memory, self.memory_answer),
+            Tier.LOCAL: (self.local, self.local_answer),
+            Tier.PEER: (self.peer, self.peer_answer),
+            Tier.ARCHIVE: (self.archive, self.archive_answer),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +133,15 @@ class Report:
 
     `library`: version of the library in the training image, '' while no trainer came. `pinned`:
     "locked", or why slots may be swapped. `ready`: the volumes were scanned. `peer_address`: where
-    other pods of the run find this one, '' when it serves none.
+    other pods of the run find this one, '' when it serves none. `since`: the sequence of the report
+    that this one tells changes to, of `epochs`, `ranks` and `restores`; 0: it is whole.
     """
 
     sidecar: str
     started_at: float
     sequence: int
     sent_at: float
+    since: int = 0
     ready: bool = False
     library: str = ""
     pinned: str = ""
@@ -172,6 +186,9 @@ class ReportReply:
     `all_peers`: every pod of the run has reported, so `peers` names all that serve; else a pod that
     it does not name may hold something, too.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
+    `changes_since`: the sequence of the report up to which everything is known, so that the next
+    one may tell changes to it alone; with any other number than that of the report which this
+    answers, as 0, the next one has to be whole.
     """
 
     interval_s: float = 30.0
@@ -186,22 +203,17 @@ class ReportReply:
     restore_run: str = ""
     awaits: str = ""
     all_peers: bool = False
+    changes_since: int = 0
 
 
 def _rank_report(one: ReportedRank) -> RankReport:
-    said = {
-        Tier.MEMORY: (one.memory, one.memory_answer),
-        Tier.LOCAL: (one.local, one.local_answer),
-        Tier.PEER: (one.peer, one.peer_answer),
-        Tier.ARCHIVE: (one.archive, one.archive_answer),
-    }
-    known = {tier: (held, answer) for tier, (held, answer) in said.items() if answer is not None}
+    told = {tier: each for tier, each in one.by_tier().items() if each[1] is not None}
     return RankReport(
         sealed={
-            tier: tuple(shard.shard(one.rank) for shard in held)
-            for tier, (held, _) in known.items()
+            tier: tuple(shard.shard(one.rank) for shard in held) for tier, (held, _) in told.items()
         },
-        answers={tier: answer for tier, (_, answer) in known.items()},
+        answers={tier: answer for tier, (_, answer) in told.items() if answer is not None},
+        gone=one.gone,
     )
 
 

@@ -47,6 +47,8 @@ MOST_IMAGES: Final = 4096
 """Of one rank."""
 MOST_STEPS: Final = 1024
 """Of one rank on one tier: of more the newest count, and the older ones are left alone."""
+_MOST_BITS: Final = 1 << 23
+"""A step costs a bit for each rank up to the highest one: of ranks beyond 8,192 fewer steps count."""
 MOST_EPOCHS: Final = 1024
 """Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
 a run may have begun any number of times."""
@@ -259,19 +261,20 @@ def _checked(report: Report) -> Report:
 
 
 def _newest(one: ReportedRank) -> ReportedRank:
-    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= MOST_STEPS:
+    most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
+    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= most:
         return one
     return replace(
         one,
-        memory=_last(one.memory),
-        local=_last(one.local),
-        peer=_last(one.peer),
-        archive=_last(one.archive),
+        memory=_last(one.memory, most),
+        local=_last(one.local, most),
+        peer=_last(one.peer, most),
+        archive=_last(one.archive, most),
     )
 
 
-def _last(held: tuple[ReportedShard, ...]) -> tuple[ReportedShard, ...]:
-    return tuple(sorted(held, key=lambda shard: shard.id)[-MOST_STEPS:])
+def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ...]:
+    return tuple(sorted(held, key=lambda shard: shard.id)[-most:])
 
 
 def _check_rank(one: ReportedRank) -> int:
@@ -283,10 +286,13 @@ def _check_rank(one: ReportedRank) -> int:
         raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
-    if len(held) > MOST_IMAGES:
+    gone = [id for ids in one.gone.values() for id in ids]
+    if len(held) + len(gone) > MOST_IMAGES:
         raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
+    if not all(0 <= image.bytes < 1 << 62 for image in held):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of a size that cannot be")
     staged = (one.staged,) if one.staged is not None else ()
-    if not all(map(_is_step, (*staged, *(image.id for image in held)))):
+    if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
     return sum(len(image.twins) for image in with_twins)
 

@@ -23,7 +23,7 @@ from keepstep.core.ledger.lineage import Lineage
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, EpochId, StepId, Tier
 
-_NO_NODE = -1
+NO_NODE = -1
 
 Place = tuple[int, Tier, int]
 """(node rank, tier, world): one place holds one image of a rank's step at most. What lies in the
@@ -34,9 +34,10 @@ class Tally:
     """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
     bits for each tier, whether it was judged and whether it is complete there."""
 
-    __slots__ = ("contested", "known", "places")
+    __slots__ = ("contested", "id", "known", "places")
 
-    def __init__(self) -> None:
+    def __init__(self, id: StepId) -> None:
+        self.id = id
         self.places: dict[Place, Holding] = {}
         self.contested = 0
         self.known = 0
@@ -145,16 +146,16 @@ class Completeness:
         """
         for tier in NEAREST_FIRST:
             if tier in report.sealed or tier in report.answers:
-                at = _NO_NODE if tier is Tier.ARCHIVE else node_rank
+                at = NO_NODE if tier is Tier.ARCHIVE else node_rank
                 sealed = report.sealed.get(tier, ())
-                if report.gone is None:
-                    self._keep(at, tier, rank, {(one.step_id, one.world) for one in sealed})
+                if tier in report.gone:
+                    self._remove(at, tier, rank, report.gone[tier])
                 else:
-                    self._remove(at, tier, rank, report.gone.get(tier, ()))
+                    self._keep(at, tier, rank, {(one.step_id, one.world) for one in sealed})
                 self._add(at, tier, rank, sealed)
                 answer = report.answers.get(tier)
                 if answer is not Answer.UNKNOWN:
-                    answer = _answer(bool(sealed) or self._holds(at, tier, rank), answer)
+                    answer = _answer(bool(sealed) or self.holds(at, tier, rank), answer)
                 if self._answers.setdefault((node_rank, tier), Answers()).say(rank, answer):
                     self._merged.pop(tier, None)
                 if tier is Tier.MEMORY:
@@ -212,8 +213,8 @@ class Completeness:
             self._places.setdefault(place[0], set()).add(place)
         held = steps.get(id)
         if held is None:
-            held = steps[id] = Holding()
-            self._tally_of(id).places[place] = held
+            tally = self._tally_of(id)
+            held = steps[tally.id] = tally.places[place] = Holding()
         elif held.ranks >> rank & 1:
             if held.is_of(rank, shard):
                 return
@@ -227,7 +228,7 @@ class Completeness:
     def _tally_of(self, id: StepId) -> Tally:
         tally = self._of_step.get(id)
         if tally is None:
-            tally = self._of_step[id] = Tally()
+            tally = self._of_step[id] = Tally(id)
             insort(self._steps, id)
             self._epochs[id.epoch] += 1
         return tally
@@ -263,19 +264,12 @@ class Completeness:
 
     def _note_memory(self, node_rank: int, rank: int) -> None:
         bit, before = 1 << rank, self._in_memory.get(node_rank, 0)
-        now = before | bit if self._holds(node_rank, Tier.MEMORY, rank) else before & ~bit
+        now = before | bit if self.holds(node_rank, Tier.MEMORY, rank) else before & ~bit
         if now != before:
             self._in_memory[node_rank], self._twice = now, None
 
     def _at(self, at: int, tier: Tier) -> list[Place]:
         return [place for place in self._places.get(at, ()) if place[1] is tier]
-
-    def _holds(self, at: int, tier: Tier, rank: int) -> bool:
-        return any(
-            held.ranks >> rank & 1
-            for place in self._at(at, tier)
-            for held in self._held[place].values()
-        )
 
     # --- asking --------------------------------------------------------------------------
 
@@ -304,6 +298,13 @@ class Completeness:
         for place in self._at(node_rank, tier):
             yield from self._held[place].items()
 
+    def holds(self, at: int, tier: Tier, rank: int) -> bool:
+        return any(
+            held.ranks >> rank & 1
+            for place in self._at(at, tier)
+            for held in self._held[place].values()
+        )
+
     def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
         """The ranks of which a copy of this step lies on one of these tiers."""
         return self._tally(id).ranks(tuple(tiers))
@@ -325,7 +326,12 @@ class Completeness:
         return list(bits(self._tally(id).contested))
 
     def _tally(self, id: StepId) -> Tally:
-        return self._of_step.get(id) or Tally()
+        return self._of_step.get(id) or Tally(id)
+
+    def interned(self, id: StepId) -> StepId:
+        """The same step, as the one object that stands for it here."""
+        tally = self._of_step.get(id)
+        return id if tally is None else tally.id
 
     def coverage(
         self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
@@ -347,7 +353,7 @@ class Completeness:
         """
         said = self._said(tier)
         if tier is Tier.ARCHIVE:
-            held = bool(said.steps) or bool(self._at(_NO_NODE, tier))
+            held = bool(said.steps) or bool(self._at(NO_NODE, tier))
             return _one_of(bool(said.unknown), bool(said.none), held)
         return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
 
@@ -469,8 +475,8 @@ def _spread(
                 news = held.with_twins() & everybody & ~(taken | twins)
                 twins |= news
                 found[tier] |= news
-    there = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
-    return Coverage(found=there, twins=twins, world=world)
+    by_tier = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
+    return Coverage(found=by_tier, twins=twins, world=world)
 
 
 # --- restorable ------------------------------------------------------------------------------

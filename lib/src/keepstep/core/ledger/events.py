@@ -43,12 +43,12 @@ class LedgerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one node has of one rank. A tier named in either mapping is replaced as a whole, unless
-    there is `gone`: then `sealed` comes to what is known of the tier, and these steps leave it."""
+    """What one node has of one rank. A tier named in `sealed` or `answers` is replaced as a whole,
+    unless `gone` names it, too: then `sealed` comes to what is known, and those steps leave it."""
 
     sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
-    gone: Mapping[Tier, Collection[StepId]] | None = None
+    gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

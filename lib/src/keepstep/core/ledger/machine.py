@@ -7,7 +7,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.alarms import (
@@ -18,7 +18,7 @@ from keepstep.core.ledger.alarms import (
     two_writers,
     world_changed,
 )
-from keepstep.core.ledger.commit_rule import Completeness, Coverage, Place
+from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage, Place
 from keepstep.core.ledger.events import (
     NEAREST_FIRST,
     Action,
@@ -123,6 +123,20 @@ class Ledger:
             self._epochs = tuple(self._recorded[id] for id in sorted(self._recorded))
         return self._epochs
 
+    def parent(self, epoch: EpochId) -> StepId | None:
+        """The step that it went on from."""
+        recorded = self._recorded.get(epoch)
+        return recorded.parent if recorded is not None else None
+
+    @property
+    def steps(self) -> Sequence[StepId]:
+        """Every step that anybody holds anywhere, oldest first."""
+        return self._copies.steps
+
+    def holds(self, node_rank: int, rank: int, tier: Tier) -> bool:
+        """Whether this node told of any image of this rank on this tier."""
+        return self._copies.holds(node_rank, tier, rank)
+
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
         return max((id.number for id in {*self._recorded, *self._copies.epochs}), default=0)
@@ -160,9 +174,18 @@ class Ledger:
         """The ranks of which this very tier holds the step."""
         return tuple(bits(self._copies.ranks(id, (tier,))))
 
+    def interned(self, id: StepId) -> StepId:
+        """The same step, as the one object that stands for it here."""
+        return self._copies.interned(id)
+
     def places(self, id: StepId) -> Mapping[Place, Holding]:
         """Every copy of this step, by (node rank, tier, world)."""
         return self._copies.places(id)
+
+    def archived_of(self, rank: int) -> list[StepId]:
+        """Steps of which the archive holds this rank's image."""
+        there = self._copies.of_node(NO_NODE, Tier.ARCHIVE)
+        return [id for id, held in there if held.ranks >> rank & 1]
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """What this node holds on this tier."""

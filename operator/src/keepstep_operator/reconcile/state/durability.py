@@ -10,11 +10,10 @@ hold the very same boxes) is there as long as one of them is.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
+from keepstep.core.ledger.holding import is_full
 from keepstep.steps import StepId
-from keepstep.wire.reports import ReportedShard
 from keepstep_operator.api.model import VolumeKind
 
 
@@ -60,29 +59,20 @@ def survives(
     return tuple(one for one, outlived in held.items() if outlived)
 
 
-@dataclass(frozen=True, slots=True)
-class Lying:
-    """One durable image of a rank, on a node's drive."""
-
-    node: str
-    rank: int
-    held: ReportedShard
-
-
-def sole_nodes(copies: Iterable[Lying], *, world: int) -> frozenset[str] | None:
+def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | None:
     """Nodes that each hold the only copy of something of a step; None: it is not complete at all.
 
-    `copies`: of this one step.
+    `by_node`: ranks, as bits, of which the node's drives hold an image or a twin's, of this one
+    step.
     """
-    nodes, twins = _by_rank(copies)
-    found: set[str] = set()
-    for rank in range(world):
-        there = set().union(*(nodes.get(one, ()) for one in (rank, *twins.get(rank, ()))))
-        if not there:
-            return None
-        if len(there) == 1:
-            found |= there
-    return frozenset(found)
+    once = twice = 0
+    for ranks in by_node.values():
+        twice |= once & ranks
+        once |= ranks
+    if not is_full(once, world):
+        return None
+    sole = once & ~twice & ((1 << world) - 1)
+    return frozenset(node for node, ranks in by_node.items() if ranks & sole)
 
 
 def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
@@ -95,24 +85,3 @@ def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
             found.add(id)
             unspared &= nodes
     return frozenset(found)
-
-
-def _by_rank(
-    copies: Iterable[Lying],
-) -> tuple[Mapping[int, set[str]], Mapping[int, tuple[int, ...]]]:
-    """Nodes, and twins, of each rank; a rank of which no image is left has those of its twins."""
-    nodes: dict[int, set[str]] = {}
-    twins: dict[int, tuple[int, ...]] = {}
-    for one in copies:
-        nodes.setdefault(one.rank, set()).add(one.node)
-        for rank in (one.rank, *one.held.twins) if one.held.twins else ():
-            twins.setdefault(rank, (one.rank, *one.held.twins))
-    return nodes, twins
-
-
-def by_step(copies: Iterable[Lying]) -> dict[StepId, list[Lying]]:
-    """The same, by step."""
-    found: dict[StepId, list[Lying]] = {}
-    for one in copies:
-        found.setdefault(one.held.id, []).append(one)
-    return found

@@ -69,7 +69,7 @@ def _without_library(run: Run, at: float) -> set[str]:
         run.pods[uid].name
         for uid, since in run.training_since.items()
         if (place := places.get(uid)) is not None
-        and not place.report.library
+        and not place.sidecar.library
         and at - max(since, place.since) >= LIBRARY_S
     }
 
@@ -77,10 +77,9 @@ def _without_library(run: Run, at: float) -> set[str]:
 def _failed_volume(run: Run) -> str:
     for place in run.ledger.places.values():
         pod = run.pods.get(place.pod)
-        for volume in place.report.volumes if pod else ():
-            if volume.failed and pod:
-                reason = cut(volume.failed, longest=200)
-                name = cut(volume.name, longest=64)
+        for volume, why in place.sidecar.failed:
+            if pod is not None:
+                reason, name = cut(why, longest=200), cut(volume, longest=64)
                 return (
                     f"volume {name} of pod {pod.name} on node {pod.node} takes no writes"
                     f" ({reason}): free space on it or replace the drive, then delete the pod"

@@ -97,9 +97,9 @@ def _reachable(run: Run) -> Iterator[OrphanedShard]:
 def peers(run: Run) -> tuple[Peer, ...]:
     """Where what was left behind is served now."""
     return tuple(
-        Peer(node_rank=number, address=place.report.peer_address)
+        Peer(node_rank=number, address=place.sidecar.peer_address)
         for number, place in sorted(run.ledger.helpers.items())
-        if place.report.peer_address
+        if place.sidecar.peer_address
     )
 
 
@@ -138,7 +138,7 @@ def _all_told(run: Run) -> bool:
     return bool(pods) and all(
         (place := places.get(pod.node_rank)) is not None
         and place.pod == pod.uid
-        and place.report.ready
+        and place.sidecar.ready
         for pod in pods
     )
 

@@ -1,19 +1,73 @@
-"""A node rank of a run: the pod that holds it, and what its sidecar said last."""
+"""A node rank of a run: the pod that holds it, and what its sidecar said last.
+
+What lies where is in the ledger alone; here is what a report says besides. Ranks are bits of an
+integer, as in the ledger.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.status import TierProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarState:
+    """What a sidecar says of itself and of its pod. `failed`: volumes that take no writes, by name,
+    and why."""
+
+    version: str
+    started_at: float
+    sequence: int
+    ready: bool
+    library: str
+    pinned: str
+    peer_address: str
+    failed: tuple[tuple[str, str], ...]
+    warnings: tuple[str, ...]
+    depots: tuple[TierProgress, ...]
+
+    @classmethod
+    def of(cls, report: Report) -> SidecarState:
+        return cls(
+            version=sys.intern(report.sidecar),
+            started_at=report.started_at,
+            sequence=report.sequence,
+            ready=report.ready,
+            library=sys.intern(report.library),
+            pinned=sys.intern(report.pinned),
+            peer_address=report.peer_address,
+            failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
+            warnings=report.warnings,
+            depots=report.depots,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What was told of one rank besides its images. `own`: it trains, or trained, here; else its
+    pod only keeps copies of it (`copied`), or saw it archived."""
+
+    world: int
+    alive: bool
+    own: bool
+    copied: bool
+    staged: StepId | None
+    skipped: int
+    discarded: int
+    blocked_s: float
+    archive_answer: Answer | None
 
 
 @dataclass(kw_only=True)
 class Place:
-    """One node rank: the pod that holds it, and what its sidecar said last. What is asked of a
-    report again and again is worked out once: a run of thousands of ranks asks with each report.
+    """One node rank: the pod that holds it, and what its sidecar said last. What is asked again and
+    again is worked out once: a run of thousands of ranks asks with each report.
 
     `since`: when this process of the sidecar was first heard, `heard_at`: last; by our clock.
     `past`: starts of sidecars of this pod that were replaced. `gone`: the pod is; `dropped`: what
@@ -23,7 +77,9 @@ class Place:
     pod: str
     created_at: str
     node: str
-    report: Report
+    sidecar: SidecarState
+    epochs: tuple[Epoch, ...]
+    ranks: Mapping[int, RankState]
     since: float
     heard_at: float
     past: set[float] = field(default_factory=set)
@@ -32,59 +88,51 @@ class Place:
     stays: bool = False
 
     @cached_property
-    def own(self) -> tuple[ReportedRank, ...]:
+    def own(self) -> int:
         """The ranks that train, or trained, here; not those of which it only tells what is kept."""
-        return tuple(one for one in self.report.ranks if not kept(one))
+        return _bits(rank for rank, one in self.ranks.items() if one.own)
 
     @cached_property
-    def own_ranks(self) -> frozenset[int]:
-        """The same, by number."""
-        return frozenset(one.rank for one in self.own)
+    def copied(self) -> int:
+        """The ranks of other pods of which this one keeps copies."""
+        return _bits(rank for rank, one in self.ranks.items() if one.copied)
 
     @cached_property
-    def archive_ranks(self) -> frozenset[int]:
-        """Those of them of which it told what is archived."""
-        return frozenset(one.rank for one in self.own if one.archive_answer is not None)
+    def archive_told(self) -> int:
+        """Its own ranks of which it told what is archived."""
+        told = self.ranks.items()
+        return _bits(rank for rank, one in told if one.own and one.archive_answer is not None)
+
+    @cached_property
+    def alive(self) -> int:
+        """The ranks of which a trainer is there."""
+        return _bits(rank for rank, one in self.ranks.items() if one.alive)
 
     @cached_property
     def worlds(self) -> frozenset[tuple[bool, int]]:
         """Of all its ranks: whether a trainer is there, and the world it told."""
-        return frozenset((one.alive, one.world) for one in self.report.ranks)
+        return frozenset((one.alive, one.world) for one in self.ranks.values())
 
     @cached_property
-    def staged(self) -> Mapping[EpochId, Mapping[int, int]]:
-        """epoch -> rank -> the newest step that it staged."""
-        found: dict[EpochId, dict[int, int]] = {}
-        for one in self.report.ranks:
+    def staged(self) -> Mapping[StepId, int]:
+        """The newest step that each rank staged -> these ranks."""
+        found: dict[StepId, int] = {}
+        for rank, one in self.ranks.items():
             if one.staged is not None:
-                steps = found.setdefault(one.staged.epoch, {})
-                steps[one.rank] = max(one.staged.step, steps.get(one.rank, 0))
+                found[one.staged] = found.get(one.staged, 0) | 1 << rank
         return found
-
-    @cached_property
-    def alive_ranks(self) -> frozenset[int]:
-        """Those of which a trainer is there."""
-        return frozenset(one.rank for one in self.report.ranks if one.alive)
-
-    @cached_property
-    def common(self) -> Mapping[Tier, frozenset[StepId]]:
-        """Steps that all its own ranks hold, in memory and on its drives."""
-        memory = [{held.id for held in one.memory} for one in self.own]
-        local = [{held.id for held in one.local} for one in self.own]
-        return {
-            tier: frozenset(set.intersection(*each) if each else ())
-            for tier, each in ((Tier.MEMORY, memory), (Tier.LOCAL, local))
-        }
-
-    @property
-    def copies(self) -> tuple[ReportedRank, ...]:
-        """The ranks of other pods of which this one keeps copies."""
-        return tuple(one for one in self.report.ranks if one.peer)
 
     @property
     def settled(self) -> bool:
         """Its silence about a step means that the step is not there."""
-        return not self.gone and self.report.ready
+        return not self.gone and self.sidecar.ready
+
+
+def _bits(ranks: Iterable[int]) -> int:
+    found = 0
+    for rank in ranks:
+        found |= 1 << rank
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +151,65 @@ def overtaken(place: Place, sender: Sender, report: Report) -> bool:
     """Whether something newer was heard of this place already."""
     if place.pod != sender.pod:
         return sender.created_at < place.created_at
-    if place.report.started_at != report.started_at:
+    if place.sidecar.started_at != report.started_at:
         return report.started_at in place.past
-    return report.sequence < place.report.sequence
+    return report.sequence < place.sidecar.sequence
 
 
-def renewed(place: Place | None, sender: Sender, report: Report, at: float) -> Place:
+def follows(place: Place | None, sender: Sender, report: Report) -> bool:
+    """Whether the changes that this report carries are changes to what is known."""
+    return (
+        place is not None
+        and place.pod == sender.pod
+        and place.sidecar.started_at == report.started_at
+        and place.sidecar.sequence == report.since
+    )
+
+
+def renewed(
+    place: Place | None,
+    sender: Sender,
+    report: Report,
+    at: float,
+    *,
+    epochs: tuple[Epoch, ...],
+    ranks: Mapping[int, RankState],
+) -> Place:
     """The place as this report leaves it; None: the pod is new there."""
     past, since = set(place.past) if place else set(), place.since if place else at
-    if place is not None and place.report.started_at != report.started_at:
-        past.add(place.report.started_at)
+    if place is not None and place.sidecar.started_at != report.started_at:
+        past.add(place.sidecar.started_at)
         since = at
     return Place(
         pod=sender.pod,
         created_at=sender.created_at,
         node=sender.node,
-        report=report,
+        sidecar=SidecarState.of(report),
+        epochs=epochs,
+        ranks=ranks,
         since=since,
         heard_at=at,
         past=past,
         stays=sender.local_stays,
+    )
+
+
+def rank_state(
+    one: ReportedRank, *, tiers: Mapping[Tier, bool], staged: StepId | None
+) -> RankState:
+    """`tiers`: whether anything of it lies there."""
+    copied = tiers[Tier.PEER]
+    here = one.alive or tiers[Tier.MEMORY] or tiers[Tier.LOCAL]
+    return RankState(
+        world=one.world,
+        alive=one.alive,
+        own=here or not (copied or tiers[Tier.ARCHIVE]),
+        copied=copied,
+        staged=staged,
+        skipped=one.skipped,
+        discarded=one.discarded,
+        blocked_s=one.blocked_s,
+        archive_answer=one.archive_answer,
     )
 
 

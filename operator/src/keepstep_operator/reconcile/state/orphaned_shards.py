@@ -41,11 +41,21 @@ class OrphanedShards:
         """The newest step that anything left behind is needed for."""
         return max((one.step for one in self._held.values()), default=None)
 
-    def moved(self, node_rank: int, place: Place, *, to: str, commit: StepId | None) -> None:
-        """The place is now on node `to`. What stays behind is needed as far as it is committed."""
-        ids = [held.id for one in place.report.ranks for held in (*one.local, *one.peer)]
-        if place.stays and place.node and place.node != to and commit is not None and ids:
-            left = OrphanedShard(node=place.node, node_rank=node_rank, step=min(commit, max(ids)))
+    def moved(
+        self,
+        node_rank: int,
+        place: Place,
+        *,
+        to: str,
+        commit: StepId | None,
+        newest: StepId | None,
+    ) -> None:
+        """The place is now on node `to`. What stays behind, of which `newest` is the last step, is
+        needed as far as it is committed."""
+        if commit is None or newest is None:
+            return
+        if place.stays and place.node and place.node != to:
+            left = OrphanedShard(node=place.node, node_rank=node_rank, step=min(commit, newest))
             self._held[left.node, node_rank] = left
 
     def back(self, node_rank: int, node: str) -> None:

@@ -38,9 +38,9 @@ class PeerAssignment:
             return ()
         chosen = set(self.ring().get(node_rank, ()))
         return tuple(
-            Peer(node_rank=other, address=place.report.peer_address, buddy=other in chosen)
+            Peer(node_rank=other, address=place.sidecar.peer_address, buddy=other in chosen)
             for other, place in sorted(self._run.ledger.places.items())
-            if other != node_rank and not place.gone and place.report.peer_address
+            if other != node_rank and not place.gone and place.sidecar.peer_address
         )
 
     def ring(self) -> dict[int, tuple[int, ...]]:

@@ -46,7 +46,7 @@ class AdviceCache:
     def _work_out(self, at: float) -> Advice:
         commits = self._ledger.commits()
         marks = {
-            Tier.MEMORY: self._ledger.common(),
+            Tier.MEMORY: self._ledger.restorable(),
             Tier.LOCAL: max(commits, default=None),
             Tier.ARCHIVE: max(self._ledger.archived(), default=None),
         }

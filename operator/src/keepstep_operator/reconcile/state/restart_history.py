@@ -82,14 +82,14 @@ class RestartHistory:
         self,
         report: Report,
         *,
+        named: set[EpochId],
         current: EpochId | None,
         recorded: Mapping[EpochId, Epoch],
         before: int | None,
         at: float,
     ) -> None:
-        """One report. `current`: the newest epoch now; `before`: the newest step that all ranks
-        had staged before this report."""
-        named = {epoch.id for epoch in report.epochs}
+        """One report. `named`: the epochs that its sidecar has on record; `current`: the newest
+        epoch now; `before`: the newest step that all ranks had staged before this report."""
         if current is not None and current in recorded:
             self._note(recorded[current], named, before, at)
         for one in report.restores:

@@ -267,6 +267,7 @@ class Run:
         self._durable = durable
         self.restores.take(
             report,
+            named={epoch.id for epoch in self.ledger.places[pod.node_rank].epochs},
             current=self.ledger.core.lineage.current,
             recorded={epoch.id: epoch for epoch in self.ledger.core.epochs},
             before=before,
@@ -332,7 +333,7 @@ class Run:
             )
 
     def _know_alive(self, at: float) -> None:
-        alive = any(one.alive for one in self.ledger.ranks())
+        alive = any(place.alive for place in self.ledger.there())
         self.alive_since = (self.alive_since or at) if alive else None
 
     def reply(self, pod: PodRecord, *, least_gap_s: float, at: float) -> ReportReply:
@@ -355,6 +356,7 @@ class Run:
             awaits=helper_plan.awaits(self, pod.node_rank),
             all_peers=self.ledger.settled,
             restore_from=self.restore_request.wanted,
+            changes_since=self.ledger.follows(pod.node_rank, pod.uid),
         )
 
     def _committed(self, at: float) -> Iterator[Action]:

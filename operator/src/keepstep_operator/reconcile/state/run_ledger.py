@@ -7,8 +7,11 @@ clock but the reconciler's own (passed in) is ever compared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from keepstep.core.ledger import (
     Action,
@@ -23,12 +26,24 @@ from keepstep.core.ledger import (
     RestorePlan,
     Unknown,
 )
+from keepstep.core.ledger.holding import bits
 from keepstep.core.retention import Retention
-from keepstep.steps import Answer, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard
-from keepstep_operator.reconcile.state.durability import Lying, by_step, refuges, sole_nodes
-from keepstep_operator.reconcile.state.node_rank import Place, Sender, kept, overtaken, renewed
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank
+from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
+from keepstep_operator.reconcile.state.node_rank import (
+    Place,
+    RankState,
+    Sender,
+    follows,
+    kept,
+    overtaken,
+    rank_state,
+    renewed,
+)
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
+
+T = TypeVar("T")
 
 _TIERS = (Tier.MEMORY, Tier.LOCAL)
 LARGEST_WORLD = 65_536
@@ -61,10 +76,12 @@ class RunLedger:
         self.helpers: dict[int, Place] = {}
         """Pods that serve what others left behind, by the number that stands for a node rank."""
         self.orphans = OrphanedShards()
-        self._archived = Archived()
         self.progress: StepId | None = None
         self._acknowledged: set[EpochId] = set()
-        self._told: dict[int, set[int]] = {}
+        self._told: dict[int, int] = {}
+        """Ranks that a node rank has told of since its volumes were scanned."""
+        self._asked: set[int] = set()
+        """Node ranks whose next report has to be whole."""
         self._ordered = 0
         self._changes = 0
         self._most_epochs = MOST_EPOCHS
@@ -97,28 +114,82 @@ class RunLedger:
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
             return None
+        if report.since and not follows(place, sender, report):
+            self._asked.add(sender.node_rank)
+            return None
+        self._asked.discard(sender.node_rank) if not report.since else None
         said: list[Action] = []
         if place is not None and place.pod != sender.pod:
             # the first pod that moves takes the watermark with it; the others left the same step
             commit = self.core.watermark(Tier.LOCAL) or self.orphans.newest
-            self.orphans.moved(sender.node_rank, place, to=sender.node, commit=commit)
+            newest = max(self.drives(sender.node_rank), default=None)
+            self.orphans.moved(
+                sender.node_rank, place, to=sender.node, commit=commit, newest=newest
+            )
             stays = sender.local_stays and place.node == sender.node
             said += self.pod_gone(place.pod, local_stays=stays)
             place = None
         if report.ready:
             self.orphans.back(sender.node_rank, sender.node)
         said += self._forget_unnamed(sender.node_rank, report)
-        self.places[sender.node_rank] = renewed(place, sender, report, at)
-        self._ordered += 1
-        believed = self._archived.believed(report, heard=self._heard(sender.node_rank))
-        said += self.core.apply(believed.as_reported(sender.node_rank, ordered=self._ordered))
+        said += self._hear(sender.node_rank, report)
+        self.places[sender.node_rank] = self._renewed(place, sender, report, at)
         if len(self.core.epochs) > self._most_epochs:
-            said += self._begin_anew(self._there())
+            self.core.keep_epochs(self._on_record())
             self._most_epochs = max(MOST_EPOCHS, 2 * len(self.core.epochs))
         self._most_world = most_world
         self._know_world()
         self._advance()
         return tuple(said)
+
+    def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
+        self._ordered += 1
+        event = report.as_reported(node_rank, ordered=self._ordered)
+        archived = [one for one in report.ranks if one.archive_answer is not None and kept(one)]
+        if archived:
+            heard, ranks = self._heard(node_rank), dict(event.ranks)
+            for one in archived:
+                ranks[one.rank] = self._believed(one, ranks[one.rank], heard)
+            event = replace(event, ranks=ranks)
+        return self.core.apply(event)
+
+    def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
+        """Of the archive each rank's own pod knows all. The pods of the first and of the last rank
+        tell of all ranks, but for a large run of the newest steps only: that must not make the
+        older ones look gone. `heard`: ranks whose own pods are there and have told themselves."""
+        if heard >> one.rank & 1:
+            return replace(
+                told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
+            )
+        if Tier.ARCHIVE in told.gone or not one.archive:
+            return told
+        named = {held.id for held in one.archive}
+        there = self.core.archived_of(one.rank)
+        gone = [id for id in there if id > min(named) and id not in named]
+        return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
+
+    def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
+        """The place as this report, which the ledger has heard, leaves it."""
+        before = place if report.since else None
+        ranks = dict(before.ranks) if before is not None else {}
+        for one in report.ranks:
+            ranks[one.rank] = self._rank_state(sender.node_rank, one, ranks.get(one.rank))
+        epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
+        if epochs == self.core.epochs:
+            epochs = self.core.epochs  # one tuple for all places
+        return renewed(place, sender, report, at, epochs=epochs, ranks=ranks)
+
+    def _rank_state(self, node_rank: int, one: ReportedRank, before: RankState | None) -> RankState:
+        told = one.by_tier()
+        if one.gone or None in (one.memory_answer, one.local_answer):
+            there = {tier: self.core.holds(node_rank, one.rank, tier) for tier in told}
+            answer = one.archive_answer or (before.archive_answer if before else None)
+            there[Tier.ARCHIVE] = answer is Answer.STEPS
+            one = replace(one, archive_answer=answer)
+        else:
+            there = {tier: bool(held) for tier, (held, _) in told.items()}
+        staged = None if one.staged is None else self.core.interned(one.staged)
+        return rank_state(one, tiers=there, staged=staged)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, its memory with it; `local_stays`: its volumes outlive it."""
@@ -130,8 +201,10 @@ class RunLedger:
                     return () if known else self._memory_gone(node_rank)
                 place.dropped = True
                 self._told.pop(node_rank, None)
+                self._ask_all()
                 said = self.core.apply(NodeGone(node_rank))
-                return said + self._forget_epochs()
+                self._forget_epochs()
+                return said
         return ()
 
     def helped(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...]:
@@ -139,12 +212,15 @@ class RunLedger:
         before = self.helpers.get(sender.node_rank)
         if before is not None and overtaken(before, sender, report):
             return ()
+        if report.since:
+            return ()  # a helper is told nothing, so not either that it may
         self._changes += 1
         self._ordered += 1
         said = list(self._forget_unnamed(sender.node_rank, report))
-        self.helpers[sender.node_rank] = renewed(before, sender, report, at)
         event = report.as_reported(sender.node_rank, ordered=self._ordered)
-        return (*said, *self.core.apply(event))
+        said += self.core.apply(event)
+        self.helpers[sender.node_rank] = self._renewed(before, sender, report, at)
+        return tuple(said)
 
     def helper_gone(self, number: int) -> tuple[Action, ...]:
         """It serves no more."""
@@ -152,7 +228,15 @@ class RunLedger:
         self._told.pop(number, None)
         if self.helpers.pop(number, None) is None:
             return ()
-        return self.core.apply(NodeGone(number)) + self._forget_epochs()
+        said = self.core.apply(NodeGone(number))
+        self._ask_all()
+        self._forget_epochs()
+        return said
+
+    def _ask_all(self) -> None:
+        """Somebody who knew the archive is gone: the others were not believed of its ranks."""
+        if self.archived():
+            self._asked.update(self.places)
 
     def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
         """Somebody knows that this epoch rightly began anew."""
@@ -164,55 +248,42 @@ class RunLedger:
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
-            ranks=dict.fromkeys((one.rank for one in self.places[node_rank].own), lost),
+            ranks=dict.fromkeys(bits(self.places[node_rank].own), lost),
             sequence=self._ordered,
         )
         return self.core.apply(event)
 
     def _forget_unnamed(self, node_rank: int, report: Report) -> Iterator[Action]:
         """Ranks that this node had and, now that its volumes are scanned, has no more."""
-        known, named = self._told.setdefault(node_rank, set()), {one.rank for one in report.ranks}
-        if report.ready:
-            for rank in sorted(known - named):
+        named = sum(1 << rank for rank in {one.rank for one in report.ranks})
+        known = self._told.get(node_rank, 0)
+        if report.ready and not report.since:
+            for rank in bits(known & ~named):
                 yield from self.core.apply(RankGone(rank, node_rank))
-            known.clear()
-        known |= named
+            known = 0
+        self._told[node_rank] = known | named
 
-    def _forget_epochs(self) -> tuple[Action, ...]:
-        """An epoch that nobody has a record of any more must not outrank one that begins anew.
-
-        Only then is the ledger made again from the last reports: that costs one event a node. What
-        is in the archive has its epochs on record there.
-        """
+    def _forget_epochs(self) -> None:
+        """An epoch that nobody has a record of any more must not outrank one that begins anew. What
+        is in the archive has its epochs on record there."""
         if self.archived():
-            return ()
-        there = self._there()
-        recorded = {epoch.id for _, place in there for epoch in place.report.epochs}
-        if all(epoch.id in recorded for epoch in self.core.epochs):
-            return ()
-        return self._begin_anew(there)
+            return
+        on_record = self._on_record()
+        recorded = {epoch.id for epoch in on_record}
+        if any(epoch.id not in recorded for epoch in self.core.epochs):
+            self.core.keep_epochs(on_record)
 
-    def _there(self) -> list[tuple[int, Place]]:
-        every = (*self.places.items(), *self.helpers.items())
-        return [one for one in every if not one[1].dropped]
+    def _on_record(self) -> list[Epoch]:
+        """Every epoch that somebody who is there has a record of."""
+        places = (*self.places.values(), *self.helpers.values())
+        return [epoch for place in places if not place.dropped for epoch in place.epochs]
 
-    def _begin_anew(self, there: Iterable[tuple[int, Place]]) -> tuple[Action, ...]:
-        """The ledger from the last reports alone."""
-        self.core = Ledger(self._config)
-        said: list[Action] = []
-        for node_rank, place in there:
-            self._ordered += 1
-            said += self.core.apply(place.report.as_reported(node_rank, ordered=self._ordered))
-            if place.gone:
-                said += self._memory_gone(node_rank)
-        for epoch in self._acknowledged:
-            said += self.core.apply(FreshStartAcknowledged(epoch))
-        return tuple(said)
-
-    def _heard(self, but: int) -> set[int]:
+    def _heard(self, but: int) -> int:
         """Ranks whose own pods, all `but` one, are there and have told what is archived."""
-        there = (place for at, place in self.places.items() if at != but and not place.gone)
-        return set().union(*(place.archive_ranks for place in there))
+        found = 0
+        for at, place in self.places.items():
+            found |= place.archive_told if at != but and not place.gone else 0
+        return found
 
     def _know_world(self) -> None:
         told = set().union(*(place.worlds for place in self.places.values() if not place.gone))
@@ -232,8 +303,7 @@ class RunLedger:
             return
         staged = self._staged(current)
         if staged is None:
-            parents = {epoch.id: epoch.parent for epoch in self.core.epochs}
-            parent = parents.get(current)
+            parent = self.core.parent(current)
             staged = parent.step if parent else 0
         here = StepId(current, staged)
         # A new epoch replaces what was: with all its records gone, its number may even be lower.
@@ -243,24 +313,34 @@ class RunLedger:
 
     def _staged(self, epoch: EpochId) -> int | None:
         """Of this epoch, by all ranks of the world; None while one has none."""
-        newest: dict[int, int] = {}
+        by_step: dict[int, int] = {}
         for place in self.places.values():
-            steps = {} if place.gone else place.staged.get(epoch, {})
-            twice = {rank: max(newest[rank], steps[rank]) for rank in newest.keys() & steps.keys()}
-            newest.update(steps)
-            newest.update(twice)
-        world = self.world
-        if not world or len(newest) < world:
+            for id, ranks in {} if place.gone else place.staged.items():
+                if id.epoch == epoch:
+                    by_step[id.step] = by_step.get(id.step, 0) | ranks
+        everybody = functools.reduce(operator.or_, by_step.values(), 0)
+        if not self.world or everybody.bit_count() < self.world:
             return None
-        return min(newest.values())
+        found = 0
+        for step in sorted(by_step, reverse=True):
+            found |= by_step[step]
+            if found == everybody:
+                return step
+        return None
 
     # --- asking --------------------------------------------------------------------------
 
-    def ranks(self) -> Iterator[ReportedRank]:
-        """Every rank that a pod which is there has told of."""
-        for place in self.places.values():
-            if not place.gone:
-                yield from place.report.ranks
+    def there(self) -> Iterator[Place]:
+        """The places whose pods are there."""
+        return (place for place in self.places.values() if not place.gone)
+
+    def follows(self, node_rank: int, pod: str) -> int:
+        """The sequence of the last report of this pod, when all that it told since it began is
+        known; 0: its next one has to be whole."""
+        place = self.places.get(node_rank)
+        if place is None or place.pod != pod or place.gone or node_rank in self._asked:
+            return 0
+        return place.sidecar.sequence
 
     @property
     def world(self) -> int | None:
@@ -270,11 +350,10 @@ class RunLedger:
     @property
     def settled(self) -> bool:
         """All ranks have told, from pods that are there and have scanned their volumes."""
-        there = [place for place in self.places.values() if not place.gone]
-        if self.world is None or not all(place.settled for place in there):
+        if self.world is None or not all(place.settled for place in self.there()):
             return False
-        told: set[int] = set().union(*(place.own_ranks for place in there))
-        return len(told) >= self.world
+        told = functools.reduce(operator.or_, (place.own for place in self.there()), 0)
+        return told.bit_count() >= self.world
 
     def committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
@@ -284,7 +363,7 @@ class RunLedger:
         """All steps that are durable on every rank, oldest first."""
         return self.core.committed(Tier.LOCAL)
 
-    def common(self) -> StepId | None:
+    def restorable(self) -> StepId | None:
         """The newest step that all ranks could restore now, each from whatever tier."""
         return self.core.watermark(Tier.MEMORY)
 
@@ -313,11 +392,9 @@ class RunLedger:
 
     def _judge(self) -> Safety:
         archived = max(self.archived(), default=None)
-        places = (*self.places.values(), *self.helpers.values())
-        lying, world = by_step(_lying(places)), self.world or 0
         newest_first = sorted(self.core.committed(Tier.LOCAL), reverse=True)
         sole = {
-            id: sole_nodes(lying.get(id, ()), world=_world_of(lying.get(id, ()), world))
+            id: self._sole_nodes(id, helpers=True)
             for id in newest_first
             if archived is None or id > archived
         }
@@ -330,15 +407,29 @@ class RunLedger:
 
     def unaided(self) -> StepId | None:
         """The newest step that is whole on drives (or archived) without what helper pods serve."""
-        lying = by_step(_lying(self.places.values()))
         whole = (
             id
-            for id in sorted(lying, reverse=True)
-            if self.core.lineage.restorable(id)
-            and sole_nodes(lying[id], world=_world_of(lying[id], 0)) is not None
+            for id in reversed(self.core.steps)
+            if self.core.lineage.restorable(id) and self._sole_nodes(id, helpers=False) is not None
         )
         newest = (next(whole, None), *self.archived())
         return max((id for id in newest if id is not None), default=None)
+
+    def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
+        """Of what lies on nodes' drives that are still there, also of pods that left them.
+
+        From a pod that serves no peers nobody else can have it: there it is no rank's twin.
+        """
+        known = {**self.places, **(self.helpers if helpers else {})}
+        by_node: dict[str, int] = {}
+        world = 0
+        for (node_rank, tier, saved), held in self.core.places(id).items():
+            place = known.get(node_rank)
+            if tier in (Tier.LOCAL, Tier.PEER) and place is not None and not place.dropped:
+                world = world or saved
+                ranks = held.with_twins() if place.sidecar.peer_address else held.ranks
+                by_node[place.node] = by_node.get(place.node, 0) | ranks
+        return sole_nodes(by_node, world=world) if world else None
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.
@@ -355,55 +446,40 @@ class RunLedger:
         place = self.places.get(node_rank)
         if place is None or place.gone:
             return set()
-        return {one.id for rank in place.report.ranks for one in rank.local}
+        return {id for id, _ in self.core.of_node(node_rank, Tier.LOCAL)}
+
+    def common(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
+        """Steps that all its own ranks hold there."""
+        own = self.places[node_rank].own
+        return (
+            id for id, held in self.core.of_node(node_rank, tier) if own and not own & ~held.ranks
+        )
+
+    def oldest_newest(self, node_rank: int) -> int:
+        """The newest step on local of that rank of this place which is the farthest behind; -1 when
+        one has none."""
+        left = functools.reduce(operator.or_, (1 << rank for rank in self.places[node_rank].ranks))
+        newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
+        for id, held in newest_first:
+            left &= ~held.ranks
+            if not left:
+                return id.step
+        return -1
+
+    def alive(self) -> int:
+        """How many ranks have a trainer."""
+        found = functools.reduce(operator.or_, (place.alive for place in self.there()), 0)
+        return found.bit_count()
+
+    def drives(self, node_rank: int) -> Iterator[StepId]:
+        """Steps of which anything lies on this place's drives, its own or copies."""
+        for tier in (Tier.LOCAL, Tier.PEER):
+            yield from (id for id, _ in self.core.of_node(node_rank, tier))
 
 
-def _lying(places: Iterable[Place]) -> Iterator[Lying]:
-    """Every durable image on a node's drive that is still there, also of pods that left it.
-
-    From a pod that serves no peers nobody else can have it: there it is no rank's twin.
-    """
-    for place in places:
-        serves = bool(place.report.peer_address)
-        for one in () if place.dropped else place.report.ranks:
-            for held in (*one.local, *one.peer):
-                shown = held if serves or not held.twins else replace(held, twins=())
-                yield Lying(place.node, one.rank, shown)
+def _step_of(one: tuple[StepId, object]) -> StepId:
+    return one[0]
 
 
-def _world_of(copies: Sequence[Lying], world: int) -> int:
-    """Ranks that saved the step; after a restart with others, not those that run now."""
-    return copies[0].held.world if copies else world
-
-
-class Archived:
-    """What is believed of the archive: each rank's own pod knows all of it, others tell the newest.
-
-    The pods of the first and of the last rank tell of all ranks, but for a large run of the newest
-    steps only. That must not make the older ones look gone.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ReportedShard, ...]] = {}
-
-    def believed(self, report: Report, *, heard: Collection[int]) -> Report:
-        """The report as the ledger should hear it. `heard`: ranks whose own pods are there and have
-        told of the archive themselves."""
-        return replace(report, ranks=tuple(self._believed(one, heard) for one in report.ranks))
-
-    def _believed(self, one: ReportedRank, heard: Collection[int]) -> ReportedRank:
-        if one.archive_answer is None:
-            return one
-        if kept(one):
-            if one.rank in heard:
-                return replace(one, archive=(), archive_answer=None)
-            one = replace(one, archive=(*self._older(one), *one.archive))
-        self._known[one.rank] = one.archive
-        return one
-
-    def _older(self, one: ReportedRank) -> tuple[ReportedShard, ...]:
-        """Known, and too old to be named by a pod that names the newest."""
-        if not one.archive:
-            return ()
-        oldest = min(held.id for held in one.archive)
-        return tuple(held for held in self._known.get(one.rank, ()) if held.id < oldest)
+def _but_archive(told: Mapping[Tier, T]) -> dict[Tier, T]:
+    return {tier: each for tier, each in told.items() if tier is not Tier.ARCHIVE}

@@ -54,7 +54,7 @@ def outlives(run: Run) -> tuple[Survives, ...]:
     """What the run would outlive now."""
     safety = run.ledger.safety()
     return survives(
-        common=run.ledger.common() is not None,
+        common=run.ledger.restorable() is not None,
         committed=run.ledger.committed() is not None,
         spread=safety.step is not None,
         archived=safety.archived is not None,
@@ -209,7 +209,7 @@ _JUDGES: tuple[Callable[[Run], ConditionState | None], ...] = (
 
 
 def _what_is_kept(run: Run) -> str:
-    common, committed = run.ledger.common(), run.ledger.committed()
+    common, committed = run.ledger.restorable(), run.ledger.committed()
     restart = max(one.step for one in (common, committed) if one is not None)
     said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, committed)]
     if Survives.JOB_RECREATE not in outlives(run) and Survives.POD_RESTART in outlives(run):
@@ -301,14 +301,10 @@ def _what_hinders(run: Run) -> str:
 def _slowest(run: Run) -> str:
     """The pod whose newest step on local is the oldest."""
     newest = {}
-    for place in run.ledger.places.values():
+    for node_rank, place in run.ledger.places.items():
         pod = run.pods.get(place.pod)
-        if pod is not None and place.report.ranks:
-            steps = [
-                max((held.id.step for held in rank.local), default=-1)
-                for rank in place.report.ranks
-            ]
-            newest[pod.name] = min(steps)
+        if pod is not None and place.ranks:
+            newest[pod.name] = run.ledger.oldest_newest(node_rank)
     return min(newest, key=lambda name: (newest[name], name), default="")
 
 
@@ -316,8 +312,8 @@ def _warned(run: Run) -> str:
     """What a sidecar warns of, the first by node rank; '' when none does."""
     for _, place in sorted(run.ledger.places.items()):
         pod = run.pods.get(place.pod)
-        if pod is not None and place.report.warnings:
-            return f"the sidecar of {pod.name} says: {place.report.warnings[0]}"
+        if pod is not None and place.sidecar.warnings:
+            return f"the sidecar of {pod.name} says: {place.sidecar.warnings[0]}"
     return ""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from keepstep.core.ledger.holding import bits
+from keepstep.steps import Tier
 from keepstep_operator.api.run import MOST_HOLDERS, HolderStatus
 from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
@@ -17,7 +19,7 @@ from keepstep_operator.spans import spans
 
 def holders(run: Run) -> list[HolderStatus]:
     """By name, and those first that pods have left: nobody else remembers what lies there."""
-    place_of = {one.rank: rank for rank, place in run.ledger.places.items() for one in place.own}
+    place_of = {one: rank for rank, place in run.ledger.places.items() for one in bits(place.own)}
     by_node: dict[str, dict[int, Place]] = {}
     for node_rank, place in run.ledger.places.items():
         if place.stays and place.node and not place.dropped:
@@ -27,30 +29,37 @@ def holders(run: Run) -> list[HolderStatus]:
         by_node.setdefault(one.node, {})
         left.setdefault(one.node, []).append(one)
     found = (
-        _holder(node, places, place_of, left.get(node, ()))
+        _holder(run, node, places, place_of, left.get(node, ()))
         for node, places in sorted(by_node.items(), key=lambda one: (one[0] not in left, one[0]))
     )
     return [one for one in found if one.node_ranks or one.copies][:MOST_HOLDERS]
 
 
 def _holder(
-    node: str, places: dict[int, Place], place_of: dict[int, int], left: Iterable[OrphanedShard]
+    run: Run,
+    node: str,
+    places: dict[int, Place],
+    place_of: dict[int, int],
+    left: Iterable[OrphanedShard],
 ) -> HolderStatus:
     """`left`: by places of the run that are elsewhere by now."""
-    there = [one for place in places.values() for one in place.report.ranks]
-    ids = [held.id for one in there for held in (*one.local, *one.peer)]
+    ids = [id for node_rank in places for id in run.ledger.drives(node_rank)]
     newest = max((*ids, *(one.step for one in left)), default=None)
     return HolderStatus(
         node=node,
         node_ranks=spans(
-            {rank for rank, place in places.items() if any(one.local for one in place.own)}
+            {
+                rank
+                for rank, place in places.items()
+                if place.own and any(run.ledger.core.of_node(rank, Tier.LOCAL))
+            }
             | {one.node_rank for one in left}
         ),
         copies=spans(
-            place_of[one.rank]
+            place_of[rank]
             for place in places.values()
-            for one in place.copies
-            if one.rank in place_of
+            for rank in bits(place.copied)
+            if rank in place_of
         ),
         step=None if newest is None else newest.step,
     )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from keepstep.core.ledger import NEAREST_FIRST
+from keepstep.core.ledger.holding import bits
 from keepstep.steps import Tier
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
@@ -25,7 +26,6 @@ from keepstep_operator.api.run import (
     utc,
 )
 from keepstep_operator.reconcile.state.messages import acknowledge, draining
-from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.previous_status import FINISHED
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
@@ -61,8 +61,8 @@ def render(run: Run, *, at: float) -> RunStatus:
         job_name=run.job.name if run.job else "",
         policy=_policy(run),
         sidecar_image=_newest(pod.sidecar_image for pod in run.pods.values()),
-        sidecar_version=_versions(one.report.sidecar for one in run.ledger.places.values()),
-        library_version=_versions(one.report.library for one in run.ledger.places.values()),
+        sidecar_version=_versions(one.sidecar.version for one in run.ledger.places.values()),
+        library_version=_versions(one.sidecar.library for one in run.ledger.places.values()),
         world=run.ledger.world or 0,
         nodes=_pods(run),
         epoch=_epoch(run),
@@ -113,9 +113,7 @@ def _phase(run: Run) -> str:
         return FINISHED
     if not run.ledger.places:
         return "Waiting"
-    there = (place for place in run.ledger.places.values() if not place.gone)
-    alive = set[int]().union(*(place.alive_ranks for place in there))
-    if run.ledger.world and len(alive) >= run.ledger.world:
+    if run.ledger.world and run.ledger.alive() >= run.ledger.world:
         return "Running"
     return "Restoring" if run.step or run.commit else "Waiting"
 
@@ -159,7 +157,7 @@ def _committed(run: Run) -> CommittedStatus | None:
 def _watermarks(run: Run) -> dict[str, str]:
     safety = run.ledger.safety()
     marks = {
-        Tier.MEMORY: run.ledger.common(),
+        Tier.MEMORY: run.ledger.restorable(),
         Tier.LOCAL: run.ledger.committed(),
         Tier.PEER: safety.step if run.policy and run.policy.peers else None,
         Tier.ARCHIVE: safety.archived,
@@ -186,13 +184,13 @@ def _nodes(run: Run) -> str:
 
 
 def _pinned(run: Run) -> str:
-    said = sorted({place.report.pinned for place in run.ledger.places.values()} - {""})
+    said = sorted({place.sidecar.pinned for place in run.ledger.places.values()} - {""})
     others = [text for text in said if text != "locked"]
     return cut((others or said or [""])[0], longest=_TEXT)
 
 
 def _stall(run: Run) -> StallStatus:
-    ranks = list(run.ledger.ranks())
+    ranks = [one for place in run.ledger.there() for one in place.ranks.values()]
     return StallStatus(
         skipped=sum(one.skipped for one in ranks),
         discarded=sum(one.discarded for one in ranks),
@@ -207,18 +205,18 @@ def _ranks(run: Run) -> list[PlaceStatus]:
             node=place.node,
             pod=run.pods[place.pod].name if place.pod in run.pods else "",
             node_rank=node_rank,
-            ranks=spans(one.rank for one in place.own),
-            memory=None if place.gone else _newest_common(run, place, Tier.MEMORY),
-            local=None if place.dropped else _newest_common(run, place, Tier.LOCAL),
+            ranks=spans(bits(place.own)),
+            memory=None if place.gone else _newest_common(run, node_rank, Tier.MEMORY),
+            local=None if place.dropped else _newest_common(run, node_rank, Tier.LOCAL),
             buddies=spans(ring.get(node_rank, ())),
         )
         for node_rank, place in places
     ]
 
 
-def _newest_common(run: Run, place: Place, tier: Tier) -> int | None:
+def _newest_common(run: Run, node_rank: int, tier: Tier) -> int | None:
     """Of all ranks on this pod; not a step that a later life of the run left behind."""
-    alive = (id for id in place.common[tier] if not run.ledger.core.is_dead(id))
+    alive = (id for id in run.ledger.common(node_rank, tier) if not run.ledger.core.is_dead(id))
     return max((id.step for id in alive), default=None)
 
 
@@ -287,7 +285,7 @@ def _said(run: Run) -> dict[str, list[str]]:
     for place in run.ledger.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None:
-            for text in place.report.warnings[:MOST_WARNINGS]:
+            for text in place.sidecar.warnings[:MOST_WARNINGS]:
                 said.setdefault(cut(text, longest=_TEXT), []).append(pod.name)
     return said
 

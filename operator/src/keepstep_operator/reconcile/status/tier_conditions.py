@@ -143,7 +143,7 @@ def _only_node(run: Run) -> str:
 def _without_address(run: Run) -> Iterator[str]:
     for place in run.ledger.places.values():
         pod = run.pods.get(place.pod)
-        if pod is not None and not pod.over and not place.report.peer_address:
+        if pod is not None and not pod.over and not place.sidecar.peer_address:
             yield pod.name
 
 
@@ -154,7 +154,7 @@ def _troubled(run: Run, tier: Tier) -> ConditionState | None:
         (run.pods[place.pod].name, depot)
         for _, place in sorted(run.ledger.places.items())
         if place.pod in run.pods and not place.gone
-        for depot in place.report.depots
+        for depot in place.sidecar.depots
         if depot.tier is tier and (depot.backlog or tier is Tier.ARCHIVE)
     ]
     for pod, depot in waiting:

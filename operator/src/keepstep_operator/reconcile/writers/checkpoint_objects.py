@@ -74,7 +74,8 @@ def is_certain(run: Run) -> bool:
         return False
     if run.policy.archive is None:
         return True
-    said = {one.archive_answer for one in run.ledger.ranks()}
+    ranks = (one for place in run.ledger.there() for one in place.ranks.values())
+    said = {one.archive_answer for one in ranks}
     return Answer.UNKNOWN not in said and bool(said - {None})
 
 
