@@ -48,7 +48,7 @@ MOST_IMAGES: Final = 4096
 MOST_STEPS: Final = 1024
 """Of one rank on one tier: of more the newest count, and the older ones are left alone."""
 _MOST_BITS: Final = 1 << 23
-"""A step costs a bit for each rank up to the highest one: of ranks beyond 8,192 fewer steps count."""
+"""A step costs a bit for each rank up to the highest: of ranks beyond 8,192 fewer steps count."""
 MOST_EPOCHS: Final = 1024
 """Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
 a run may have begun any number of times."""
