@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from keepstep_operator.api.pod import (
     PodError,
     injected_of,
+    is_queued_by_template,
     node_rank,
     parse_pod,
     placement,
@@ -196,3 +198,31 @@ def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
         run_key(parse_pod(body))
     body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
     assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llm", 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "queued"),
+    [
+        (pytorch_job(), True),
+        (indexed_job(), True),
+        (job_set(), True),
+        (train_job(), True),
+        (bare_pod(), False),
+    ],
+    ids=["PyTorchJob", "Indexed Job", "JobSet", "TrainJob", "bare pod"],
+)
+@pytest.mark.parametrize("label", ["kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/podset"])
+def test_a_job_that_kueue_admitted_by_its_template_is_known_by_its_pods(
+    body: Body, queued: bool, label: str
+) -> None:
+    assert not is_queued_by_template(parse_pod(body))
+    labelled = copy.deepcopy(body)
+    labelled["metadata"].setdefault("labels", {})[label] = "team"
+    assert is_queued_by_template(parse_pod(labelled)) == queued
+
+
+def test_kueue_counts_the_pods_of_a_stateful_set_as_they_are_stored() -> None:
+    body = bare_pod("train-0")
+    body["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train", api_version="apps/v1")]
+    assert not is_queued_by_template(parse_pod(body))

@@ -283,3 +283,10 @@ def test_the_policies_of_the_examples_are_right(name: str) -> None:
     root = Path(__file__).parents[3]
     body = yaml.safe_load((root / "examples" / "kubernetes" / name).read_text())
     assert parse_policy(body).name == body["metadata"]["name"]
+
+
+def test_what_a_policy_adds_to_a_pod_is_its_slots_and_the_sidecar() -> None:
+    added = parse_policy(policy_body(memory={"limit": "1Gi"}))
+    carved = parse_policy(policy_body(memory={"limit": "1Gi"}, accounting="CarveOut"))
+    assert added.added_bytes == (1 << 30) + (256 << 20)
+    assert carved.added_bytes == 0

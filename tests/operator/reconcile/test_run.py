@@ -851,3 +851,18 @@ def test_a_commit_of_the_past_is_kept_until_everybody_has_reported() -> None:
     play.find(run_object(past))
     play.hear(pods[0], Sidecar(rank=0).staged(100).durable(90).report())
     assert play.status.committed == past.committed
+
+
+def test_memory_that_a_queue_does_not_count_is_said_with_what_to_set() -> None:
+    adds = policy(adds_bytes=(8 << 30) + (256 << 20))
+    play = Play(pod(0, queued=True), pod(1, queued=True), known_policy=adds)
+    status, reason, message = play.condition("CountedByQueue")
+    assert (status, reason) == ("False", "MemoryAdded")
+    assert "8448Mi" in message
+    assert "CarveOut" in message
+    for play in (
+        Play(pod(0), known_policy=adds),
+        Play(pod(0, queued=True), known_policy=policy()),
+        Play(pod(0, queued=True, phase="Succeeded"), known_policy=adds),
+    ):
+        assert "CountedByQueue" not in {one.type for one in play.status.conditions}

@@ -25,7 +25,8 @@ class RankSource(enum.Enum):
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
     """`container`: which trains, '' for the first. `label`: of each pod, with its index, where
-    `rank` is `LABEL`."""
+    `rank` is `LABEL`. `owner`: (group, kind) of what may have made it, which is then the root.
+    `templated`: a queue admits it by its template, so what is added to its pods is not counted."""
 
     group: str
     kind: str
@@ -33,11 +34,13 @@ class JobKind:
     rank: RankSource
     container: str = ""
     label: str = ""
+    owner: tuple[str, str] | None = None
+    templated: bool = True
 
 
 _LWS: Final = "leaderworkerset.sigs.k8s.io"
 _KINDS: Final = (
-    JobKind(group="", kind="Pod", plural="pods", rank=RankSource.NONE),
+    JobKind(group="", kind="Pod", plural="pods", rank=RankSource.NONE, templated=False),
     JobKind(group="batch", kind="Job", plural="jobs", rank=RankSource.COMPLETION_INDEX),
     JobKind(
         group="kubeflow.org",
@@ -46,7 +49,13 @@ _KINDS: Final = (
         rank=RankSource.KUBEFLOW,
         container="pytorch",
     ),
-    JobKind(group="jobset.x-k8s.io", kind="JobSet", plural="jobsets", rank=RankSource.JOBSET),
+    JobKind(
+        group="jobset.x-k8s.io",
+        kind="JobSet",
+        plural="jobsets",
+        rank=RankSource.JOBSET,
+        owner=("trainer.kubeflow.org", "TrainJob"),
+    ),
     JobKind(
         group="trainer.kubeflow.org",
         kind="TrainJob",
@@ -60,6 +69,7 @@ _KINDS: Final = (
         plural="statefulsets",
         rank=RankSource.LABEL,
         label="apps.kubernetes.io/pod-index",
+        templated=False,
     ),
     JobKind(
         group="leaderworkerset.x-k8s.io",
@@ -67,6 +77,7 @@ _KINDS: Final = (
         plural="leaderworkersets",
         rank=RankSource.LABEL,
         label=f"{_LWS}/worker-index",
+        templated=False,
     ),
     JobKind(
         group="kubeflow.org",

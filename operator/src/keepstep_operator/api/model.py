@@ -49,7 +49,8 @@ class PodRecord:
 
     `training`: the training container runs now. `restarts`: of the training container, in place.
     `trouble`: why the pod does not run as it should, in the kubelet's or scheduler's words.
-    `labelled`: the run's name comes from the user's label, so it outlives the job.
+    `labelled`: the run's name comes from the user's label, so it outlives the job. `queued`: its
+    job was admitted to a queue by its template.
     """
 
     uid: str
@@ -71,6 +72,7 @@ class PodRecord:
     sidecar_image: str = ""
     sidecar_version: str = ""
     labelled: bool = False
+    queued: bool = False
     job: Job | None = None
     deleting: bool = False
 
@@ -90,7 +92,7 @@ class PolicyRecord:
     """A CheckpointPolicy as far as the reconciler needs it; `spec` is only ever shown.
 
     `persist_every`: steps, None for Auto. `problem`: (reason, message) why it is not accepted.
-    `advice`: what an accepted one does not give.
+    `advice`: what an accepted one does not give. `adds_bytes`: to each pod's memory request.
     """
 
     namespace: str
@@ -101,6 +103,7 @@ class PolicyRecord:
     keep: Retention = field(default_factory=Retention)
     persist_every: int | None = None
     slots: int = 4
+    adds_bytes: int = 0
     run_ttl_s: float = 7 * 24 * 3600.0
     peers: Peers | None = None
     archive: Archive | None = None

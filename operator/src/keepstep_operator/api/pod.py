@@ -34,6 +34,9 @@ LWS_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 LWS_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 _TRAINJOB_CONTAINER = "node"
 
+_KUEUE = "kueue.x-k8s.io/"
+"""Kueue labels the pods of a job that it admitted (podset, or queue-name)."""
+
 PODS_OF_A_JOB = 10_000
 """Node ranks that a JobSet's job gets: its global index times this, plus the completion index. An
 identity within the run, not torch's RANK."""
@@ -147,7 +150,7 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
         uid=metadata.get("uid") or "",
         labels=metadata.get("labels") or {},
         annotations=metadata.get("annotations") or {},
-        owner=_controller(metadata.get("ownerReferences") or []),
+        owner=controller_of(metadata.get("ownerReferences") or []),
         containers=tuple(_container(one) for one in spec.get("containers") or []),
         init_containers=tuple(one.get("name", "") for one in spec.get("initContainers") or []),
         node=spec.get("nodeName") or "",
@@ -218,6 +221,14 @@ def node_rank(pod: Pod) -> int:
     return index
 
 
+def is_queued_by_template(pod: Pod) -> bool:
+    """Whether Kueue admitted the pod's job by its template: what we add to pods it does not see."""
+    root = root_of(pod)
+    kind = kind_of(root.api_version, root.kind)
+    labelled = any(name.startswith(_KUEUE) for name in pod.labels)
+    return labelled and (kind.templated if kind is not None else root.kind != "Pod")
+
+
 def asked_node_rank(pod: Pod) -> str | None:
     """The node rank that its owner gave the pod; None: the label is not there, or ours."""
     said = injected_of(pod)
@@ -284,7 +295,8 @@ def injected_of(pod: Pod) -> Injected | None:
         return None
 
 
-def _controller(references: list[Body]) -> Root | None:
+def controller_of(references: list[Body]) -> Root | None:
+    """Of an object's owners the one that made it."""
     for one in references:
         if one.get("controller"):
             return Root(

@@ -126,6 +126,12 @@ class Policy:
     spec: Mapping[str, Any]
 
     @property
+    def added_bytes(self) -> int:
+        """What a pod's memory request grows by; 0 where it is carved out of the trainer's."""
+        added = self.memory_limit_bytes + self.overhead_bytes
+        return added if self.accounting is Accounting.ADD else 0
+
+    @property
     def host_paths(self) -> tuple[str, ...]:
         """Every directory of the node that the policy asks for."""
         local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from keepstep_operator import names
 from keepstep_operator.api.job_kinds import is_name, kind_of
-from keepstep_operator.api.model import JobState, PolicyRecord, RunKey
+from keepstep_operator.api.model import Job, JobState, PolicyRecord, RunKey
+from keepstep_operator.api.pod import controller_of
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import (
@@ -30,6 +31,7 @@ from keepstep_operator.reconcile.state.actions import (
     AskJob,
     DeleteRun,
     EmitEvent,
+    FindOwner,
     NameFreshStart,
     WriteStatus,
 )
@@ -79,6 +81,8 @@ class Errands:
                 self._event_writer.tell(action)
             elif isinstance(action, AskJob):
                 self._spawn(self._ask_job(action), f"look at the job of {action.run}")
+            elif isinstance(action, FindOwner):
+                self._spawn(self._find_owner(action), f"look for what made {action.job.name}")
             elif isinstance(action, DeleteRun):
                 self._spawn(self._delete_run(action.run), f"delete {action.run}")
             else:
@@ -103,6 +107,11 @@ class Errands:
         async with self._asking:
             state = await asked(self._client, action)
         self.carry_out(self._registry.job_answered(action.run, state, at=self._clock()))
+
+    async def _find_owner(self, action: FindOwner) -> None:
+        async with self._asking:
+            owner = await owner_of(self._client, action)
+        self.carry_out(self._registry.owner_found(action.run, action.job, owner))
 
     async def _delete_run(self, run: RunKey) -> None:
         known = self._registry.runs.get(run)
@@ -172,12 +181,9 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 
 async def asked(client: Client, action: AskJob) -> JobState:
     """What has become of the job. Raises KubeError."""
-    job = action.job
-    kind = kind_of(job.api_version, job.kind)
-    if kind is None or not is_name(job.name):
+    job, resource = action.job, _resource(action.job)
+    if resource is None:
         return JobState.UNKNOWN
-    version = job.api_version.rpartition("/")[2]
-    resource = Resource(group=kind.group, version=version, plural=kind.plural)
     try:
         body = await client.get(resource, job.name, namespace=action.run.namespace)
     except NotFound:
@@ -189,3 +195,32 @@ async def asked(client: Client, action: AskJob) -> JobState:
     if job.uid and (body.get("metadata") or {}).get("uid") != job.uid:
         return JobState.GONE
     return job_state(body)
+
+
+async def owner_of(client: Client, action: FindOwner) -> Job | None:
+    """The job that made this one, if it is of the kind that may have. Raises KubeError."""
+    job, resource = action.job, _resource(action.job)
+    kind = kind_of(job.api_version, job.kind)
+    if resource is None or kind is None:
+        return None
+    try:
+        body = await client.get(resource, job.name, namespace=action.run.namespace)
+    except (NotFound, Denied):
+        return None
+    metadata = body.get("metadata") or {}
+    if metadata.get("uid") != job.uid:
+        return None
+    owner = controller_of(metadata.get("ownerReferences") or [])
+    above = kind_of(owner.api_version, owner.kind) if owner is not None else None
+    if owner is None or above is None or (above.group, above.kind) != kind.owner:
+        return None
+    return Job(api_version=owner.api_version, kind=owner.kind, name=owner.name, uid=owner.uid)
+
+
+def _resource(job: Job) -> Resource | None:
+    """Where the job is served; None for a kind that is not known, and a name that no object has."""
+    kind = kind_of(job.api_version, job.kind)
+    if kind is None or not is_name(job.name):
+        return None
+    version = job.api_version.rpartition("/")[2]
+    return Resource(group=kind.group, version=version, plural=kind.plural)

@@ -23,6 +23,7 @@ from keepstep_operator.api.pod import (
     PodError,
     Root,
     injected_of,
+    is_queued_by_template,
     parse_pod,
     placement,
     placement_of,
@@ -128,6 +129,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         sidecar_image=said.image,
         sidecar_version=said.version,
         labelled=names.RUN_LABEL in pod.labels,
+        queued=is_queued_by_template(pod),
         job=_job(said.job or root_of(pod)),
         deleting=pod.deleting,
     )
@@ -204,6 +206,7 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
         keep=policy.keep,
         persist_every=policy.persist_every,
         slots=policy.slots,
+        adds_bytes=policy.added_bytes,
         run_ttl_s=float(policy.run_ttl_s),
         peers=policy.peers,
         archive=policy.archive,

@@ -40,6 +40,14 @@ class AskJob:
 
 
 @dataclass(frozen=True, slots=True)
+class FindOwner:
+    """Which job made this one, if any? Answer with `Registry.owner_found`."""
+
+    run: RunKey
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteRun:
     """The run has been finished for its policy's runTTL."""
 
@@ -54,4 +62,4 @@ class NameFreshStart:
     epoch: EpochId
 
 
-Action = WriteStatus | EmitEvent | AskJob | DeleteRun | NameFreshStart
+Action = WriteStatus | EmitEvent | AskJob | FindOwner | DeleteRun | NameFreshStart

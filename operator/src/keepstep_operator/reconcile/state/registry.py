@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.api.model import (
+    Job,
     JobState,
     NodeRecord,
     PodRecord,
@@ -189,6 +190,10 @@ class Registry:
     def job_answered(self, key: RunKey, state: JobState, *, at: float) -> list[Action]:
         """What a look at a run's root job said."""
         return self.runs[key].job_answered(state, at=at) if key in self.runs else []
+
+    def owner_found(self, key: RunKey, job: Job, owner: Job | None) -> list[Action]:
+        """What made the job of a run's pods; None: nothing did."""
+        return self.runs[key].owner_found(job, owner) if key in self.runs else []
 
     def tick(self, *, at: float) -> Iterator[Action]:
         """Once a second or so: what becomes true by waiting."""

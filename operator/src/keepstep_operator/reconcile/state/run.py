@@ -17,6 +17,7 @@ from keepstep.core.ledger import AlarmKind
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportReply
+from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import (
     Job,
     JobState,
@@ -34,6 +35,7 @@ from keepstep_operator.reconcile.state.actions import (
     AskJob,
     DeleteRun,
     EmitEvent,
+    FindOwner,
     NameFreshStart,
     WriteStatus,
 )
@@ -87,6 +89,7 @@ class Run:
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
         self.job: Job | None = None
+        self._job_of_pods: Job | None = None
         self.policy: PolicyRecord | None = None
         self.policy_now: PolicyRecord | None = None
         self.object: RunObject | None = None
@@ -119,7 +122,7 @@ class Run:
         if before == pod:
             return []
         self.pods[pod.uid] = pod
-        self.job = pod.job or self.job
+        looked_up = list(self._belongs(pod.job))
         if pod.injected:
             self.volumes, self.labelled = pod.volumes, pod.labelled
         self._adopt()
@@ -130,7 +133,7 @@ class Run:
         elif before is None or before.restarts != pod.restarts or not before.training:
             self.training_since[pod.uid] = at
         said = self._ended(pod, at) if pod.over else []
-        return [WriteStatus(self.key), *said, *self._not_injected(pod)]
+        return [WriteStatus(self.key), *looked_up, *said, *self._not_injected(pod)]
 
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
         """The pod's object is deleted."""
@@ -435,6 +438,27 @@ class Run:
             self._fresh_start_until = None
 
     # --- the job's end -------------------------------------------------------------------
+
+    def _belongs(self, job: Job | None) -> Iterator[Action]:
+        """Pods name the job that made them; another one may have made that, which people look at.
+        Until it is known anew, what was known of one of this name stands."""
+        if job is None or job == self._job_of_pods:
+            return
+        self._job_of_pods = job
+        kind = kind_of(job.api_version, job.kind)
+        if kind is None or kind.owner is None:
+            self.job = job
+            return
+        if self.job is None or self.job.name != job.name:
+            self.job = job
+        yield FindOwner(self.key, job)
+
+    def owner_found(self, job: Job, owner: Job | None) -> list[Action]:
+        """What a look at the pods' job said."""
+        if job != self._job_of_pods or self.job == (owner or job):
+            return []
+        self.job = owner or job
+        return [WriteStatus(self.key)]
 
     def job_answered(self, state: JobState, *, at: float) -> list[Action]:
         """What a look at the root job said."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run import utc
 from keepstep_operator.reconcile.state import messages
 from keepstep_operator.reconcile.state.durability import Survives, survives, volumes_outlive_pod
@@ -33,6 +34,7 @@ PROTECTED = "Protected"
 FULLY_INJECTED = "FullyInjected"
 COMMITTING = "Committing"
 DUPLICATE_NODE_RANK = "DuplicateNodeRank"
+COUNTED_BY_QUEUE = "CountedByQueue"
 
 
 def condition_states(run: Run) -> dict[str, ConditionState]:
@@ -41,6 +43,7 @@ def condition_states(run: Run) -> dict[str, ConditionState]:
         PROTECTED: _protected(run),
         FULLY_INJECTED: _fully_injected(run),
         DUPLICATE_NODE_RANK: _duplicate_node_rank(run),
+        COUNTED_BY_QUEUE: _counted_by_queue(run),
         COMMITTING: _committing(run),
         REPLICATED: replicated(run),
         ARCHIVED: archived(run),
@@ -126,6 +129,22 @@ def _duplicate_node_rank(run: Run) -> ConditionState | None:
         f" {names.RUN_LABEL})"
     )
     return ConditionState("True", DUPLICATE_NODE_RANK, message)
+
+
+def _counted_by_queue(run: Run) -> ConditionState | None:
+    """None where no queue is concerned, or where it counts all that pods ask for."""
+    policy = run.policy
+    if policy is None or not policy.adds_bytes:
+        return None
+    if not any(pod.queued and pod.stays for pod in run.pods.values()):
+        return None
+    message = (
+        f"Kueue admitted the job by its template; policy {policy.name} (accounting: Add) adds"
+        f" {format_bytes(policy.adds_bytes)} of memory to each of its pods, which no quota counts,"
+        " so pods may not find the place that the queue believes to be free. Set"
+        " accounting: CarveOut, and raise the training container's memory by as much"
+    )
+    return ConditionState("False", "MemoryAdded", message)
 
 
 def _not_alone(run: Run) -> ConditionState | None:

@@ -96,6 +96,8 @@ def _renewed(past: RunStatus, run: Run, said: Mapping[str, ConditionState], at: 
         past,
         observed_generation=run.generation,
         phase=_phase(run),
+        job=_job(run),
+        job_name=run.job.name if run.job else "",
         nodes=_pods(run),
         protected=said[PROTECTED].status,
         recent=run.recent,
