@@ -40,6 +40,7 @@ from keepstep.core.node import (
     Publish,
     Sealed,
     Serves,
+    Stop,
     Wrote,
 )
 from keepstep.core.persist_planner import Write
@@ -104,6 +105,7 @@ class WholeRun(RuleBasedStateMachine):
 
     def _start_sidecar(self) -> None:
         self.writing: dict[int, StepId] = {}
+        self.stopped: set[int] = set()  # ranks whose write is to leave nothing
         self.shown: set[StepId] = set()  # to readers, by this sidecar
         self.read: set[StepId] = set()  # by somebody, from the drive
         for rank in self.ranks:
@@ -132,6 +134,9 @@ class WholeRun(RuleBasedStateMachine):
         for action in self.node.step(event):
             if isinstance(action, Write):
                 self._begin_write(action)
+            elif isinstance(action, Stop):
+                assert self.writing[action.rank] == action.id
+                self.stopped.add(action.rank)
             elif isinstance(action, Retire):
                 assert action.id not in self.read
                 for number in action.ranks:
@@ -141,12 +146,19 @@ class WholeRun(RuleBasedStateMachine):
                 self.shown.add(action.id)
 
     def _begin_write(self, write: Write) -> None:
-        table = self.ranks[write.rank].table
-        index = table.holds(write.id)
-        assert index is not None, "asked to write what is not there"
-        assert table.slots[index].pinned, "and nobody may be given its slot meanwhile"
+        rank = self.ranks[write.rank]
+        index = rank.table.holds(write.id)
+        if index is None:  # it is still copied: its slot is its trainer's
+            assert self._copied(rank) == write.id, "asked to write what is not there"
+        else:
+            assert rank.table.slots[index].pinned, "and nobody may be given its slot meanwhile"
         assert write.rank not in self.writing, "one write of a rank at a time"
         self.writing[write.rank] = write.id
+
+    def _copied(self, rank: Rank) -> StepId | None:
+        """The image that the rank's trainer copies now."""
+        copies = self.epoch is not None and rank.filling is not None
+        return StepId(self.epoch.id, rank.saved) if copies and self.epoch else None
 
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
@@ -214,13 +226,30 @@ class WholeRun(RuleBasedStateMachine):
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:
-        id = self.writing.pop(number)
-        if ok:
-            self.ranks[number].shards.add(id)
+        """One that began early has no end before the seal, but for a failure or a `Stop`."""
+        rank, id = self.ranks[number], self.writing[number]
+        if ok and number not in self.stopped and id == self._copied(rank):
+            return
+        del self.writing[number]
+        if number in self.stopped:
+            self.stopped.discard(number)
+            ok = False
+        elif ok:
+            assert id in rank.in_memory(), "written whole, though never sealed"
+            rank.shards.add(id)
         else:
             self.failed.add(id)
         self._feed(Wrote(number, id, ok))
         self._list()
+
+    def _end_all_writes(self) -> None:
+        """But those that wait for a seal."""
+        while ended := [
+            number
+            for number, id in self.writing.items()
+            if number in self.stopped or id != self._copied(self.ranks[number])
+        ]:
+            self._end_write(min(ended))
 
     @rule()
     def somebody_asks_to_flush(self) -> None:
@@ -230,8 +259,7 @@ class WholeRun(RuleBasedStateMachine):
     def a_flush_makes_the_newest_common_step_durable(self) -> None:
         self._feed(Flush())
         common = set.intersection(*(set(rank.table.sealed()) for rank in self.ranks)) - self.failed
-        while self.writing:
-            self._end_write(min(self.writing))
+        self._end_all_writes()
         newest = self.node.ledger.watermark(Tier.LOCAL)
         assert not common or (newest is not None and newest >= max(common))
 

@@ -67,7 +67,8 @@ class Settled:
 
 @dataclass(frozen=True)
 class Copied:
-    """So much of an image lies in its slot already, and will not change any more."""
+    """So much of an image lies in its slot already, and will not change any more: it may be written
+    before it is sealed."""
 
     rank: int
     id: StepId
@@ -93,7 +94,8 @@ class Overwritten:
 
 @dataclass(frozen=True)
 class Wrote:
-    """A `Write` ended; not `ok`: it failed, and is not tried again."""
+    """A `Write` ended; not `ok`: it failed and is not tried again, or it was told to `Stop`. What
+    was written of an image that is not sealed is nothing."""
 
     rank: int
     id: StepId
@@ -164,7 +166,16 @@ class Publish:
     id: StepId
 
 
-Action = Write | Publish | Retire | Committed | Alarm
+@dataclass(frozen=True)
+class Stop:
+    """End this `Write`, which began before its image was sealed: the image may never be, or another
+    one waits. Nothing of it may stay."""
+
+    rank: int
+    id: StepId
+
+
+Action = Write | Stop | Publish | Retire | Committed | Alarm
 
 
 # --- the node ------------------------------------------------------------------------------------
@@ -240,7 +251,9 @@ class Node:
         self._durable: dict[int, set[StepId]] = {}
         self._published: frozenset[StepId] = frozenset()
         self._shown: frozenset[StepId] = frozenset()
-        self._writing: dict[tuple[int, StepId], tuple[SlotTable, int]] = {}
+        self._writing: dict[tuple[int, StepId], tuple[SlotTable, int] | None] = {}
+        """The slots that are pinned for it; None: it is not sealed yet."""
+        self._stopping: set[tuple[int, StepId]] = set()
         self._retired: tuple[StepId, ...] = ()
         self._grown = False
 
@@ -306,16 +319,16 @@ class Node:
                 return self._serve(event)
             case Settled(rank):
                 return self._settle(rank)
-            case Copied():
-                return ()  # a write begins at `Sealed`: the planner knows whole images only
+            case Copied(rank, id):
+                return self.planner.copied(rank, id) if self._may_write(id) else ()
             case Sealed(rank, id):
                 self._protect()
+                self._pin_early(rank, id)
                 return self.planner.sealed(rank, id) if self._may_write(id) else ()
             case Overwritten(rank, id):
                 return self.planner.overwritten(rank, id)
             case Wrote(rank, id, ok):
-                self._wrote(rank, id, ok=ok)
-                return self.planner.written(rank, id, ok=ok)
+                return self._wrote(rank, id, ok=ok)
             case Died(rank):
                 return self.planner.gone(rank)
             case Flush(ids, newest):
@@ -342,28 +355,51 @@ class Node:
             if self._may_write(id) and not self.ledger.is_dead(id):
                 yield from self.planner.sealed(rank, id)
 
-    def _wrote(self, rank: int, id: StepId, *, ok: bool) -> None:
-        table, index = self._writing.pop((rank, id))
-        table.unpin(index)
+    def _wrote(self, rank: int, id: StepId, *, ok: bool) -> Iterable[Write]:
+        pinned, stopped = self._writing.pop((rank, id)), (rank, id) in self._stopping
+        self._stopping.discard((rank, id))
+        ok = ok and pinned is not None
+        if pinned is not None:
+            table, index = pinned
+            table.unpin(index)
         if ok:
             self._durable.setdefault(rank, set()).add(id)
             self._grown = True
+        elif stopped:
+            return self.planner.stopped(rank, id)
+        return self.planner.written(rank, id, ok=ok)
 
-    def _begin(self, writes: Iterable[Write]) -> tuple[Write, ...]:
-        """Pin what is written, before anything else can happen: nobody is given these slots."""
-        waiting, begun = list(writes), []
+    def _pin_early(self, rank: int, id: StepId) -> None:
+        """What was written while it was copied has its seal."""
+        if self._writing.get((rank, id), ()) is None and (found := self._find(rank, id)):
+            table, index = self._writing[rank, id] = found
+            table.pin(index)
+
+    def _stops(self) -> tuple[Stop, ...]:
+        early = {key for key, pinned in self._writing.items() if pinned is None}
+        ended = {key for key in early - self._stopping if not self.planner.wants(*key)}
+        self._stopping |= ended
+        return tuple(Stop(*key) for key in sorted(ended))
+
+    def _begin(self, writes: Iterable[Write]) -> tuple[Write | Stop, ...]:
+        """Pin what is written, before anything else can happen: nobody is given these slots. One
+        that is still copied belongs to its trainer anyway."""
+        waiting, begun = list(writes), list[Write]()
         while waiting:
             write = waiting.pop(0)
             key = (write.rank, write.id)
             if key in self._writing:
                 continue
-            if (found := self._find(*key)) is None:
+            if (found := self._find(*key)) is not None:
+                table, index = self._writing[key] = found
+                table.pin(index)
+            elif self.planner.wants(*key):
+                self._writing[key] = None
+            else:
                 waiting += self.planner.written(*key, ok=False)
                 continue
-            table, index = self._writing[key] = found
-            table.pin(index)
             begun.append(write)
-        return tuple(begun)
+        return (*begun, *self._stops())
 
     def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
         for table in self._slots[rank].tables() if rank in self._slots else ():
@@ -384,7 +420,7 @@ class Node:
         self._retired = tuple(one.id for one in actions if isinstance(one, Retire))
         return tuple(one for one in actions if not isinstance(one, Retire))
 
-    def _forget_dead(self, event: Event) -> tuple[Write, ...]:
+    def _forget_dead(self, event: Event) -> tuple[Write | Stop, ...]:
         """A new epoch left steps behind: first to be overwritten, and not to be written."""
         if not isinstance(event, EpochStarted):
             return ()

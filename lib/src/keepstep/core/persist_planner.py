@@ -9,6 +9,9 @@ that ranks of other nodes, which would skip others, meet again. Nothing is queue
 With two slots per rank (`SlotTable` then waits for the writer) every due image is written, in
 order, each rank at its own pace.
 
+While nothing that was sealed waits, the next due image may be written while it is still copied: a
+head start, given up (`wants`) as soon as the image cannot be sealed or a sealed one waits.
+
 A rank writes one image at a time: at most one slot of a rank is pinned by persisting. The host
 pins the slot of a `Write` before it does anything else, and reports the end with `written`.
 """
@@ -29,7 +32,8 @@ _DONE_KEPT = 64
 
 @dataclass(frozen=True)
 class Write:
-    """Pin the slot of `rank` that holds `id` and persist it; then call `written`."""
+    """Pin the slot of `rank` that holds `id` and persist it; then call `written`. An image that is
+    still copied has no seal yet: the file gets its name only once it has."""
 
     rank: int
     id: StepId
@@ -48,8 +52,12 @@ class PersistCounts:
 
 @dataclass
 class _Rank:
-    """What the planner knows of one rank. `passed`: the newest step it sealed."""
+    """What the planner knows of one rank. `passed`: the newest step it sealed; `filling`: the one
+    that is copied now; `early`: written before it was sealed; `failed`: could not be written."""
 
+    filling: StepId | None = None
+    early: StepId | None = None
+    failed: StepId | None = None
     held: set[StepId] = field(default_factory=set)
     done: set[StepId] = field(default_factory=set)
     writing: StepId | None = None
@@ -59,6 +67,14 @@ class _Rank:
     def can_have(self, id: StepId) -> bool:
         """It has sealed this step, or may still come to."""
         return self.has_sealed(id) or self.may_seal(id)
+
+    @property
+    def busy(self) -> bool:
+        return self.writing is not None or self.early is not None
+
+    def lacks(self, id: StepId) -> bool:
+        """It could write this step now, and has not."""
+        return (id in self.held or id == self.filling) and id not in self.done
 
     def has_sealed(self, id: StepId) -> bool:
         """It holds the image, wrote it, or is writing it."""
@@ -101,17 +117,28 @@ class PersistPlanner:
     @property
     def idle(self) -> bool:
         """Nothing is being written, and nothing that is held waits to be."""
-        busy = any(one.writing for one in self._ranks.values())
+        busy = any(one.busy for one in self._ranks.values())
         return not busy and self._target is None and not self._pending
 
     # --- events --------------------------------------------------------------------------
+
+    def copied(self, rank: int, id: StepId) -> tuple[Write, ...]:
+        """A part of this step's image lies in a slot of the rank, and will not change."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.gone = False
+        one.filling = None if id in (one.failed, one.passed) else id
+        return self._advance()
 
     def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The image of this step is complete in a slot of the rank."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        one.gone = False
-        one.held.add(id)
+        one.gone, one.filling = False, None
+        if one.early == id:
+            one.writing, one.early = id, None
+        if one.failed != id:
+            one.held.add(id)
         one.passed = id if one.passed is None else max(one.passed, id)
         if (self.grid.due(id.step) or id in self._demanded) and self._is_new(id):
             self._pending.add(id)
@@ -128,19 +155,25 @@ class PersistPlanner:
         """A `Write` ended, or a shard was found on disk. Not `ok`: failed, and not tried again."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        if one.writing == id:
-            one.writing = None
+        self._ended(one, id)
         if ok:
             one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
         else:
             self._fail(rank, id)
         return self._advance()
 
+    def stopped(self, rank: int, id: StepId) -> tuple[Write, ...]:
+        """A `Write` was ended because it was not wanted any more; it may be wanted again."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        self._ended(one, id)
+        return self._advance()
+
     def gone(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it will seal nothing more of this epoch. What it sealed stays."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        one.gone = True
+        one.gone, one.filling = True, None
         return self._advance()
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
@@ -148,6 +181,7 @@ class PersistPlanner:
         for one in self._ranks.values():
             one.held = {id for id in one.held if not dead(id)}
             one.done = {id for id in one.done if not dead(id)}
+            one.filling = None if one.filling is None or dead(one.filling) else one.filling
         self._pending = {id for id in self._pending if not dead(id)}
         self._demanded = {id for id in self._demanded if not dead(id)}
         if self._target is not None and dead(self._target):
@@ -173,6 +207,13 @@ class PersistPlanner:
         each = [one.held | one.done for one in self._ranks.values()]
         return sorted(set.intersection(*each)) if each else []
 
+    def wants(self, rank: int, id: StepId) -> bool:
+        """Whether a write that began before its image was sealed is to go on."""
+        one = self._ranks.get(rank)
+        if one is None or id != one.filling:
+            return False
+        return not self._waiting(one) if self._every else id == self._target
+
     def is_durable(self, id: StepId) -> bool:
         """Every rank of this node wrote it (since this planner began)."""
         return bool(self._ranks) and all(id in one.done for one in self._ranks.values())
@@ -183,11 +224,19 @@ class PersistPlanner:
         self._drop_impossible()
         writes = self._each_at_its_pace() if self._every else self._one_in_flight()
         for write in writes:
-            self._ranks[write.rank].writing = write.id
+            one = self._ranks[write.rank]
+            if write.id in one.held:
+                one.writing = write.id
+            else:
+                one.early = write.id
         return tuple(writes)
 
+    def _ended(self, one: _Rank, id: StepId) -> None:
+        one.writing = None if one.writing == id else one.writing
+        one.early = None if one.early == id else one.early
+
     def _one_in_flight(self) -> list[Write]:
-        if self._target is not None and not self._possible(self._target):
+        if self._target is not None and not self._is_coming(self._target):
             self.counts.abandoned += 1
             self._drop_target()
         if self._target is not None and self.is_durable(self._target):
@@ -198,8 +247,7 @@ class PersistPlanner:
         return [
             Write(rank, self._target)
             for rank, one in self._ranks.items()
-            if self._target is not None and one.writing is None
-            if self._target in one.held and self._target not in one.done
+            if self._target is not None and not one.busy and one.lacks(self._target)
         ]
 
     def _each_at_its_pace(self) -> list[Write]:
@@ -209,14 +257,18 @@ class PersistPlanner:
                 self._finish(id)
         writes = []
         for rank, one in self._ranks.items():
-            waiting = [id for id in self._pending if id in one.held and id not in one.done]
-            if waiting and one.writing is None:
+            ahead = [] if one.filling is None or not self._is_due(one.filling) else [one.filling]
+            waiting = self._waiting(one) or ahead
+            if waiting and not one.busy:
                 writes.append(Write(rank, min(waiting)))
         return writes
 
     def _choose(self) -> None:
-        """The newest demanded step, else the newest due one; what is older was skipped."""
+        """The newest demanded step, else the newest due one; what is older was skipped. Only with
+        nothing sealed, one that is still copied."""
         if not self._pending:
+            copied = {one.filling for one in self._ranks.values() if one.filling is not None}
+            self._target = max(filter(self._is_due, copied), default=None)
             return
         demanded = self._pending & self._demanded
         target = max(
@@ -232,7 +284,8 @@ class PersistPlanner:
         if self._target is None or self._sealed_by_all(self._target):
             return
         if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
-            self._pending.add(self._target)
+            if any(one.has_sealed(self._target) for one in self._ranks.values()):
+                self._pending.add(self._target)
             self._target = None
 
     def _finish(self, id: StepId) -> None:
@@ -274,7 +327,9 @@ class PersistPlanner:
 
     def _fail(self, rank: int, id: StepId) -> None:
         """The rank's image is no longer offered for writing, so the step becomes impossible."""
-        self._ranks[rank].held.discard(id)
+        one = self._ranks[rank]
+        one.held.discard(id)
+        one.failed, one.filling = id, None if one.filling == id else one.filling
         self.counts.failed += 1
 
     def _sealed_by_all(self, id: StepId) -> bool:
@@ -282,6 +337,18 @@ class PersistPlanner:
 
     def _possible(self, id: StepId) -> bool:
         return all(one.can_have(id) for one in self._ranks.values())
+
+    def _is_coming(self, id: StepId) -> bool:
+        """All ranks may have it, and one has or is at it."""
+        at_it = any(one.has_sealed(id) or one.filling == id for one in self._ranks.values())
+        return at_it and self._possible(id)
+
+    def _is_due(self, id: StepId) -> bool:
+        return self.grid.due(id.step) and self._is_new(id) and self._possible(id)
+
+    def _waiting(self, one: _Rank) -> list[StepId]:
+        """Sealed images of the rank that wait to be written."""
+        return [id for id in self._pending if id in one.held and id not in one.done]
 
     def _is_new(self, id: StepId) -> bool:
         return id != self._target and not self.is_durable(id)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
-from keepstep.core.node import Event, Full, Heard, Listed, Node, Publish, Wrote
+from keepstep.core.node import Event, Full, Heard, Listed, Node, Publish, Stop, Wrote
 from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
@@ -179,6 +179,8 @@ class Committer:
             match action:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
+                case Stop():
+                    pass  # no write begins before its seal, as `Copied` is not said here
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                     self.alarms[action.text] = None
