@@ -15,7 +15,9 @@ COMMANDS = ("admission", "reconcile", "certificates")
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> None:
-    objects = chart.render({**EVERYTHING, "hostPaths": ["/mnt/a", "/mnt/b"]})
+    objects = chart.render(
+        {**EVERYTHING, "certManager": {"enabled": True}, "hostPaths": ["/mnt/a", "/mnt/b"]}
+    )
     spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
     command, *arguments = spec["containers"][0]["args"]
     assert command == name

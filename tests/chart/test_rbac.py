@@ -69,6 +69,19 @@ def test_accounts_carry_the_annotations_that_are_asked_for(chart: Chart) -> None
     assert made["metadata"]["annotations"] == {"example.com/role": "a"}
 
 
+def test_beside_cert_manager_the_certificates_component_touches_no_webhook_and_fewer_secrets(
+    chart: Chart, plain: list[Object]
+) -> None:
+    grants = _rendered(chart.render({"certManager": {"enabled": True}}), "certificates")
+    assert all(one.scope == "namespace" for one in grants)
+    written = {name for one in grants if "update" in one.verbs for name in one.names}
+    assert written == {"keepstep-peers-ca", "keepstep-reports-ca"}
+    read = {name for one in grants if "get" in one.verbs for name in one.names}
+    assert read == written | {"keepstep-reports-tls"}
+    secrets = {one.names for one in grants if "secrets" in one.resources and "update" in one.verbs}
+    assert secrets == {frozenset({"keepstep-peers-ca"})}
+
+
 def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -> None:
     objects = chart.render({"reconcile": {"watchNodes": False}})
     assert not any("nodes" in one.resources for one in _rendered(objects, "reconcile"))

@@ -70,6 +70,15 @@ MATRIX: dict[str, Object] = {
     "one replica": {"admission": {"replicas": 1, "podDisruptionBudget": {"enabled": False}}},
     "no CRDs, no roles": {"crds": {"install": False}, "rbac": {"aggregate": False}},
     "another name": {"fullnameOverride": "steps"},
+    "cert-manager": {"certManager": {"enabled": True}},
+    "an issuer of theirs": {
+        "certManager": {
+            "enabled": True,
+            "issuerRef": {"name": "corporate", "kind": "ClusterIssuer"},
+            "duration": "720h",
+            "renewBefore": "240h",
+        },
+    },
     "metrics from one namespace": {
         "networkPolicy": {
             "enabled": True,
@@ -77,7 +86,9 @@ MATRIX: dict[str, Object] = {
         }
     },
 }
-OURS = {"CheckpointPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+OURS = {
+    "CheckpointPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule", "Issuer", "Certificate",
+}  # fmt: skip
 """Kinds that Kubernetes' own schemas do not know."""
 
 
@@ -272,6 +283,37 @@ def test_arguments_and_environment_of_ones_own_come_last(chart: Chart, name: str
     spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
     assert spec["containers"][0]["env"][-1] == variable
     assert spec["containers"][0]["env"][0]["name"] == "KEEPSTEP_NAMESPACE"
+
+
+def test_cert_manager_makes_the_secrets_that_are_mounted_and_its_issuer_is_the_one_named(
+    chart: Chart,
+) -> None:
+    objects = chart.render(MATRIX["cert-manager"])
+    made = of_kind(objects, "Certificate")
+    leaves = {name: one["spec"] for name, one in made.items() if not one["spec"].get("isCA")}
+    assert {one["secretName"] for one in leaves.values()} == {
+        "keepstep-admission-tls",
+        "keepstep-reports-tls",
+    }
+    for name, one in leaves.items():
+        service = of_kind(objects, "Service")[name]["metadata"]
+        assert one["dnsNames"][0] == f"{service['name']}.{service['namespace']}.svc"
+        assert one["issuerRef"]["name"] in of_kind(objects, "Issuer")
+    (authority,) = (one["spec"] for one in made.values() if one["spec"].get("isCA"))
+    (signer,) = (one["spec"]["ca"] for one in of_kind(objects, "Issuer").values()
+                 if "ca" in one["spec"])  # fmt: skip
+    assert signer["secretName"] == authority["secretName"]
+    (webhook,) = of_kind(objects, "MutatingWebhookConfiguration").values()
+    said = webhook["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+    assert said.partition("/") == (NAMESPACE, "/", "keepstep-admission")
+    assert said.partition("/")[2] in leaves
+    assert "--cert-manager" in _arguments(objects, "keepstep-certificates")
+    theirs = chart.render(MATRIX["an issuer of theirs"])
+    assert not of_kind(theirs, "Issuer")
+    assert {
+        one["spec"]["issuerRef"]["name"] for one in of_kind(theirs, "Certificate").values()
+    } == {"corporate"}
+    assert not of_kind(chart.render(), "Certificate")
 
 
 def test_helper_pods_are_told_their_priority_and_resources(chart: Chart) -> None:

@@ -147,6 +147,29 @@ def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
     }
 
 
+def stateful_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
+    """A StatefulSet, whose pods find each other as an Indexed Job's do."""
+    body = indexed_job(name, pods=pods, **of_template)["spec"]["template"]
+    body["metadata"]["labels"] = body["metadata"].get("labels", {}) | {"job-name": name}
+    body["spec"]["restartPolicy"] = "Always"
+    for one in body["spec"]["containers"][0]["env"]:
+        if one["name"] == "RANK":
+            field = {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}
+            one["valueFrom"] = {"fieldRef": field}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name},
+        "spec": {
+            "serviceName": name,
+            "replicas": pods,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": {"job-name": name}},
+            "template": body,
+        },
+    }
+
+
 def owner(kubectl: Kubectl) -> Object:
     """Reference to a suspended Job, which can own pods that nobody else makes."""
     job = indexed_job("owner")

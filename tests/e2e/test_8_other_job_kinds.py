@@ -1,4 +1,5 @@
-"""JobSet and a plain Indexed Job: a killed trainer goes on from memory, as in a PyTorchJob."""
+"""JobSet, a plain Indexed Job and a StatefulSet: a killed trainer goes on from memory, as in a
+PyTorchJob."""
 
 from __future__ import annotations
 
@@ -19,6 +20,20 @@ def test_a_job_set_goes_on_from_memory(
 ) -> None:
     namespace.apply(jobs.policy(), jobs.job_set())
     _killed_and_back(cluster, namespace, "jobset.sigs.k8s.io/jobset-name=gpt", reference)
+
+
+def test_a_stateful_set_goes_on_from_memory(
+    cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
+) -> None:
+    namespace.apply(jobs.policy(), jobs.headless_service("gpt"), jobs.stateful_set())
+    _killed_and_back(cluster, namespace, "job-name=gpt", reference)
+    labels = {
+        pod["metadata"]["name"]: pod["metadata"]["labels"]["keepstep.dev/node-rank"]
+        for pod in namespace.list("pods", "job-name=gpt")
+    }
+    assert labels == {"gpt-0": "0", "gpt-1": "1"}
+    job = runs.status(namespace)["job"]
+    assert (job["kind"], job["name"]) == ("StatefulSet", "gpt")
 
 
 def _killed_and_back(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_operator.certificates.keeper import Keeper, Published, Server
+from keepstep_operator.certificates.keeper import Keeper, Published, Publisher, Server
 from keepstep_operator.certificates.pki import Facts, Pair, facts, is_signed_by, split
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError, Unavailable
@@ -370,3 +370,46 @@ async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+# --- beside cert-manager -------------------------------------------------------------------------
+
+
+async def test_beside_cert_manager_the_ca_of_reports_is_published_and_nothing_else_is_touched() -> (
+    None
+):
+    async with _kept() as made:
+        await made.after(timedelta())
+        theirs = made.secret("tls")
+    async with ApiServer().running() as server, Client(server.access) as client:
+        publisher = _publisher(client)
+        with pytest.raises(KubeError):  # it is not there yet
+            await publisher.round()
+        _put_secret(server, {**theirs, "ca.crt": b""})
+        with pytest.raises(KubeError, match=r"ca\.crt.*issuer"):
+            await publisher.round()
+        _put_secret(server, theirs)
+        leaf = await publisher.round()
+        assert leaf.not_after == facts(theirs["tls.crt"]).not_after
+        bundle = server.take(CONFIG_MAPS, "keepstep-reports-ca", namespace=NAMESPACE)["data"]
+        assert bundle == {"ca.crt": theirs["ca.crt"].decode()}
+        asked = {path.rpartition("/")[2] for _, path in server.requests if "/secrets" in path}
+        assert asked == {f"{SERVICE}-tls"}
+        writes = [path for method, path in server.requests if method != "GET"]
+        assert all("/configmaps" in path for path in writes)
+
+
+def _publisher(client: Client) -> Publisher:
+    published = Published(client, namespace=NAMESPACE)
+    server = Server(
+        service=SERVICE,
+        publish=published.in_config_map("keepstep-reports-ca"),
+        lifetimes=LIFETIMES,
+    )
+    return Publisher(client, server, namespace=NAMESPACE)
+
+
+def _put_secret(server: ApiServer, data: dict[str, bytes]) -> None:
+    encoded = {name: base64.b64encode(value).decode() for name, value in data.items()}
+    metadata = {"name": f"{SERVICE}-tls", "namespace": NAMESPACE}
+    server.put(SECRETS, {"metadata": metadata, "data": encoded})

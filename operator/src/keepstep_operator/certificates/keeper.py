@@ -179,6 +179,28 @@ class Keeper:
         await _create_or_replace(self._client, SECRETS, old, new, namespace=self._namespace)
 
 
+class Publisher:
+    """A round where somebody else (cert-manager) makes a server's certificates: the CA beside the
+    leaf is published, and nothing else is written."""
+
+    def __init__(self, client: Client, server: Server, *, namespace: str) -> None:
+        self._client = client
+        self._server = server
+        self._namespace = namespace
+
+    async def round(self) -> Facts:
+        """What the leaf says. Raises KubeError."""
+        name = self._server.leaf_secret
+        leaf = read_leaf(await self._client.get(SECRETS, name, namespace=self._namespace))
+        if leaf.pair is None or not leaf.bundle:
+            raise Rejected(
+                f"Secret {name} has no usable tls.crt, tls.key and ca.crt: the issuer must be one"
+                " that is a CA and says so (kubectl describe certificate)"
+            )
+        await self._server.publish(leaf.bundle)
+        return facts(leaf.pair.certificate)
+
+
 class Published:
     """Where bundles are made known: the webhook's caBundle, and a ConfigMap for sidecars."""
 

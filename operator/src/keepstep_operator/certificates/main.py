@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from keepstep_operator import journal
 from keepstep_operator.api.quantities import parse_duration
-from keepstep_operator.certificates.keeper import Keeper, Published, Server
+from keepstep_operator.certificates.keeper import Keeper, Published, Publisher, Server
 from keepstep_operator.certificates.peers import AuthorityKeeper, published_with_certificates
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
@@ -49,6 +49,7 @@ class Settings:
     overlap: timedelta | None
     interval: timedelta
     metrics_port: int
+    cert_manager: bool
 
     def lifetimes(self, overlap: timedelta) -> Lifetimes:
         return Lifetimes(
@@ -113,6 +114,12 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     metavar="NAME",
     default="keepstep",
     help="MutatingWebhookConfiguration whose caBundle is kept.",
+)
+@option(
+    "--cert-manager",
+    is_flag=True,
+    help="cert-manager makes both servers' certificates and the webhook's caBundle: what is left is"
+    " to tell sidecars the CA of the reports API, and the authority of peers.",
 )
 @option(
     "--ca-lifetime",
@@ -190,7 +197,7 @@ async def serve(settings: Settings) -> None:
     say("ended")
 
 
-def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper]]:
+def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper | Publisher]]:
     """One for each server, by the name of its Service."""
     published = Published(client, namespace=settings.namespace)
     servers = (
@@ -211,13 +218,20 @@ def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper]]:
         lifetimes=settings.lifetimes(_PEERS_OVERLAP),
     )
     namespace = settings.namespace
-    kept = [Keeper(client, one, namespace=namespace, clock=_now) for one in servers]
-    kept.append(AuthorityKeeper(client, peers, namespace=namespace, clock=_now))
-    return list(zip((*(one.service for one in servers), peers.service), kept, strict=True))
+    authority = AuthorityKeeper(client, peers, namespace=namespace, clock=_now)
+    if settings.cert_manager:
+        reports = servers[-1]
+        publisher = Publisher(client, reports, namespace=namespace)
+        return [(reports.service, publisher), (peers.service, authority)]
+    kept = (Keeper(client, one, namespace=namespace, clock=_now) for one in servers)
+    return [*zip((one.service for one in servers), kept, strict=True), (peers.service, authority)]
 
 
 async def _rounds(
-    served: list[tuple[str, Keeper]], interval: timedelta, metrics: Metrics, tried: asyncio.Event
+    served: list[tuple[str, Keeper | Publisher]],
+    interval: timedelta,
+    metrics: Metrics,
+    tried: asyncio.Event,
 ) -> None:
     while True:
         for service, keeper in served:
