@@ -189,15 +189,72 @@ def test_a_stateful_set_of_an_older_cluster_tells_the_index_by_the_name() -> Non
     assert node_rank(parse_pod(body)) == 4
 
 
-def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
-    body = bare_pod("train-0-1")
-    body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train-0", api_version="apps/v1")]
+def _of_a_leader_worker_set(name: str, **labels: str) -> Body:
+    body = bare_pod(name)
+    owned = "train" if labels["worker-index"] == "0" else name.rpartition("-")[0]
+    body["metadata"]["ownerReferences"] = [owner("StatefulSet", owned, api_version="apps/v1")]
     lws = "leaderworkerset.sigs.k8s.io"
-    body["metadata"]["labels"] |= {f"{lws}/name": "train", f"{lws}/worker-index": "1"}
+    body["metadata"]["labels"] = {f"{lws}/name": "train"} | {
+        f"{lws}/{label}": value for label, value in labels.items()
+    }
+    return body
+
+
+def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
+    body = _of_a_leader_worker_set("train-0-1", **{"worker-index": "1", "group-index": "0"})
     with pytest.raises(PodError, match=r"keepstep\.dev/run"):
         run_key(parse_pod(body))
     body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
     assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llm", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "rank"),
+    [
+        ("train-0", {"worker-index": "0", "group-index": "0"}, 0),
+        ("train-2", {"worker-index": "0", "group-index": "2"}, 20_000),
+        ("train-2", {"worker-index": "0"}, 20_000),
+        ("train-2-3", {"worker-index": "3", "group-index": "2"}, 20_003),
+    ],
+    ids=["leader", "of another group", "before their webhook", "worker"],
+)
+def test_groups_of_a_leader_worker_set_share_no_place_and_its_root_is_one(
+    name: str, labels: dict[str, str], rank: int
+) -> None:
+    pod = parse_pod(_of_a_leader_worker_set(name, **labels))
+    assert node_rank(pod) == rank
+    root = root_of(pod)
+    assert (root.kind, root.name) == ("LeaderWorkerSet", "train")
+
+
+def test_a_leader_that_is_looked_at_again_after_their_webhook_is_still_ours() -> None:
+    body = _of_a_leader_worker_set("train-1", **{"worker-index": "0"})
+    body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
+    injected = inject(body, policy(), DEFAULTS)
+    injected["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/group-index"] = "1"
+    assert inject(injected, policy(), DEFAULTS) == injected
+
+
+def test_groups_that_have_no_number_are_refused() -> None:
+    labels = {"worker-index": "1", "group-index": "da39a3ee"}
+    with pytest.raises(PodError) as refused:
+        node_rank(parse_pod(_of_a_leader_worker_set("train-da39a3ee-1", **labels)))
+    assert refused.value.reason == "UnknownJobKind"
+
+
+def test_tasks_of_a_volcano_job_are_told_apart_by_the_rank_that_its_plugin_writes() -> None:
+    def pod(task: str, rank: str = "") -> Body:
+        body = bare_pod(f"train-{task}-0")
+        version = "batch.volcano.sh/v1alpha1"
+        body["metadata"]["ownerReferences"] = [owner("Job", "train", api_version=version)]
+        body["metadata"]["labels"] = {"volcano.sh/task-index": "0", "volcano.sh/task-spec": task}
+        if rank:
+            body["spec"]["containers"][0]["env"] = [{"name": "RANK", "value": rank}]
+        return body
+
+    assert node_rank(parse_pod(pod("worker"))) == 0
+    assert node_rank(parse_pod(pod("master", "0"))) == 0
+    assert node_rank(parse_pod(pod("worker", "1"))) == 1
 
 
 @pytest.mark.parametrize(

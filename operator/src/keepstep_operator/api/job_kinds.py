@@ -19,14 +19,17 @@ class RankSource(enum.Enum):
     COMPLETION_INDEX = "completion index"
     JOBSET = "index of the job in its set, and completion index"
     KUBEFLOW = "RANK, else the replica's index"
+    GROUPED = "index of the group, and of the pod in it"
+    WRITTEN = "RANK, else a label of its controller"
     LABEL = "a label of its controller"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
     """`container`: which trains, '' for the first. `label`: of each pod, with its index, where
-    `rank` is `LABEL`. `owner`: (group, kind) of what may have made it, which is then the root.
-    `templated`: a queue admits it by its template, so what is added to its pods is not counted."""
+    `rank` is `LABEL` or `WRITTEN`. `owner`: (group, kind) of what may have made it, which is the
+    root then. `templated`: a queue admits it by its template, so what is added to its pods is not
+    counted."""
 
     group: str
     kind: str
@@ -38,7 +41,6 @@ class JobKind:
     templated: bool = True
 
 
-_LWS: Final = "leaderworkerset.sigs.k8s.io"
 _KINDS: Final = (
     JobKind(group="", kind="Pod", plural="pods", rank=RankSource.NONE, templated=False),
     JobKind(group="batch", kind="Job", plural="jobs", rank=RankSource.COMPLETION_INDEX),
@@ -75,8 +77,7 @@ _KINDS: Final = (
         group="leaderworkerset.x-k8s.io",
         kind="LeaderWorkerSet",
         plural="leaderworkersets",
-        rank=RankSource.LABEL,
-        label=f"{_LWS}/worker-index",
+        rank=RankSource.GROUPED,
         templated=False,
     ),
     JobKind(
@@ -90,7 +91,7 @@ _KINDS: Final = (
         group="batch.volcano.sh",
         kind="Job",
         plural="jobs",
-        rank=RankSource.LABEL,
+        rank=RankSource.WRITTEN,
         label="volcano.sh/task-index",
     ),
 )

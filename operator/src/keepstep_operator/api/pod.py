@@ -16,7 +16,7 @@ from typing import Any
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.api.job_kinds import RankSource, kind_of
+from keepstep_operator.api.job_kinds import JobKind, RankSource, kind_of
 from keepstep_operator.bodies import Body
 
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -31,6 +31,7 @@ TRAINJOB_LABELS = (
 )
 
 LWS_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+LWS_GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 LWS_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 _TRAINJOB_CONTAINER = "node"
 
@@ -38,8 +39,8 @@ _KUEUE = "kueue.x-k8s.io/"
 """Kueue labels the pods of a job that it admitted (podset, or queue-name)."""
 
 PODS_OF_A_JOB = 10_000
-"""Node ranks that a JobSet's job gets: its global index times this, plus the completion index. An
-identity within the run, not torch's RANK."""
+"""Node ranks of a JobSet's job: its global index times this, plus the completion index. Groups
+of a LeaderWorkerSet get as many. An identity within the run, not torch's RANK."""
 
 _LONGEST_KEY = 63
 _HEX_OF_UID = 8
@@ -160,10 +161,14 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
 
 
 def root_of(pod: Pod) -> Root:
-    """The job that the pod belongs to: a JobSet by its labels, else the controller, else itself."""
+    """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by its labels, else the
+    controller, else itself."""
     jobset, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
     if jobset and uid:
         return Root(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=jobset, uid=uid)
+    if pod.owner is not None and (leads := pod.labels.get(LWS_NAME_LABEL)):
+        # its StatefulSets are many, and no label has its uid
+        return Root(api_version="leaderworkerset.x-k8s.io/v1", kind="LeaderWorkerSet", name=leads)
     return pod.owner or Root(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
 
 
@@ -175,7 +180,7 @@ def run_key(pod: Pod) -> str:
     if (label := pod.labels.get(names.RUN_LABEL)) is not None:
         return _checked(label, f"label {names.RUN_LABEL}")
     root = root_of(pod)
-    if root.kind == "StatefulSet" and LWS_NAME_LABEL in pod.labels:
+    if root.kind == "LeaderWorkerSet" and not root.uid:
         raise PodError(
             "NoRun",
             "the pods of a LeaderWorkerSet belong to several StatefulSets, so nothing tells which"
@@ -207,18 +212,37 @@ def node_rank(pod: Pod) -> int:
         return (_indexed(pod, JOBSET_INDEX_LABEL) or 0) * PODS_OF_A_JOB + (completion or 0)
     if completion is not None:
         return completion
-    if kind is not None and kind.rank is RankSource.KUBEFLOW:
-        return _kubeflow_rank(pod)
-    if kind is not None and kind.rank is not RankSource.LABEL:
-        return 0
-    index = _indexed(pod, kind.label) if kind is not None else None
-    if root.kind == "StatefulSet" and LWS_NAME_LABEL in pod.labels:
-        index = _indexed(pod, LWS_INDEX_LABEL)
-    elif index is None and root.kind == "StatefulSet":
-        index = _index(pod.name.rpartition("-")[2])  # before Kubernetes 1.28
+    index = _index_by(pod, kind) if kind is not None else None
     if index is None:
         raise PodError("UnknownJobKind", _nothing_tells(root))
     return index
+
+
+def _index_by(pod: Pod, kind: JobKind) -> int | None:
+    """As the kind of job tells its pods apart; None when this one lacks what it should have."""
+    match kind.rank:
+        case RankSource.KUBEFLOW:
+            return _written_rank(pod, REPLICA_INDEX_LABEL) or 0
+        case RankSource.WRITTEN:
+            return _written_rank(pod, kind.label)
+        case RankSource.GROUPED:
+            return _grouped(pod)
+        case RankSource.LABEL:
+            index = _indexed(pod, kind.label)
+            if index is None and kind.kind == "StatefulSet":
+                return _index(pod.name.rpartition("-")[2])  # before Kubernetes 1.28
+            return index
+        case _:
+            return 0
+
+
+def _grouped(pod: Pod) -> int | None:
+    """A leader's name ends in its group, which its label says only once the controller's own
+    webhook was called."""
+    index, group = _indexed(pod, LWS_INDEX_LABEL), _indexed(pod, LWS_GROUP_LABEL)
+    if group is None and index == 0:
+        group = _index(pod.name.rpartition("-")[2])
+    return None if index is None or group is None else group * PODS_OF_A_JOB + index
 
 
 def is_queued_by_template(pod: Pod) -> bool:
@@ -346,16 +370,16 @@ def _key_of_job(root: Root) -> str:
     return f"{name}-{digits}"
 
 
-def _kubeflow_rank(pod: Pod) -> int:
-    """The training operator writes the pod's index into RANK (whatever nproc-per-node is), but not
-    for an elastic job without a master: there the replica's index is unique."""
+def _written_rank(pod: Pod, label: str) -> int | None:
+    """The training operator, and Volcano's plugin for PyTorch, write the pod's index into RANK
+    (whatever nproc-per-node is); the former not for an elastic job without a master. There the
+    label's index is unique."""
     try:
         literals = training_container(pod).literals
     except PodError:
         literals = {}
-    written = (literals.get("RANK"), literals.get("PET_NODE_RANK"))
-    found = (_index(text) for text in (*written, pod.labels.get(REPLICA_INDEX_LABEL)))
-    return next((index for index in found if index is not None), 0)
+    written = (_index(literals.get(name)) for name in ("RANK", "PET_NODE_RANK"))
+    return next((index for index in (*written, _indexed(pod, label)) if index is not None), None)
 
 
 def _index(text: str | None) -> int | None:
