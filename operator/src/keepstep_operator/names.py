@@ -22,6 +22,10 @@ RESTORE_FROM_ANNOTATION = "keepstep.dev/restore-from"
 FRESH_START_ANNOTATION = "keepstep.dev/fresh-start"
 """On a CheckpointRun: the epoch (or "newest") that rightly began anew; older steps may go."""
 
+LAST_CHECKPOINT_ANNOTATION = "volcano.sh/last-checkpoint-time"
+"""On a CheckpointRun, RFC 3339: when its newest step was committed. The key that Volcano proposed
+for pods."""
+
 # --- what injection adds -----------------------------------------------------------------------
 
 INJECTED_LABEL = "keepstep.dev/injected"

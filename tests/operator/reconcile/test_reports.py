@@ -446,6 +446,28 @@ def test_an_acknowledged_fresh_start_is_named_in_the_annotation(tmp_path: Path) 
     play(tmp_path, scene)
 
 
+def test_the_time_of_the_last_commit_is_named_in_the_annotation_of_a_queued_run(
+    tmp_path: Path,
+) -> None:
+    at = cluster()
+    path = pod_path("gpt-worker-0")
+    at.objects[path]["metadata"]["labels"]["volcano.sh/queue-name"] = "team"
+    sidecar = Sidecar(rank=0, world=1)
+
+    async def scene(served: Served) -> None:
+        await served.post(msgspec.json.encode(sidecar.report()), token=GOOD)
+        await until(lambda: any(one.object for one in served.parts.registry.runs.values()))
+        await served.post(msgspec.json.encode(sidecar.durable(5).report()), token=GOOD)
+
+        def noted() -> str:
+            metadata = served.cluster.objects[RUN]["metadata"]
+            return str(metadata.get("annotations", {}).get("volcano.sh/last-checkpoint-time", ""))
+
+        assert (await until(noted)).endswith("Z")
+
+    play(tmp_path, scene, at)
+
+
 def test_a_run_that_somebody_deletes_is_written_again(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
         await served.post(whole(), token=GOOD)

@@ -15,7 +15,7 @@ from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedVolume
 from keepstep_operator.api.model import JobState, RunKey, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, as_json, utc
-from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart
+from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 from keepstep_operator.reconcile.status.render import status_of
 from tests.operator.reconcile.samples import (
@@ -855,14 +855,41 @@ def test_a_commit_of_the_past_is_kept_until_everybody_has_reported() -> None:
 
 def test_memory_that_a_queue_does_not_count_is_said_with_what_to_set() -> None:
     adds = policy(adds_bytes=(8 << 30) + (256 << 20))
-    play = Play(pod(0, queued=True), pod(1, queued=True), known_policy=adds)
+    play = Play(pod(0, uncounted=True), pod(1, uncounted=True), known_policy=adds)
     status, reason, message = play.condition("CountedByQueue")
     assert (status, reason) == ("False", "MemoryAdded")
     assert "8448Mi" in message
     assert "CarveOut" in message
     for play in (
         Play(pod(0), known_policy=adds),
-        Play(pod(0, queued=True), known_policy=policy()),
-        Play(pod(0, queued=True, phase="Succeeded"), known_policy=adds),
+        Play(pod(0, uncounted=True), known_policy=policy()),
+        Play(pod(0, uncounted=True, phase="Succeeded"), known_policy=adds),
     ):
         assert "CountedByQueue" not in {one.type for one in play.status.conditions}
+
+
+def test_a_run_that_a_queue_may_preempt_says_when_its_last_step_was_committed() -> None:
+    pods, sidecars = (pod(0, queued=True), pod(1, queued=True)), (Sidecar(rank=0), Sidecar(rank=1))
+    play = Play(*pods)
+    play.find(run_object())
+
+    def noted() -> list[float]:
+        return [one.at for one in play.actions if isinstance(one, NoteCommit)]
+
+    def commit(number: int) -> None:
+        for one in sidecars:
+            one.local = [step(number)]
+        play.hear_all(*zip(pods, sidecars, strict=True))
+
+    commit(5)
+    assert noted() == [T0]
+    play.wait(10)
+    commit(6)
+    assert noted() == [T0], "not at each commit: that would be a write for each step"
+    play.wait(60)
+    commit(7)
+    assert noted() == [T0, T0 + 70]
+    others = Play(pod(0), pod(1))
+    others.find(run_object())
+    others.hear_all(*zip((pod(0), pod(1)), sidecars, strict=True))
+    assert not [one for one in others.actions if isinstance(one, NoteCommit)]

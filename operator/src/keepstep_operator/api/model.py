@@ -49,8 +49,8 @@ class PodRecord:
 
     `training`: the training container runs now. `restarts`: of the training container, in place.
     `trouble`: why the pod does not run as it should, in the kubelet's or scheduler's words.
-    `labelled`: the run's name comes from the user's label, so it outlives the job. `queued`: its
-    job was admitted to a queue by its template.
+    `labelled`: the run's name comes from the user's label, so it outlives the job. `queued`: a
+    queue (Kueue, Volcano) has it in hand. `uncounted`: and admitted its job by the template.
     """
 
     uid: str
@@ -73,6 +73,7 @@ class PodRecord:
     sidecar_version: str = ""
     labelled: bool = False
     queued: bool = False
+    uncounted: bool = False
     job: Job | None = None
     deleting: bool = False
 

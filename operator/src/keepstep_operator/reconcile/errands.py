@@ -10,6 +10,7 @@ from keepstep_operator import names
 from keepstep_operator.api.job_kinds import is_name, kind_of
 from keepstep_operator.api.model import Job, JobState, PolicyRecord, RunKey
 from keepstep_operator.api.pod import controller_of
+from keepstep_operator.api.run import utc
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import (
@@ -85,8 +86,12 @@ class Errands:
                 self._spawn(self._find_owner(action), f"look for what made {action.job.name}")
             elif isinstance(action, DeleteRun):
                 self._spawn(self._delete_run(action.run), f"delete {action.run}")
+            elif isinstance(action, NameFreshStart):
+                said = {names.FRESH_START_ANNOTATION: str(action.epoch)}
+                self._spawn(self._annotate(action.run, said), f"annotate {action.run}")
             else:
-                self._spawn(self._name_fresh_start(action), f"annotate {action.run}")
+                said = {names.LAST_CHECKPOINT_ANNOTATION: utc(action.at)}
+                self._spawn(self._annotate(action.run, said), f"annotate {action.run}")
 
     def write_policy_status(self, policy: PolicyRecord, status: Body) -> None:
         """Say whether a policy is accepted."""
@@ -125,15 +130,13 @@ class Errands:
         except (NotFound, Conflict):  # or somebody made another one of that name
             return
 
-    async def _name_fresh_start(self, action: NameFreshStart) -> None:
-        patch = {"metadata": {"annotations": {names.FRESH_START_ANNOTATION: str(action.epoch)}}}
+    async def _annotate(self, run: RunKey, said: dict[str, str]) -> None:
+        patch = {"metadata": {"annotations": said}}
         await self._patiently(
-            lambda: self._client.patch(
-                RUNS, action.run.name, patch, namespace=action.run.namespace
-            ),
-            "other",
+            lambda: self._client.patch(RUNS, run.name, patch, namespace=run.namespace), "other"
         )
-        say("fresh start acknowledged", run=str(action.run), epoch=str(action.epoch))
+        if names.FRESH_START_ANNOTATION in said:
+            say("fresh start acknowledged", run=str(run), epoch=said[names.FRESH_START_ANNOTATION])
 
     async def _write_policy_status(self, policy: PolicyRecord, status: Body) -> None:
         await self._patiently(

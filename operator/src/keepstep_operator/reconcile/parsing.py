@@ -23,6 +23,7 @@ from keepstep_operator.api.pod import (
     PodError,
     Root,
     injected_of,
+    is_queued,
     is_queued_by_template,
     parse_pod,
     placement,
@@ -129,7 +130,8 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         sidecar_image=said.image,
         sidecar_version=said.version,
         labelled=names.RUN_LABEL in pod.labels,
-        queued=is_queued_by_template(pod),
+        queued=is_queued(pod),
+        uncounted=is_queued_by_template(pod),
         job=_job(said.job or root_of(pod)),
         deleting=pod.deleting,
     )

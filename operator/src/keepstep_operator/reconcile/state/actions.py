@@ -62,4 +62,12 @@ class NameFreshStart:
     epoch: EpochId
 
 
-Action = WriteStatus | EmitEvent | AskJob | FindOwner | DeleteRun | NameFreshStart
+@dataclass(frozen=True, slots=True)
+class NoteCommit:
+    """Write into the run's annotation when its newest step was committed, in unix seconds."""
+
+    run: RunKey
+    at: float
+
+
+Action = WriteStatus | EmitEvent | AskJob | FindOwner | DeleteRun | NameFreshStart | NoteCommit

@@ -37,6 +37,7 @@ from keepstep_operator.reconcile.state.actions import (
     EmitEvent,
     FindOwner,
     NameFreshStart,
+    NoteCommit,
     WriteStatus,
 )
 from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
@@ -60,6 +61,7 @@ FRESH_START_S = 120.0
 """How long an acknowledgement of "newest" waits for reports that show what it is about."""
 ASK_JOB_S = 30.0
 COMMITTED_EVENT_S = 300.0
+NOTE_COMMIT_S = 60.0
 ALARM_S = 3600.0
 NOT_INJECTED_S = 24 * 3600.0
 RESUME_S = 45.0
@@ -111,6 +113,7 @@ class Run:
         self.training_since: dict[str, float] = {}
         self._alarms: dict[str, float] = {}
         self._asked_at = 0.0
+        self._noted_at = 0.0
         self._idle_since: float | None = None
         self._fresh_start_until: float | None = None
 
@@ -372,6 +375,10 @@ class Run:
             return
         since = max(known.at, self.alive_since or known.at) if known is not None else None
         self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
+        queued = any(pod.queued for pod in self.pods.values())
+        if queued and self.object is not None and at - self._noted_at >= NOTE_COMMIT_S:
+            self._noted_at = at
+            yield NoteCommit(self.key, at)
         yield self._event(
             "Committed",
             f"step {id.step} is durable on all {self.ledger.world or 0} ranks",

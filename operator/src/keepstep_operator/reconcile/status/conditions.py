@@ -136,7 +136,7 @@ def _counted_by_queue(run: Run) -> ConditionState | None:
     policy = run.policy
     if policy is None or not policy.adds_bytes:
         return None
-    if not any(pod.queued and pod.stays for pod in run.pods.values()):
+    if not any(pod.uncounted and pod.stays for pod in run.pods.values()):
         return None
     message = (
         f"Kueue admitted the job by its template; policy {policy.name} (accounting: Add) adds"
