@@ -2,8 +2,8 @@
 
 Stock DCP leaves rows silently untouched when a shard is missing, and joins whatever it finds. So
 this refuses a directory that is not exactly one step of one run by one world, and names the file.
-The seal and the layout's id vouch for headers; ranges of tensors are verified by the digest table,
-each chunk once, before anything is handed out. Files are mapped: nothing is held beside tensors.
+A shard's manifest vouches for each of its chunks, which are verified once, before anything is
+handed out. Files are mapped: nothing is held beside tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from keepstep.dcp.metadata import Tree
-from keepstep.errors import ForeignError, RestoreError, StorageError, TornError
-from keepstep.image import (
-    ControlPage,
-    Layout,
-    check_chunk,
-    check_table,
-    chunk_bounds,
-    read_control,
-    read_layout,
-)
+from keepstep.errors import ForeignError, RestoreError, StorageError
+from keepstep.image import ControlPage, Layout
+from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
 from keepstep.restore.boxes import Index, IndexBuilder
 from keepstep.restore.images import W, map_image
@@ -44,22 +37,33 @@ class Shard:
     """One rank's image at rest. Mapped when it is first read."""
 
     path: Path
-    layout: Layout
-    control: ControlPage
+    manifest: Manifest
     _verified: set[int] = field(default_factory=set)
     _mapped: tuple[Tensor, memoryview] | None = None
 
     @classmethod
     def open(cls, path: Path) -> Shard:
-        """Read header and seal. Raises ImageError, StorageError; each names the file."""
+        """Read header, digest table and seal. Raises ImageError, StorageError; each names the
+        file."""
         try:
-            layout = read_layout(path)
-            control = read_control(path, layout)
+            with path.open("rb") as file:
+                fd = file.fileno()
+                manifest = Manifest.read(
+                    lambda begin, end: os.pread(fd, end - begin, begin),
+                    os.fstat(fd).st_size,
+                    path=path,
+                )
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error}); use another copy") from error
-        if control.root is None:
-            raise TornError("it has no digests: it was never written to the end", path=path)
-        return cls(path, layout, control)
+        return cls(path, manifest)
+
+    @property
+    def layout(self) -> Layout:
+        return self.manifest.layout
+
+    @property
+    def control(self) -> ControlPage:
+        return self.manifest.control
 
     def map(self) -> tuple[Tensor, memoryview]:
         """Its bytes, to be read only. Raises StorageError."""
@@ -77,12 +81,8 @@ class Shard:
 
     def verify(self, chunk: int) -> None:
         """Digest one chunk. Raises DigestError that names its tensors and the file."""
-        (_, view), layout = self.map(), self.layout
-        table = view[layout.digests_begin : layout.control_begin]
-        if not self._verified:
-            check_table(self.control, layout, table, path=self.path)
-        begin, end = chunk_bounds(layout, chunk)
-        check_chunk(layout, chunk, view[begin:end], table, path=self.path)
+        _, view = self.map()
+        self.manifest.check(chunk, view[slice(*self.manifest.bounds(chunk))], path=self.path)
         self._verified.add(chunk)
 
 

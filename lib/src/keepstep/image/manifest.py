@@ -35,10 +35,17 @@ class Manifest:
 
     @classmethod
     def read(
-        cls, read: Read, size_bytes: int, *, run: str, shard: Shard, path: Path | str
+        cls,
+        read: Read,
+        size_bytes: int,
+        *,
+        run: str | None = None,
+        shard: Shard | None = None,
+        path: Path | str,
     ) -> Manifest:
-        """From a shard of `size_bytes`, in two or three reads. `shard`: what it must be; `run` as
-        well. Raises ImageError and its kin, naming `path`, and what `read` raises."""
+        """From a shard of `size_bytes`, in two or three reads. `run`, `shard`: what it must be,
+        where that is known. Raises ImageError and its kin, naming `path`, and what `read` raises.
+        """
         try:
             layout = _layout(read, size_bytes)
             closing = read(layout.digests_begin, layout.size_bytes)
@@ -61,17 +68,19 @@ class Manifest:
             raise type(error)(error.reason, path=error.path or path) from None
 
     @classmethod
-    def _checked(cls, layout: Layout, closing: bytes, *, run: str, shard: Shard) -> Manifest:
+    def _checked(
+        cls, layout: Layout, closing: bytes, *, run: str | None, shard: Shard | None
+    ) -> Manifest:
         control = ControlPage.from_bytes(closing[-PAGE_BYTES:])
-        check_control(control, layout, run=run, id=shard.step_id)
-        if (control.rank, control.world) != (shard.rank, shard.world):
+        check_control(control, layout, run=run, id=shard.step_id if shard else None)
+        if shard is not None and (control.rank, control.world) != (shard.rank, shard.world):
             raise ForeignError(
                 f"holds rank {control.rank} of {control.world}, not rank {shard.rank} of"
                 f" {shard.world}"
             )
         if control.root is None or control.sections is None:
             raise TornError("sealed in memory only: it has no digests")
-        if shard.root is not None and control.root != shard.root:
+        if shard is not None and shard.root not in (None, control.root):
             raise DigestError(f"its root is {control.root}, but {shard.root} was promised")
         manifest = cls(layout=layout, control=control, closing=closing)
         check_table(control, layout, manifest.table)
