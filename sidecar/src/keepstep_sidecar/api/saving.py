@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field, replace
 
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
-from keepstep.core.slot_table import SlotState
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
 from keepstep.wire.trainer import (
@@ -42,7 +41,7 @@ from keepstep_sidecar.leases import (
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
-from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 
 
@@ -118,14 +117,13 @@ class Saving:
         same = before is not None and before.attempt == lease.attempt
         filling = slots.filling()
         if filling is not None and before is not None:
-            slot_set, index = filling
-            if same and slot_set.files[index].name in lease.request.holding:
+            if same and filling.file.name in lease.request.holding:
                 pass
             elif same or await self.leases.certain_death(before):
                 self._take_back(lease.rank)
             else:
-                self._slots.unlink([slot_set.abandon(index)])
-                self._allocator.fill(slot_set)
+                self._slots.unlink([filling.slot_set.abandon(filling.index)])
+                self._allocator.fill(filling.slot_set)
         if before is not None:
             self.leases.unwatch(before)
         slots.world = self._slots.world = lease.world
@@ -227,7 +225,7 @@ class Saving:
         slot_set, filling = slots.current, slots.filling()
         if slot_set is None:
             return SlotGranted(slot=None)
-        if filling is not None and filling[0] is not slot_set:
+        if filling is not None and filling.slot_set is not slot_set:
             self._take_back(slots.rank)  # of the layout before: the trainer has moved on
         assigned = slot_set.assigned() or slot_set.assign()
         if assigned is None:
@@ -248,31 +246,24 @@ class Saving:
             slots, id = self._slots.rank(lease.rank), StepId(request.epoch.id, request.step)
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
-        slot_set, index = self._filled(slots, request, id)
-        if slot_set.table.slots[index].state is SlotState.ASSIGNED:
-            self._seal(slots, request, slot_set, index)
+        slot = self._filled(slots, request, id)
+        if slot.assigned:
+            self._seal(slots, request, slot)
         return self._next(slots)
 
-    def _filled(self, slots: RankSlots, request: StagedRequest, id: StepId) -> tuple[SlotSet, int]:
-        found = slots.named(request.slot)
-        if found is None:
+    def _filled(self, slots: RankSlots, request: StagedRequest, id: StepId) -> Slot:
+        if (slot := slots.named(request.slot)) is None:
             raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
-        slot_set, index = found
-        known = slot_set.fills(request.slot, request.generation) is not None or (
-            slot_set.table.slots[index].live == id and slot_set.used(index, request.generation)
-        )
-        if not known:
+        if not (slot.used(request.generation) and (slot.assigned or slot.live == id)):
             raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
-        control = slot_set.files[index].control()
+        control = slot.file.control()
         if control is None or control.id != id or control.run != self._config.run:
             raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
-        return slot_set, index
+        return slot
 
-    def _seal(
-        self, slots: RankSlots, request: StagedRequest, slot_set: SlotSet, index: int
-    ) -> None:
+    def _seal(self, slots: RankSlots, request: StagedRequest, slot: Slot) -> None:
         id = StepId(request.epoch.id, request.step)
-        slot_set.seal(index, id)
+        slot.seal(id)
         counters = self.of(slots.rank)
         counters.saves += 1
         counters.blocked_s += request.blocked_s
@@ -290,11 +281,10 @@ class Saving:
         """The image is not valid; the slot is free. Returns the next one, as `staged` does."""
         lease = self.leases.require(request.lease)
         slots = self._slots.rank(lease.rank)
-        found = slots.named(request.slot)
-        if found is not None and found[0].fills(request.slot, request.generation) is not None:
-            slot_set, index = found
-            slot_set.files[index].erase()
-            slot_set.table.release(index)
+        slot = slots.named(request.slot)
+        if slot is not None and slot.assigned and slot.used(request.generation):
+            slot.file.erase()
+            slot.release()
             self.of(lease.rank).discarded += 1
             warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self._changes.ring()

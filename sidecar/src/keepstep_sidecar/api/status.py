@@ -148,12 +148,12 @@ def _step(service: Service, id: StepId) -> StepStatus:
     committer, ranks = service.committer, service.slots.ranks
     local = committer.shards.get(id, {})
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
-    sizes = {rank: slot_set.layout.size_bytes for rank, (slot_set, _) in memory.items()}
+    sizes = {rank: slot.layout.size_bytes for rank, slot in memory.items()}
     sizes |= {rank: found.size_bytes for rank, found in local.items()}
     far = committer.remotes.of(id)
     sizes = {rank: places[0].shard.size_bytes for rank, places in far.items()} | sizes
     worlds = [found.world for found in local.values()]
-    worlds += [slot_set.layout.world for slot_set, _ in memory.values()]
+    worlds += [slot.layout.world for slot in memory.values()]
     worlds += [places[0].shard.world for places in far.values()]
     return StepStatus(
         id=id,

@@ -45,7 +45,7 @@ from keepstep_sidecar.commit.run_view import Notes
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Holding
 from keepstep_sidecar.volume.scan import LocalShard, Scan
@@ -386,25 +386,22 @@ class Committer:
             return None
 
     async def _written(self, write: Write) -> LocalShard | None:
-        found = self._slots.rank(write.rank).find(write.id)
-        if found is None:
+        slot = self._slots.rank(write.rank).find(write.id)
+        if slot is None:
             return None
-        slot_set, index = found
-        file, control = slot_set.files[index], slot_set.files[index].control()
+        file, control = slot.file, slot.file.control()
         if file.cut_off:
             warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
         elif control is not None and control.id == write.id:
-            written = await self._write_with_room(slot_set, index, control)
+            written = await self._write_with_room(slot, control)
             if file.control() == control:
                 self._count(written)
                 return written.shard
             await self._quarantine(written)
         return None
 
-    async def _write_with_room(
-        self, slot_set: SlotSet, index: int, control: ControlPage
-    ) -> Written:
-        view, layout = slot_set.files[index].view, slot_set.layout
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
+        view, layout = slot.file.view, slot.layout
         while True:
             retired = self._retired
             writer = self._writers[self.volumes.lane(control.rank)]

@@ -15,9 +15,10 @@ from keepstep.core.candidates import Offer
 from keepstep.core.ledger import NEAREST_FIRST, RankReport, Reported
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
+from keepstep.image import Layout
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
@@ -186,12 +187,11 @@ class LedgerReports:
     def _memory(self, rank: int) -> tuple[Shard, ...]:
         if (slots := self._keeper.ranks.get(rank)) is None:
             return ()
-        return tuple(_in_slot(*at) for id in slots.sealed() if (at := slots.find(id)))
+        found = ((id, slots.find(id)) for id in slots.sealed())
+        return tuple(_in_slot(id, slot.layout) for id, slot in found if slot is not None)
 
 
-def _in_slot(slot_set: SlotSet, index: int) -> Shard:
-    id, layout = slot_set.table.slots[index].id, slot_set.layout
-    assert id is not None
+def _in_slot(id: StepId, layout: Layout) -> Shard:
     return Shard(
         step_id=id,
         rank=layout.rank,
@@ -446,9 +446,7 @@ class CopyLocator:
         """How many ranks saved the step; None when nobody knows, or copies disagree."""
         worlds = {found.world for found in self._shards.get(id, {}).values()}
         worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
-        worlds |= {
-            at[0].layout.world for one in self._keeper.ranks.values() if (at := one.find(id))
-        }
+        worlds |= {at.layout.world for one in self._keeper.ranks.values() if (at := one.find(id))}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
@@ -476,7 +474,7 @@ class CopyLocator:
         """(tier, rank, twins) of all copies."""
         for rank, slots in self._keeper.ranks.items():
             if (at := slots.find(id)) is not None:
-                yield at[0].tier(at[1]), rank, at[0].layout.twins
+                yield at.tier, rank, at.layout.twins
         for rank, found in self._shards.get(id, {}).items():
             yield Tier.LOCAL, rank, found.twins
         for rank, places in self._remotes.of(id).items():

@@ -49,32 +49,27 @@ class RankSlots:
         """Which slot is filled next, of each slot set."""
         return [slot_set.table for slot_set in self.slot_sets.values()]
 
-    def find(self, id: StepId) -> tuple[SlotSet, int] | None:
+    def find(self, id: StepId) -> Slot | None:
         """The slot with this sealed, live image."""
-        for slot_set in self.slot_sets.values():
-            if (index := slot_set.table.holds(id)) is not None:
-                return slot_set, index
-        return None
+        return self._first(lambda slot_set: slot_set.table.holds(id))
 
-    def named(self, name: str) -> tuple[SlotSet, int] | None:
+    def named(self, name: str) -> Slot | None:
         """The slot with this name."""
-        for slot_set in self.slot_sets.values():
-            if (index := slot_set.index_of(name)) is not None:
-                return slot_set, index
-        return None
+        return self._first(lambda slot_set: slot_set.index_of(name))
+
+    def filling(self) -> Slot | None:
+        """The slot that the trainer fills now."""
+        return self._first(lambda slot_set: slot_set.table.assigned)
+
+    def _first(self, where: Callable[[SlotSet], int | None]) -> Slot | None:
+        found = ((slot_set, where(slot_set)) for slot_set in self.slot_sets.values())
+        return next((Slot(at, index) for at, index in found if index is not None), None)
 
     def sealed(self) -> list[StepId]:
         """Live images of all slot sets, oldest first."""
         return sorted(
             {id for slot_set in self.slot_sets.values() for id in slot_set.table.sealed()}
         )
-
-    def filling(self) -> tuple[SlotSet, int] | None:
-        """The slot that the trainer fills now."""
-        for slot_set in self.slot_sets.values():
-            if (index := slot_set.table.assigned) is not None:
-                return slot_set, index
-        return None
 
     @property
     def taken_bytes(self) -> int:
@@ -180,31 +175,26 @@ class SlotPool:
         return held
 
     def _hold(self, slots: RankSlots, name: str) -> bool:
-        already = slots.filling()
-        if already is not None:
-            slot_set, index = already
-            return slot_set.files[index].name == name
+        if (already := slots.filling()) is not None:
+            return already.file.name == name
         return any(slot_set.hold(name) for slot_set in slots.slot_sets.values())
 
     # --- asking ------------------------------------------------------------------------------
 
-    def sound(
-        self, rank: int, id: StepId, *, bad: Collection[str] = ()
-    ) -> tuple[SlotSet, int] | None:
+    def sound(self, rank: int, id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
         """The slot with this image, if it still verifies: one that does not is a candidate no more.
 
         `bad`: paths of slots that a trainer could not use.
         """
         slots = self.rank(rank)
-        while (at := slots.find(id)) is not None:
-            slot_set, index = at
-            file = slot_set.files[index]
+        while (slot := slots.find(id)) is not None:
+            file = slot.file
             told = "a trainer could not use it" if str(file.path) in bad else ""
             if not (why := told or file.ails(id, run=self._run)):
-                return at
+                return slot
             warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
-            if not (file.lacks() and slot_set.lose(index)):
-                slot_set.table.forget(lambda one: one == id)
+            if not (file.lacks() and slot.slot_set.lose(slot.index)):
+                slot.slot_set.table.forget(lambda one: one == id)
         return None
 
     def damaged(self) -> list[RankSlots]:
@@ -242,12 +232,11 @@ class SlotPool:
         slots = self.rank(rank)
         if (filling := slots.filling()) is None:
             return None
-        slot_set, index = filling
-        control = slot_set.files[index].control()
+        control = filling.file.control()
         keep = control.id if control is not None and control.run == self._run else None
         if keep is None:
-            slot_set.files[index].erase()
-        slot_set.table.release(index, keep=keep)
+            filling.file.erase()
+        filling.release(keep=keep)
         return keep
 
     def holds_old_layouts(self, slots: RankSlots) -> bool:
@@ -342,6 +331,56 @@ class Assigned:
     lost: StepId | None
 
 
+@dataclass(frozen=True)
+class Slot:
+    """One slot: its place in its slot set, which stays as long as anybody uses it."""
+
+    slot_set: SlotSet
+    index: int
+
+    @property
+    def file(self) -> SlotFile:
+        return self.slot_set.files[self.index]
+
+    @property
+    def layout(self) -> Layout:
+        return self.slot_set.layout
+
+    @property
+    def tier(self) -> Tier:
+        """Where its image came from."""
+        return self.slot_set.uses[self.index].tier
+
+    @property
+    def live(self) -> StepId | None:
+        """The step that can be restored from it now."""
+        return self.slot_set.table.slots[self.index].live
+
+    @property
+    def assigned(self) -> bool:
+        """The trainer fills it."""
+        return self.slot_set.table.assigned == self.index
+
+    def used(self, generation: int) -> bool:
+        """Whether this is its newest use."""
+        return self.slot_set.uses[self.index].generation in (None, generation)
+
+    def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
+        """Its image is complete. `tier`: where that came from."""
+        self.slot_set.seal(self.index, id, tier=tier)
+
+    def release(self, *, keep: StepId | None = None) -> None:
+        """Nobody fills it any more; see `SlotTable.release`."""
+        self.slot_set.table.release(self.index, keep=keep)
+
+    def pin(self) -> None:
+        """Keep its image until `unpin`. Counted."""
+        self.slot_set.table.pin(self.index)
+
+    def unpin(self) -> None:
+        self.slot_set.table.unpin(self.index)
+
+
 class SlotSet:
     """`wanted`: slots that there shall be; they are made in the background, one by one."""
 
@@ -352,14 +391,14 @@ class SlotSet:
         self.table = SlotTable(0)
         self.files: list[SlotFile] = []
         self.orphans: dict[str, SlotFile] = {}
-        self._uses: list[Use] = []
+        self.uses: list[Use] = []
 
     # --- slots come and go -------------------------------------------------------------------
 
     def add(self, file: SlotFile) -> int:
         """One more slot, empty. Returns its index."""
         self.files.append(file)
-        self._uses.append(Use())
+        self.uses.append(Use())
         return self.table.add()
 
     def adopt(self, file: SlotFile, control: ControlPage | None) -> None:
@@ -419,14 +458,14 @@ class SlotSet:
         if (index := self.table.assign(growing=self.count < self.wanted)) is None:
             return None
         generation = next(_generations)
-        self._uses[index] = Use(generation)
+        self.uses[index] = Use(generation)
         return Assigned(index, generation, self.table.slots[index].id)
 
     def assigned(self) -> Assigned | None:
         """The slot that is being filled, as `assign` gave it."""
         if (index := self.table.assigned) is None:
             return None
-        return Assigned(index, self._uses[index].generation or 0, None)
+        return Assigned(index, self.uses[index].generation or 0, None)
 
     def hold(self, name: str) -> bool:
         """A live trainer fills this slot since before the sidecar started. False: not one of ours,
@@ -445,23 +484,12 @@ class SlotSet:
             return False
         if assigned is None:
             self.table.hold(index)
-            self._uses[index] = Use(None)
+            self.uses[index] = Use(None)
         return True
 
-    def fills(self, name: str, generation: int) -> int | None:
-        """The index of the slot, if it is being filled in this use of it."""
-        index = self.index_of(name)
-        if index is None or self.table.slots[index].state is not SlotState.ASSIGNED:
-            return None
-        return index if self._uses[index].generation in (None, generation) else None
-
-    def used(self, index: int, generation: int) -> bool:
-        """Whether this is the slot's newest use."""
-        return self._uses[index].generation in (None, generation)
-
     def seal(self, index: int, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
-        """The image in this slot is complete. `tier`: where it came from."""
-        self._uses[index] = Use(self._uses[index].generation, tier)
+        """See `Slot.seal`."""
+        self.uses[index] = Use(self.uses[index].generation, tier)
         self.table.seal(index, id)
 
     # --- asking ------------------------------------------------------------------------------
@@ -471,10 +499,6 @@ class SlotSet:
             (index for index in self._there() if self.files[index].name == name),
             None,
         )
-
-    def tier(self, index: int) -> Tier:
-        """Where the image in this slot came from."""
-        return self._uses[index].tier
 
     @property
     def size_bytes(self) -> int:

@@ -81,7 +81,7 @@ class Fetcher:
         """Of the saved rank's image. Raises as `ask` does."""
         slots = self._keeper.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
-            return at[0].layout
+            return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
 
     async def control(self, id: StepId, saved: int) -> tuple[ShardSource, ControlPage]:

@@ -15,7 +15,7 @@ from keepstep.steps import StepId, Tier
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say
-from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers.source import ShardSource
 
@@ -64,22 +64,21 @@ class Prefetcher:
     async def _load(self, source: ShardSource) -> None:
         slots = self._keeper.rank(source.shard.rank)
         id, layout = source.shard.step_id, (await self._nearest.manifest(source)).layout
-        slot_set, index = await self._reserve(slots, layout, id)
-        while slot_set.files[index].lacks():  # removed by others in the meantime
-            slot_set.table.release(index)
-            slot_set.lose(index)
-            slot_set, index = await self._reserve(slots, layout, id)
+        slot = await self._reserve(slots, layout, id)
+        while slot.file.lacks():  # removed by others in the meantime
+            slot.release()
+            slot.slot_set.lose(slot.index)
+            slot = await self._reserve(slots, layout, id)
         self._committer.opening(id, on=True)
         started = time.monotonic()
         try:
-            view = slot_set.files[index].view
-            control = await self._nearest.load(source, view)
+            control = await self._nearest.load(source, slot.file.view)
         except BaseException:
-            slot_set.table.release(index)
+            slot.release()
             raise
         finally:
             self._committer.opening(id, on=False)
-        slot_set.seal(index, control.id, tier=source.tier)
+        slot.seal(control.id, tier=source.tier)
         say(
             "loaded",
             rank=source.shard.rank,
@@ -90,7 +89,7 @@ class Prefetcher:
         )
         self._changes.ring()
 
-    async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> tuple[SlotSet, int]:
+    async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
         """A slot of the shard's layout that holds no candidate; waits while one is being made."""
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slots.world = slots.world or layout.world
@@ -118,7 +117,7 @@ class Prefetcher:
                 f"rank {slots.rank}: no slot to read step {id} into: {why}; raise --memory-limit",
                 code="no-slot",
             )
-        return slot_set, index
+        return Slot(slot_set, index)
 
     def _expendable(self, slots: RankSlots) -> set[StepId]:
         """Images that no rank will vote for: older than the planned step, or not whole.

@@ -20,7 +20,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
 from keepstep_sidecar.restore.chunks import Windows
 from keepstep_sidecar.restore.prefetch import Prefetcher, plan
 from keepstep_sidecar.restore.sources import Reads
@@ -49,7 +49,7 @@ class Restorer:
         self._windows = windows
         self._changes = changes
         self._restores = restores
-        self._pins: dict[int, tuple[SlotSet, int]] = {}
+        self._pins: dict[int, Slot] = {}
 
     # --- candidates --------------------------------------------------------------------------
 
@@ -120,11 +120,7 @@ class Restorer:
 
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
-            slot_set, index = at
-            layout = slot_set.layout
-            return Candidate(
-                id=id, tier=slot_set.tier(index), world=layout.world, bytes=layout.size_bytes
-            )
+            return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
         for one in self._committer.reach.origins(id, slots.rank):
             return Candidate(
                 id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
@@ -200,14 +196,15 @@ class Restorer:
             self._loader.agreed[lease.rank] = id
             self._changes.ring()
             await self._fetch(lease, id, timeout_s=timeout_s)
-        slot_set, index = _at(slots, id)
-        slot_set.table.pin(index)
-        self._pins[lease.rank] = (slot_set, index)
-        file = slot_set.files[index]
+        slot = slots.find(id)
+        assert slot is not None, f"step {id} of rank {slots.rank} is gone"
+        slot.pin()
+        self._pins[lease.rank] = slot
+        file = slot.file
         return Opened(
             slot=file.name,
             path=str(file.path),
-            tier=slot_set.tier(index),
+            tier=slot.tier,
             bytes=len(file.view),
             seconds=time.monotonic() - started,
         )
@@ -232,12 +229,5 @@ class Restorer:
         self._reads.let_go(rank)
         self._windows.let_go(rank)
         if pinned := self._pins.pop(rank, None):
-            slot_set, index = pinned
-            slot_set.table.unpin(index)
+            pinned.unpin()
             self._changes.ring()
-
-
-def _at(slots: RankSlots, id: StepId) -> tuple[SlotSet, int]:
-    found = slots.find(id)
-    assert found is not None, f"step {id} of rank {slots.rank} is gone"
-    return found

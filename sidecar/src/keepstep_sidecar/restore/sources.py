@@ -22,7 +22,7 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import few_at_once
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
-from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.restore.fetch import Fetcher
 
 _AT_ONCE = 32
@@ -34,7 +34,7 @@ class _Reading:
     """What one rank reads now: the step, and the slots that are pinned for it."""
 
     id: StepId
-    pins: list[tuple[SlotSet, int]] = field(default_factory=list)
+    pins: list[Slot] = field(default_factory=list)
 
 
 class Reads:
@@ -75,21 +75,18 @@ class Reads:
         """Images in slots, pinned before anything else can run."""
         found = {}
         for saved in list(self._keeper.ranks):
-            if (at := self._keeper.sound(saved, id, bad=bad)) is None:
-                continue
-            slot_set, index = at
-            control = slot_set.files[index].control()
-            if control is None:
-                continue  # a straggler has begun to fill it
-            slot_set.table.pin(index)
-            reading.pins.append((slot_set, index))
+            slot = self._keeper.sound(saved, id, bad=bad)
+            if slot is None or (control := slot.file.control()) is None:
+                continue  # nothing, or a straggler has begun to fill it
+            slot.pin()
+            reading.pins.append(slot)
             found[saved] = Source(
                 rank=saved,
-                tier=slot_set.tier(index),
-                bytes=slot_set.layout.size_bytes,
+                tier=slot.tier,
+                bytes=slot.layout.size_bytes,
                 extras_bytes=control.extras_bytes,
-                path=str(slot_set.files[index].path),
-                twins=slot_set.layout.twins,
+                path=str(slot.file.path),
+                twins=slot.layout.twins,
             )
         return found
 
@@ -138,8 +135,8 @@ class Reads:
         """The rank has restored, or will not."""
         if (reading := self._readings.pop(rank, None)) is None:
             return
-        for slot_set, index in reading.pins:
-            slot_set.table.unpin(index)
+        for slot in reading.pins:
+            slot.unpin()
         self._committer.opening(reading.id, on=False)
         if not self._readings:
             self._headers.clear()
