@@ -34,7 +34,7 @@ SHARED = (
     "keepstep_sidecar/volume/faults.py",
     "keepstep_sidecar/volume/scan.py",
     "keepstep_sidecar/commit/epochs.py",  # whose step it is
-    "keepstep_sidecar/commit/eviction.py",  # whether there is room again
+    "keepstep_sidecar/commit/eviction_status.py",  # whether there is room again
     "keepstep_sidecar/concurrency.py",
     "keepstep_sidecar/log.py",
     "keepstep/log.py",

@@ -62,8 +62,8 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     for number in (4, 5):
         slot = staged(layout, number)
         volumes.write(slot.view, layout, slot.control)
-    keeper = SlotPool(tmp_path, run=RUN)
-    slot_set = keeper.rank(0).slot_sets[layout.id] = SlotSet(layout)
+    pool = SlotPool(tmp_path, run=RUN)
+    slot_set = pool.rank(0).slot_sets[layout.id] = SlotSet(layout)
     path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
     copies = {shard.step_id: Copy(volumes, shard) for shard in volumes.scan().shards}
@@ -71,7 +71,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         look=lambda: SimpleNamespace(watermark=lambda tier: None),
         wanted=lambda: PLANNED,
         ranks=lambda: [0],
-        reach=SimpleNamespace(
+        locator=SimpleNamespace(
             nearest=lambda id, rank: Tier.ARCHIVE, origins=lambda id, rank: [copies[id].source]
         ),
         ledger=SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
@@ -79,25 +79,25 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     )
     waits = asyncio.Event()
     threads = ThreadPoolExecutor(4)
-    loader = Prefetcher(
-        keeper,
+    prefetcher = Prefetcher(
+        pool,
         committer,
-        Fetcher(keeper, committer, threads),
+        Fetcher(pool, committer, threads),
         changes=Changes(),
         grow=lambda slots, slot_set: waits.set(),
         leased=lambda rank: True,
     )
-    opened = asyncio.create_task(loader.bring(AGREED, 0))
+    opened = asyncio.create_task(prefetcher.bring(AGREED, 0))
     await until(copies[AGREED].reading.is_set)
-    before = asyncio.create_task(loader.bring(PLANNED, 0))
+    before = asyncio.create_task(prefetcher.bring(PLANNED, 0))
     await waits.wait()
-    loader.agreed[0] = AGREED
+    prefetcher.agreed[0] = AGREED
     for copy in copies.values():
         copy.let.set()
     await opened
-    for prefetch in (before, loader.bring(PLANNED, 0)):
+    for prefetch in (before, prefetcher.bring(PLANNED, 0)):
         with pytest.raises(NoMemoryError, match=f"rank 0 restores step {AGREED}, not {PLANNED}"):
             await prefetch
-    assert keeper.rank(0).find(AGREED) is not None
+    assert pool.rank(0).find(AGREED) is not None
     threads.shutdown()
     volumes.close()

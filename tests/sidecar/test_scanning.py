@@ -69,7 +69,7 @@ def test_a_shard_that_becomes_durable_during_a_scan_is_not_forgotten(
         write(committer, 2)
         held.tell.set()
         await scan
-        return sorted(id.step for id in committer.stock.shards)
+        return sorted(id.step for id in committer.local_shards.shards)
 
     assert asyncio.run(story()) == [1, 2]
 
@@ -83,10 +83,10 @@ def test_a_shard_that_is_deleted_during_a_scan_does_not_come_back(
         held = Held(volumes, monkeypatch)
         scan = asyncio.ensure_future(committer.scan())
         await asyncio.to_thread(held.looked.wait, 20)
-        committer.stock.drop(min(committer.stock.shards))
+        committer.local_shards.drop(min(committer.local_shards.shards))
         held.tell.set()
         await scan
-        return sorted(id.step for id in committer.stock.shards)
+        return sorted(id.step for id in committer.local_shards.shards)
 
     assert asyncio.run(story()) == [2]
 
@@ -104,7 +104,7 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     assert "Input/output" in committer.unreadable
     await committer.scan()
     assert committer.unreadable == ""
-    assert [id.step for id in committer.stock.shards] == [1]
+    assert [id.step for id in committer.local_shards.shards] == [1]
 
 
 # --- the process: files that are none, scans that fail ----------------------------------------
@@ -151,7 +151,7 @@ def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
         write(committer, number)
     monkeypatch.setattr(scan_module, "read_manifest", trips)
     asyncio.run(committer.scan())
-    assert sorted(id.step for id in committer.stock.shards) == [1, 3]
+    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1
 
 

@@ -33,11 +33,11 @@ from keepstep_sidecar.memory.claim import Claim
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report, reporter
 from keepstep_sidecar.report.reporter import Look, Reporter
-from keepstep_sidecar.restore.chunks import Windows
+from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
-from keepstep_sidecar.restore.sources import Reads
+from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -136,25 +136,31 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         wish=config.wish,
     )
     remote_tiers = RemoteTiers(committer, changes)
-    nearest = Fetcher(slots, committer, readers)
-    reads = Reads(slots, committer, leases, nearest)
-    windows = Windows(
+    fetcher = Fetcher(slots, committer, readers)
+    image_sources = ImageSources(slots, committer, leases, fetcher)
+    chunk_buffers = ChunkBuffers(
         slots,
         leases,
-        nearest,
+        fetcher,
         memory_dir=config.memory_dir,
         limit_bytes=config.memory_limit_bytes,
     )
-    loader = Prefetcher(
+    prefetcher = Prefetcher(
         slots,
         committer,
-        nearest,
+        fetcher,
         changes=changes,
         grow=sizing.grow,
         leased=lambda rank: leases.of(rank) is not None,
     )
     restorer = Restorer(
-        slots, committer, loader, reads, windows, changes=changes, restores=leases.restores
+        slots,
+        committer,
+        prefetcher,
+        image_sources,
+        chunk_buffers,
+        changes=changes,
+        restores=leases.restores,
     )
     saving = Saving(
         config,
@@ -179,8 +185,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         allocator=allocator,
         committer=committer,
         remote_tiers=remote_tiers,
-        reads=reads,
-        windows=windows,
+        image_sources=image_sources,
+        chunk_buffers=chunk_buffers,
         restorer=restorer,
         saving=saving,
         restoring=Restoring(

@@ -124,7 +124,7 @@ class Restoring:
         await self._committer.start_epoch(request.epoch)
         lease.training = True
         self._note(lease.rank, request, lost)
-        self._restorer.let_go(lease.rank)
+        self._restorer.release(lease.rank)
         say(
             "restored",
             rank=lease.rank,

@@ -141,7 +141,7 @@ class Saving:
             return
         self.changed_at = time.monotonic()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
-        self._restorer.let_go(lease.rank)
+        self._restorer.release(lease.rank)
         self._committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)

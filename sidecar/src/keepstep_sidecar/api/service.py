@@ -29,9 +29,9 @@ from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.restore.chunks import Windows
+from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
-from keepstep_sidecar.restore.sources import Reads
+from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
@@ -63,8 +63,8 @@ class Service:
     allocator: Allocator
     committer: Committer
     remote_tiers: RemoteTiers
-    reads: Reads
-    windows: Windows
+    image_sources: ImageSources
+    chunk_buffers: ChunkBuffers
     restorer: Restorer
     saving: Saving
     restoring: Restoring
@@ -77,7 +77,7 @@ class Service:
 
     def start(self) -> None:
         """Adopt what is in memory, then look at the volumes and prefetch, in the background."""
-        self.windows.start()
+        self.chunk_buffers.start()
         self.slots.adopt_all()
         for file in self.slots.files():
             self.allocator.settle(file)
@@ -202,7 +202,7 @@ class Service:
     def close(self) -> None:
         """Wait for what is being written, then let go of threads and volumes. Blocks."""
         self.allocator.stop()
-        self.windows.stop()
+        self.chunk_buffers.stop()
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
         self.volumes.close()

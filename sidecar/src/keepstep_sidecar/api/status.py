@@ -56,8 +56,8 @@ async def status(service: Service) -> Status:
         steps=tuple(_steps(service)),
         survives=survives(marks),
         warnings=warnings(service),
-        window_bytes={str(tier): size for tier, size in service.windows.read_bytes.items()},
-        window_shared_bytes=service.windows.shared_bytes,
+        window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
+        window_shared_bytes=service.chunk_buffers.shared_bytes,
     )
 
 
@@ -141,7 +141,7 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 def _steps(service: Service) -> list[StepStatus]:
     """Newest first."""
-    return [_step(service, id) for id in sorted(service.committer.reach.ids(), reverse=True)]
+    return [_step(service, id) for id in sorted(service.committer.locator.ids(), reverse=True)]
 
 
 def _step(service: Service, id: StepId) -> StepStatus:

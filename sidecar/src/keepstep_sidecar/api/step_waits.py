@@ -97,7 +97,7 @@ class StepWaits:
         if state is State.STAGED:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
-            return lambda: self._committer.stock.was_durable(rank, id)
+            return lambda: self._committer.local_shards.was_durable(rank, id)
         if state is State.ARCHIVED and not self._remote_tiers.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self._committer.was_committed(id)
@@ -107,13 +107,13 @@ class StepWaits:
         newest = self._saving.of(rank).staged
         later = newest is not None and newest.epoch == id.epoch and newest > id
         gone = later and not self._staged(rank, id) and not self._committer.busy(id)
-        return gone and not self._committer.stock.was_durable(rank, id)
+        return gone and not self._committer.local_shards.was_durable(rank, id)
 
     def _staged(self, rank: int, id: StepId) -> bool:
         return (
             self._saving.of(rank).staged == id
             or self._slots.rank(rank).find(id) is not None
-            or self._committer.stock.holds(rank, id) is not None
+            or self._committer.local_shards.holds(rank, id) is not None
         )
 
     def _missing(self, id: StepId) -> str:
@@ -123,7 +123,7 @@ class StepWaits:
         unstaged: list[int] = []
         unwritten: list[int] = []
         for rank in sorted(self._slots.ranks):
-            if self._committer.stock.holds(rank, id) is None:
+            if self._committer.local_shards.holds(rank, id) is None:
                 (unwritten if self._staged(rank, id) else unstaged).append(rank)
         if unstaged:
             return f"step {id} was not staged, or not kept, by ranks {unstaged}"
@@ -157,7 +157,7 @@ class StepWaits:
 
     def _durable(self, id: StepId) -> bool:
         ranks = [rank for rank, slots in self._slots.ranks.items() if slots.slot_sets]
-        return all(self._committer.stock.holds(rank, id) is not None for rank in ranks)
+        return all(self._committer.local_shards.holds(rank, id) is not None for rank in ranks)
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. False when the time is up."""

@@ -33,7 +33,7 @@ from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Ancestry, line
-from keepstep_sidecar.commit.eviction import Evictions
+from keepstep_sidecar.commit.eviction_status import EvictionStatus
 from keepstep_sidecar.commit.inventory import (
     CopyLocator,
     LedgerReports,
@@ -97,8 +97,8 @@ class Committer:
         one has a queue. `told`: an operator sees the whole run, and decides what is deleted.
         `wish`: what to go back to."""
         self.volumes = volumes
-        self.stock = LocalShards()
-        self.shards, self.published = self.stock.shards, self.stock.published
+        self.local_shards = LocalShards()
+        self.shards, self.published = self.local_shards.shards, self.local_shards.published
         self.committed_at: float | None = None
         self.alarms: dict[str, None] = {}
         self.unreadable = ""
@@ -109,9 +109,9 @@ class Committer:
         self.trouble = ""
         self.failed: StepId | None = None
         self.remotes = remotes
-        self.telling = LedgerReports(slots, self.stock, remotes)
-        self.evictions = Evictions(keep)
-        self.reach = CopyLocator(self.shards, slots, remotes, volumes)
+        self.ledger_reports = LedgerReports(slots, self.local_shards, remotes)
+        self.evictions = EvictionStatus(keep)
+        self.locator = CopyLocator(self.shards, slots, remotes, volumes)
         self.node = Node(
             slots.ranks,
             grid=grid,
@@ -197,14 +197,14 @@ class Committer:
 
     def look(self) -> Ledger:
         """The ledger with the newest list, for questions; what the node asks for is done later."""
-        if self.telling.beyond_is_stale:  # `look_beyond` is just about to tell it
-            self.feed(self.telling.beyond())
+        if self.ledger_reports.beyond_is_stale:  # `look_beyond` is just about to tell it
+            self.feed(self.ledger_reports.beyond())
         self.feed(self._listed())
         return self.ledger
 
     def _listed(self) -> Listed:
-        ranks = self.telling.here().ranks
-        return Listed(ranks=ranks, published=self.stock.ever_published(), shown=self.published)
+        ranks, published = self.ledger_reports.here().ranks, self.local_shards.ever_published()
+        return Listed(ranks=ranks, published=published, shown=self.published)
 
     async def _carry_out(self, actions: Iterable[Publish | Retire]) -> None:
         """Level-triggered: what fails here, or is in use by now, is decided anew the next time."""
@@ -248,7 +248,7 @@ class Committer:
 
         Never raises for what lies there: `scan_failed` says why it cannot be told, "" when it can.
         """
-        before, unreadable = self.stock.known(), ""
+        before, unreadable = self.local_shards.known(), ""
         try:
             scan, aside = await self.blocking(self._survey)
         except Exception as error:  # whatever it is: silence would look like an empty volume
@@ -257,7 +257,7 @@ class Committer:
                 _log.exception("scan failed")
         # with nothing awaited from here on: what is lost is never merely absent
         self.unreadable = self.scan_failed = unreadable
-        self.stock.replace(scan.shards, before=before)
+        self.local_shards.replace(scan.shards, before=before)
         for refused in scan.problems:
             warn(
                 "shard refused",
@@ -273,7 +273,7 @@ class Committer:
         for epoch in self.volumes.epochs():
             self.feed(EpochStarted(epoch))
         self.scanned_at = min(self.scanned_at, time.monotonic())
-        self.telling.silent = bool(self.unreadable)
+        self.ledger_reports.silent = bool(self.unreadable)
         await self.refresh()
         self._changes.ring()
 
@@ -290,17 +290,17 @@ class Committer:
         first = not self.remotes.looked
         if not await self.remotes.look(anew=anew) and not first:
             return
-        await self._carry_out(self.feed(self.telling.beyond()))
+        await self._carry_out(self.feed(self.ledger_reports.beyond()))
         self._changes.ring()
 
-    async def distrust(self, source: ShardSource, error: Exception) -> None:
+    async def reject(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used; one on a volume was quarantined, and is looked for anew."""
         rank = source.shard.rank
         if source.tier is not Tier.LOCAL:
-            self.remotes.distrust(source, error)
+            self.remotes.reject(source, error)
             self.feed(Reported(ranks={rank: self.remotes.report(rank)}))
             self._changes.ring()
-        elif self.stock.holds(rank, source.shard.step_id) is not None:
+        elif self.local_shards.holds(rank, source.shard.step_id) is not None:
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
@@ -434,7 +434,7 @@ class Committer:
 
     def wrote(self, shard: LocalShard) -> None:
         """A shard is durable; `refresh` draws the conclusions."""
-        self.stock.add(shard)
+        self.local_shards.add(shard)
         self.remotes.wake()
         self._changes.ring()
 
@@ -473,12 +473,12 @@ class Committer:
             return
         if path is None:
             return
-        self.stock.show(id, path)
+        self.local_shards.show(id, path)
         self.committed_at = path.stat().st_mtime  # its last shard got its name then
         self._changes.ring()
 
     async def _retire(self, id: StepId) -> None:
-        self.stock.drop(id)
+        self.local_shards.drop(id)
         self.remotes.wake()
         try:
             freed = await self.blocking(lambda: self.volumes.retire(id))
@@ -494,12 +494,12 @@ class Committer:
         """What remote tiers compare themselves with. What was shown is a commit, whether or not the
         operator's newest word still names it."""
         alive = {id: dict(one) for id, one in self.shards.items() if not self.ledger.is_dead(id)}
-        commits = self.stock.ever_published().union(self.node.commits())
+        commits = self.local_shards.ever_published().union(self.node.commits())
         return Holding(shards=alive, commits=frozenset(alive) & commits)
 
     def ranks(self) -> list[int]:
         """Every rank of which something is or was here."""
-        return self.telling.ranks()
+        return self.ledger_reports.ranks()
 
     def last_commit(self) -> StepId | None:
         """The newest step that is known to be committed, and not dead."""
@@ -507,7 +507,7 @@ class Committer:
 
     def was_committed(self, id: StepId) -> bool:
         """This very step is committed and, where it is held, visible; or was until it expired."""
-        if self.stock.was_published(id):
+        if self.local_shards.was_published(id):
             return True
         told = (self.run_view.commit, *self.run_view.word.commits)
         return id not in self.shards and id in told
@@ -516,9 +516,9 @@ class Committer:
         """Steps that stay everywhere; None while the operator has not said."""
         if not self.run_view.pins_known:
             return None
-        return self.run_view.word.pinned.union(filter(self.rollback.names, self.reach.ids()))
+        return self.run_view.word.pinned.union(filter(self.rollback.names, self.locator.ids()))
 
     def wanted(self) -> StepId | None:
         """The step that a person wants to go back to, where it is known here."""
-        held = [id for id in self.reach.ids() if self.ledger.lineage.restorable(id)]
+        held = [id for id in self.locator.ids() if self.ledger.lineage.restorable(id)]
         return self.rollback.resolve(self.ledger.whole(), held)

@@ -125,10 +125,10 @@ def _as_published(found: LocalShard) -> LocalShard:
 class LedgerReports:
     """`silent`: what is on the volumes is not known, or not all of it."""
 
-    def __init__(self, keeper: SlotPool, stock: LocalShards, remotes: RemoteInventory) -> None:
+    def __init__(self, pool: SlotPool, local_shards: LocalShards, remotes: RemoteInventory) -> None:
         self.silent = True
-        self._keeper = keeper
-        self._stock = stock
+        self._pool = pool
+        self._local_shards = local_shards
         self._remotes = remotes
         self._ranks: set[int] = set()
         self._remote_ranks: set[int] = set()
@@ -142,7 +142,7 @@ class LedgerReports:
 
     def of_rank(self, rank: int) -> RankReport:
         """One rank, wherever it is held."""
-        memory, local = self._memory(rank), self._stock.of_rank(rank)
+        memory, local = self._memory(rank), self._local_shards.of_rank(rank)
         nothing = Answer.UNKNOWN if self.silent else Answer.NONE
         beyond = self._remotes.report(rank)
         return RankReport(
@@ -170,22 +170,22 @@ class LedgerReports:
 
     def ranks(self) -> list[int]:
         """Every rank of which something is or was here."""
-        self._ranks.update(self._keeper.ranks, *self._stock.shards.values())
+        self._ranks.update(self._pool.ranks, *self._local_shards.shards.values())
         return sorted(self._ranks)
 
     def world(self, rank: int) -> int:
         """The world size that the rank's trainer or its newest image names, 0 for none."""
-        slots = self._keeper.ranks.get(rank)
+        slots = self._pool.ranks.get(rank)
         if slots is not None and slots.world:
             return slots.world
-        return self._stock.world(rank)
+        return self._local_shards.world(rank)
 
     def newest_in_memory(self, rank: int, default: StepId) -> StepId:
-        slots = self._keeper.ranks.get(rank)
+        slots = self._pool.ranks.get(rank)
         return max(slots.sealed() if slots is not None else (), default=default)
 
     def _memory(self, rank: int) -> tuple[Shard, ...]:
-        if (slots := self._keeper.ranks.get(rank)) is None:
+        if (slots := self._pool.ranks.get(rank)) is None:
             return ()
         found = ((id, slots.find(id)) for id in slots.sealed())
         return tuple(_in_slot(id, slot.layout) for id, slot in found if slot is not None)
@@ -285,7 +285,7 @@ class RemoteInventory:
             for remote_tier, one in pairs
         ]
 
-    def distrust(self, source: ShardSource, error: Exception) -> None:
+    def reject(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used. One that did not pass its verification is not offered any
         more; one that was out of reach may be there the next time."""
         damaged, shard = isinstance(error, ImageError), source.shard
@@ -410,10 +410,10 @@ class CopyLocator:
     """Of one sidecar. `shards` is the committer's own, as it is at any moment."""
 
     def __init__(
-        self, shards: Shards, keeper: SlotPool, remotes: RemoteInventory, volumes: VolumeSet
+        self, shards: Shards, pool: SlotPool, remotes: RemoteInventory, volumes: VolumeSet
     ) -> None:
         self._shards = shards
-        self._keeper = keeper
+        self._pool = pool
         self._remotes = remotes
         self._volumes = volumes
 
@@ -427,7 +427,7 @@ class CopyLocator:
 
     def nearest(self, id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
-        slots = self._keeper.ranks.get(rank)
+        slots = self._pool.ranks.get(rank)
         if slots is not None and slots.find(id) is not None:
             return Tier.MEMORY
         origins = self.origins(id, rank)
@@ -439,14 +439,14 @@ class CopyLocator:
 
     def ids(self) -> set[StepId]:
         """Every step of which something is within reach."""
-        sealed = (id for slots in self._keeper.ranks.values() for id in slots.sealed())
+        sealed = (id for slots in self._pool.ranks.values() for id in slots.sealed())
         return {*self._shards, *self._remotes.ids, *sealed}
 
     def world_of(self, id: StepId) -> int | None:
         """How many ranks saved the step; None when nobody knows, or copies disagree."""
         worlds = {found.world for found in self._shards.get(id, {}).values()}
         worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
-        worlds |= {at.layout.world for one in self._keeper.ranks.values() if (at := one.find(id))}
+        worlds |= {at.layout.world for one in self._pool.ranks.values() if (at := one.find(id))}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
@@ -472,7 +472,7 @@ class CopyLocator:
 
     def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, tuple[int, ...]]]:
         """(tier, rank, twins) of all copies."""
-        for rank, slots in self._keeper.ranks.items():
+        for rank, slots in self._pool.ranks.items():
             if (at := slots.find(id)) is not None:
                 yield at.tier, rank, at.layout.twins
         for rank, found in self._shards.get(id, {}).items():

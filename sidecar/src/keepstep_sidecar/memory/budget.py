@@ -66,10 +66,10 @@ class Sizing:
     """Decides `SlotSet.wanted`, at the cost of older layouts' slots if need be."""
 
     def __init__(
-        self, config: Config, keeper: SlotPool, *, allocator: Allocator, leases: Leases
+        self, config: Config, pool: SlotPool, *, allocator: Allocator, leases: Leases
     ) -> None:
         self._config = config
-        self._keeper = keeper
+        self._pool = pool
         self._allocator = allocator
         self._leases = leases
 
@@ -89,7 +89,7 @@ class Sizing:
             if count >= enough:
                 continue
             for other in others:
-                self._keeper.unlink(other.give_up(keep=keep))
+                self._pool.unlink(other.give_up(keep=keep))
             count = self._affordable(budget, size_bytes, others)
         warning = shortage(budget, size_bytes, wanted=wanted, count=count)
         slot_set.failure = ""
@@ -106,7 +106,7 @@ class Sizing:
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """Slots that this slot set may grow to for a restore: one beyond the usual, if it fits."""
         if lease is None:  # whoever comes, or nobody: room for one image is enough to know
-            others = self._keeper.made_bytes - sum(len(file.view) for _, file in slot_set.present())
+            others = self._pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
             return Budget(total_bytes=self._total_bytes(), ranks=1).affordable(
                 slot_set.layout.size_bytes, wanted=self._config.slots, taken_bytes=others
             )
@@ -120,13 +120,13 @@ class Sizing:
         return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
 
     def _budget(self, lease: Lease) -> Budget:
-        gone = self._keeper.gone_bytes(lease.world)
+        gone = self._pool.gone_bytes(lease.world)
         return Budget(
             total_bytes=max(0, self._total_bytes() - gone),
             ranks=lease.request.local_world or lease.world,
         )
 
     def _total_bytes(self) -> int:
-        there = free_bytes(self._config.memory_dir) + self._keeper.made_bytes
+        there = free_bytes(self._config.memory_dir) + self._pool.made_bytes
         limit = self._config.memory_limit_bytes
         return there if limit is None else min(limit, there)

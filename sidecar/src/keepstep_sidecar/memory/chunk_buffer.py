@@ -22,7 +22,7 @@ LEAST_FRAMES = 2
 MOST_FRAMES = 64
 
 
-class WindowFile:
+class ChunkBuffer:
     """`frames` frames of `CHUNK_BYTES`, mapped. Made and closed on a thread or the event loop."""
 
     def __init__(self, path: Path, frames: int) -> None:
@@ -65,7 +65,7 @@ class WindowFile:
             self._mapping.close()
 
 
-def window_path(memory_dir: Path, rank: int, token: str) -> Path:
+def buffer_path(memory_dir: Path, rank: int, token: str) -> Path:
     """Of one restore of one lease."""
     return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
 

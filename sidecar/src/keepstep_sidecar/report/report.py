@@ -84,12 +84,12 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
 
 def _rank(service: Service, rank: int) -> ReportedRank:
     held, counters = (
-        _own(service, service.committer.telling.of_rank(rank)),
+        _own(service, service.committer.ledger_reports.of_rank(rank)),
         service.saving.of(rank),
     )
     return ReportedRank(
         rank=rank,
-        world=service.committer.telling.world(rank),
+        world=service.committer.ledger_reports.world(rank),
         alive=service.leases.of(rank) is not None,
         memory=_rows(held.sealed[Tier.MEMORY]),
         local=_rows(held.sealed[Tier.LOCAL]),
@@ -192,5 +192,5 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
 
 
 def _speaks_for_all(service: Service, id: StepId) -> bool:
-    world = service.committer.reach.world_of(id)
+    world = service.committer.locator.world_of(id)
     return world is not None and not {0, world - 1}.isdisjoint(service.committer.ranks())

@@ -33,9 +33,9 @@ from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.chunk_buffer import (
     LEAST_FRAMES,
     MOST_FRAMES,
-    WindowFile,
+    ChunkBuffer,
+    buffer_path,
     sweep,
-    window_path,
 )
 from keepstep_sidecar.memory.slot_file import copy
 from keepstep_sidecar.memory.slot_pool import SlotPool
@@ -45,15 +45,15 @@ from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import ShardSource
 
 
-class Windows:
+class ChunkBuffers:
     """`/v1/window` and `/v1/chunks`. `read_bytes`: into windows, by the tier that they came from;
     `shared_bytes`: those that came from another rank's frame instead."""
 
     def __init__(
         self,
-        keeper: SlotPool,
+        pool: SlotPool,
         leases: Leases,
-        nearest: Fetcher,
+        fetcher: Fetcher,
         *,
         memory_dir: Path,
         limit_bytes: int | None,
@@ -62,12 +62,12 @@ class Windows:
         self.read_bytes: Counter[Tier] = Counter()
         self.shared_bytes = 0
         self._broadcast = Broadcast(self._read)
-        self._keeper = keeper
+        self._pool = pool
         self._leases = leases
-        self._nearest = nearest
+        self._fetcher = fetcher
         self._memory_dir = memory_dir
         self._limit_bytes = limit_bytes
-        self._windows: dict[int, WindowFile] = {}
+        self._buffers: dict[int, ChunkBuffer] = {}
 
     def start(self) -> None:
         """Remove windows that an earlier sidecar left."""
@@ -84,21 +84,21 @@ class Windows:
                 "bad-request",
                 f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
             )
-        self.let_go(lease.rank)
-        path = window_path(self._memory_dir, lease.rank, secrets.token_hex(4))
-        made = await asyncio.to_thread(WindowFile, path, self._affordable(request.frames))
+        self.release(lease.rank)
+        path = buffer_path(self._memory_dir, lease.rank, secrets.token_hex(4))
+        made = await asyncio.to_thread(ChunkBuffer, path, self._affordable(request.frames))
         if lease.ended:
             made.close()
             raise refuse("no-lease", "this lease has ended while its window was made")
-        self.let_go(lease.rank)  # of a request that was sent twice
-        self._windows[lease.rank] = made
+        self.release(lease.rank)  # of a request that was sent twice
+        self._buffers[lease.rank] = made
         return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
 
     def _affordable(self, frames: int) -> int:
         if self._limit_bytes is None:
             return frames
-        windows = sum(one.size_bytes for one in self._windows.values())
-        taken = self._keeper.made_bytes + windows
+        windows = sum(one.size_bytes for one in self._buffers.values())
+        taken = self._pool.made_bytes + windows
         fit = min(frames, (self._limit_bytes - taken) // CHUNK_BYTES)
         if fit < LEAST_FRAMES:
             raise NoMemoryError(
@@ -108,16 +108,16 @@ class Windows:
             )
         return fit
 
-    def let_go(self, rank: int) -> None:
+    def release(self, rank: int) -> None:
         """The rank has restored, or will not."""
         self._broadcast.leave(rank)
-        if window := self._windows.pop(rank, None):
+        if window := self._buffers.pop(rank, None):
             window.close()
 
     def stop(self) -> None:
         """For the end of the process."""
-        for rank in list(self._windows):
-            self.let_go(rank)
+        for rank in list(self._buffers):
+            self.release(rank)
 
     # --- chunks ------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Windows:
         """
         started = time.monotonic()
         rank = self._leases.require(request.lease).rank
-        if (window := self._windows.get(rank)) is None:
+        if (window := self._buffers.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
         if request.announced is not None:
@@ -138,8 +138,8 @@ class Windows:
             async with asyncio.timeout(request.timeout_s):
                 tiers = await self._fill(rank, request, window)
         except (TimeoutError, asyncio.CancelledError) as error:
-            if self._windows.get(rank) is window:  # nobody knows what its frames hold
-                self.let_go(rank)
+            if self._buffers.get(rank) is window:  # nobody knows what its frames hold
+                self.release(rank)
             if isinstance(error, asyncio.CancelledError):
                 raise
             text = f"step {request.id}: not all chunks came in {request.timeout_s:g} s; raise"
@@ -150,9 +150,9 @@ class Windows:
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
         return Chunks(seconds=time.monotonic() - started, tier=farthest)
 
-    async def _fill(self, rank: int, request: ChunksRequest, window: WindowFile) -> list[Tier]:
+    async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({one.rank for one in request.chunks})
-        found = await all_of([self._nearest.layout(request.id, one) for one in saved])
+        found = await all_of([self._fetcher.layout(request.id, one) for one in saved])
         layouts = dict(zip(saved, found, strict=True))
         wanted = [
             ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
@@ -164,7 +164,7 @@ class Windows:
         """Chunks of one saved rank, into the first frame of each and from there into the others."""
         id, saved = chunks[0].id, chunks[0].key[0]
         frames = [one.frames[0][1] for one in chunks]
-        layout = await self._nearest.layout(id, saved)
+        layout = await self._fetcher.layout(id, saved)
         keys = [one.key[1] for one in chunks]
         tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
@@ -192,12 +192,12 @@ class Windows:
             transfer.fill(opened, wanted)
 
         async def read(source: ShardSource) -> None:
-            await self._nearest.read(source, fill)
+            await self._fetcher.read(source, fill)
 
-        return (await self._nearest.ask(id, layout.rank, read))[0].tier
+        return (await self._fetcher.ask(id, layout.rank, read))[0].tier
 
 
-def _check_frames(chunks: Sequence[Chunk], window: WindowFile) -> None:
+def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:
     frames = [one.frame for one in chunks]
     if len(set(frames)) < len(frames) or any(not 0 <= one < window.frames for one in frames):
         raise refuse(
@@ -205,7 +205,7 @@ def _check_frames(chunks: Sequence[Chunk], window: WindowFile) -> None:
         )
 
 
-def _frame(window: WindowFile, one: Chunk, layout: Layout) -> memoryview:
+def _frame(window: ChunkBuffer, one: Chunk, layout: Layout) -> memoryview:
     if not 0 <= one.chunk < layout.chunk_count:
         raise refuse(
             "bad-request",

@@ -21,10 +21,10 @@ T = TypeVar("T")
 class Fetcher:
     """Memory is for mapping: only headers are taken from there."""
 
-    def __init__(self, keeper: SlotPool, committer: Committer, threads: Executor) -> None:
+    def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
         self._threads = threads
         self._manifests = transfer.Manifests()
-        self._keeper = keeper
+        self._pool = pool
         self._committer = committer
 
     async def ask(
@@ -42,17 +42,17 @@ class Fetcher:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self._committer.distrust(source, error)
+                await self._committer.reject(source, error)
         raise failure
 
     async def _next(
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
         """Remote tiers are asked for what they hold only when what is here was not enough."""
-        left = [one for one in self._committer.reach.origins(id, saved) if one not in tried]
+        left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
         if not left and not self._committer.remotes.looked:
             await self._committer.look_beyond()
-            left = [one for one in self._committer.reach.origins(id, saved) if one not in tried]
+            left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
         return left[0] if left else None
 
     async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
@@ -79,7 +79,7 @@ class Fetcher:
 
     async def layout(self, id: StepId, saved: int) -> Layout:
         """Of the saved rank's image. Raises as `ask` does."""
-        slots = self._keeper.ranks.get(saved)
+        slots = self._pool.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout

@@ -25,9 +25,9 @@ class Prefetcher:
 
     def __init__(
         self,
-        keeper: SlotPool,
+        pool: SlotPool,
         committer: Committer,
-        nearest: Fetcher,
+        fetcher: Fetcher,
         *,
         changes: Changes,
         grow: Callable[[RankSlots, SlotSet], None],
@@ -37,9 +37,9 @@ class Prefetcher:
         is here, for which it is worth to wait for memory."""
         self.agreed: dict[int, StepId] = {}
         """Per rank, the step that all ranks have agreed to restore."""
-        self._keeper = keeper
+        self._pool = pool
         self._committer = committer
-        self._nearest = nearest
+        self._fetcher = fetcher
         self._changes = changes
         self._grow = grow
         self._leased = leased
@@ -58,12 +58,12 @@ class Prefetcher:
         await asyncio.shield(task)
 
     async def _bring(self, id: StepId, rank: int) -> None:
-        if self._keeper.rank(rank).find(id) is None:
-            await self._nearest.ask(id, rank, self._load)
+        if self._pool.rank(rank).find(id) is None:
+            await self._fetcher.ask(id, rank, self._load)
 
     async def _load(self, source: ShardSource) -> None:
-        slots = self._keeper.rank(source.shard.rank)
-        id, layout = source.shard.step_id, (await self._nearest.manifest(source)).layout
+        slots = self._pool.rank(source.shard.rank)
+        id, layout = source.shard.step_id, (await self._fetcher.manifest(source)).layout
         slot = await self._reserve(slots, layout, id)
         while slot.file.lacks():  # removed by others in the meantime
             slot.release()
@@ -72,7 +72,7 @@ class Prefetcher:
         self._committer.opening(id, on=True)
         started = time.monotonic()
         try:
-            control = await self._nearest.load(source, slot.file.view)
+            control = await self._fetcher.load(source, slot.file.view)
         except BaseException:
             slot.release()
             raise
@@ -169,9 +169,8 @@ def _plan_beyond(committer: Committer) -> RestorePlan | None:
         return found
     if (id := committer.last_commit()) is None:
         return None
-    ranks = [
-        rank for rank in committer.ranks() if id >= committer.telling.newest_in_memory(rank, id)
-    ]
+    newest = committer.ledger_reports.newest_in_memory
+    ranks = [rank for rank in committer.ranks() if id >= newest(rank, id)]
     return _plan_of(committer, id, ranks)
 
 
@@ -180,5 +179,5 @@ def _plan_of(
 ) -> RestorePlan | None:
     """This step, for those of `ranks` (None: all here) that hold it."""
     asked = committer.ranks() if ranks is None else ranks
-    tiers = {rank: tier for rank in asked if (tier := committer.reach.nearest(id, rank))}
+    tiers = {rank: tier for rank in asked if (tier := committer.locator.nearest(id, rank))}
     return RestorePlan(id, tiers) if tiers else None

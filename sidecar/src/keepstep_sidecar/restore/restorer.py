@@ -21,9 +21,9 @@ from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
-from keepstep_sidecar.restore.chunks import Windows
+from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.prefetch import Prefetcher, plan
-from keepstep_sidecar.restore.sources import Reads
+from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume import Volume
 
 
@@ -32,21 +32,21 @@ class Restorer:
 
     def __init__(
         self,
-        keeper: SlotPool,
+        pool: SlotPool,
         committer: Committer,
-        loader: Prefetcher,
-        reads: Reads,
-        windows: Windows,
+        prefetcher: Prefetcher,
+        image_sources: ImageSources,
+        chunk_buffers: ChunkBuffers,
         *,
         changes: Changes,
         restores: Callable[[int], bool],
     ) -> None:
         """`restores`: whether a rank is about to restore; one that trains needs its slots."""
-        self._keeper = keeper
+        self._pool = pool
         self._committer = committer
-        self._loader = loader
-        self._reads = reads
-        self._windows = windows
+        self._prefetcher = prefetcher
+        self._image_sources = image_sources
+        self._chunk_buffers = chunk_buffers
         self._changes = changes
         self._restores = restores
         self._pins: dict[int, Slot] = {}
@@ -61,11 +61,11 @@ class Restorer:
         ones, the answer is NONE. But a step that *was* committed and is not whole any more is
         UNKNOWN, and the run does not start over in silence.
         """
-        for id in self._keeper.rank(lease.rank).sealed():
-            self._keeper.sound(lease.rank, id)
+        for id in self._pool.rank(lease.rank).sealed():
+            self._pool.sound(lease.rank, id)
         ledger = self._committer.look()
         hidden = self._hidden()
-        offers = self._committer.reach.offers(set(ledger.whole()) - hidden)
+        offers = self._committer.locator.offers(set(ledger.whole()) - hidden)
         held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
@@ -88,7 +88,7 @@ class Restorer:
         committer = self._committer
         in_doubt = bool(committer.unreadable or self._failed())
         return {
-            id for id in committer.reach.ids() if committer.ancestry.hides(id, in_doubt=in_doubt)
+            id for id in committer.locator.ids() if committer.ancestry.hides(id, in_doubt=in_doubt)
         }
 
     def _failed(self) -> list[Volume]:
@@ -111,9 +111,9 @@ class Restorer:
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """Images of the rank itself, each on its nearest tier, without dead ones."""
-        slots = self._keeper.rank(rank)
+        slots = self._pool.rank(rank)
         dead, found = self._committer.ledger.is_dead, {}
-        for id in self._committer.reach.ids():
+        for id in self._committer.locator.ids():
             if not dead(id) and (one := self._candidate(slots, id)) is not None:
                 found[id] = one
         return found
@@ -121,7 +121,7 @@ class Restorer:
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
             return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
-        for one in self._committer.reach.origins(id, slots.rank):
+        for one in self._committer.locator.origins(id, slots.rank):
             return Candidate(
                 id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
             )
@@ -138,10 +138,10 @@ class Restorer:
         if refusal := committer.ancestry.refusal():
             return Answer.UNKNOWN, refusal
         kept = {id for id in committer.remotes.complete if not committer.ledger.is_dead(id)}
-        if committed := committer.stock.ever_published() | kept:
+        if committed := committer.local_shards.ever_published() | kept:
             newest = max(committed)
             return Answer.UNKNOWN, (
-                f"step {newest} of {committer.reach.world_of(newest)} ranks was committed, but it"
+                f"step {newest} of {committer.locator.world_of(newest)} ranks was committed, but it"
                 f" is not whole any more: {committer.ledger.what_ails(newest)}"
             )
         return self._of_other_worlds(lease)
@@ -149,13 +149,13 @@ class Restorer:
     def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
         """What fewer or more ranks saved may be all that is left of a long run, be it committed or
         not: it is not this rank's to say that it was never kept."""
-        reach, ledger = self._committer.reach, self._committer.ledger
-        left = [id for id in reach.ids() if not ledger.is_dead(id)]
-        others = [id for id in left if reach.world_of(id) != lease.world]
+        locator, ledger = self._committer.locator, self._committer.ledger
+        left = [id for id in locator.ids() if not ledger.is_dead(id)]
+        others = [id for id in left if locator.world_of(id) != lease.world]
         if not others:
             return Answer.NONE, ""
         newest = max(others)
-        saved = f"{reach.world_of(newest) or 'different numbers of'} ranks"
+        saved = f"{locator.world_of(newest) or 'different numbers of'} ranks"
         return Answer.UNKNOWN, (
             f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
             f"whole: {ledger.what_ails(newest)}; remove the run with `keepstep rm` to begin anew"
@@ -176,24 +176,24 @@ class Restorer:
 
     async def _prefetch(self, id: StepId, rank: int) -> None:
         try:
-            await self._loader.bring(id, rank)
+            await self._prefetcher.bring(id, rank)
         except (ImageError, StorageError, NoMemoryError) as error:
             warn("prefetch failed", rank=rank, step=str(id), reason=str(error))
 
     # --- open --------------------------------------------------------------------------------
 
     async def open(self, lease: Lease, id: StepId, *, timeout_s: float, bad: str = "") -> Opened:
-        """The verified image of this step in a slot, pinned until `let_go`.
+        """The verified image of this step in a slot, pinned until `release`.
 
         `bad`: path of a slot that was opened before, and that the trainer could not use. Raises
         SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
         started = time.monotonic()
-        self.let_go(lease.rank)
-        slots = self._keeper.rank(lease.rank)
-        if self._keeper.sound(lease.rank, id, bad={bad}) is None:
-            self._loader.agreed[lease.rank] = id
+        self.release(lease.rank)
+        slots = self._pool.rank(lease.rank)
+        if self._pool.sound(lease.rank, id, bad={bad}) is None:
+            self._prefetcher.agreed[lease.rank] = id
             self._changes.ring()
             await self._fetch(lease, id, timeout_s=timeout_s)
         slot = slots.find(id)
@@ -210,11 +210,11 @@ class Restorer:
         )
 
     async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
-        if not self._committer.reach.origins(id, lease.rank):
+        if not self._committer.locator.origins(id, lease.rank):
             raise refuse("unknown-step", f"rank {lease.rank} does not hold step {id} here")
         try:
             async with asyncio.timeout(timeout_s):
-                await self._loader.bring(id, lease.rank)
+                await self._prefetcher.bring(id, lease.rank)
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {id}: {error}") from error
         except NoMemoryError as error:
@@ -223,11 +223,11 @@ class Restorer:
             text = f"step {id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
             raise refuse("no-slot", f"{text} in the training process's environment") from error
 
-    def let_go(self, rank: int) -> None:
+    def release(self, rank: int) -> None:
         """The rank has copied what it opened, or will not."""
-        self._loader.agreed.pop(rank, None)
-        self._reads.let_go(rank)
-        self._windows.let_go(rank)
+        self._prefetcher.agreed.pop(rank, None)
+        self._image_sources.release(rank)
+        self._chunk_buffers.release(rank)
         if pinned := self._pins.pop(rank, None):
             pinned.unpin()
             self._changes.ring()

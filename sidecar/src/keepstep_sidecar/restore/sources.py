@@ -37,16 +37,16 @@ class _Reading:
     pins: list[Slot] = field(default_factory=list)
 
 
-class Reads:
+class ImageSources:
     """`/v1/sources` and `/v1/headers`."""
 
     def __init__(
-        self, keeper: SlotPool, committer: Committer, leases: Leases, nearest: Fetcher
+        self, pool: SlotPool, committer: Committer, leases: Leases, fetcher: Fetcher
     ) -> None:
-        self._keeper = keeper
+        self._pool = pool
         self._committer = committer
         self._leases = leases
-        self._nearest = nearest
+        self._fetcher = fetcher
         self._readings: dict[int, _Reading] = {}
         self._headers: dict[str, str] = {}
 
@@ -63,10 +63,10 @@ class Reads:
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
-        others = [one for one in self._committer.reach.ranks_with(id) if one not in found]
+        others = [one for one in self._committer.locator.ranks_with(id) if one not in found]
         told = await few_at_once([partial(self._told, id, one) for one in others], most=_AT_ONCE)
         found |= {one.rank: one for one in told if one is not None}
-        world = self._committer.reach.world_of(id)
+        world = self._committer.locator.world_of(id)
         if not found or world is None:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
         return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)))
@@ -74,8 +74,8 @@ class Reads:
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
         """Images in slots, pinned before anything else can run."""
         found = {}
-        for saved in list(self._keeper.ranks):
-            slot = self._keeper.sound(saved, id, bad=bad)
+        for saved in list(self._pool.ranks):
+            slot = self._pool.sound(saved, id, bad=bad)
             if slot is None or (control := slot.file.control()) is None:
                 continue  # nothing, or a straggler has begun to fill it
             slot.pin()
@@ -93,7 +93,7 @@ class Reads:
     async def _told(self, id: StepId, saved: int) -> Source | None:
         """From the nearest place that can show the shard's control page; None: from nowhere."""
         with suppress(ImageError, StorageError):
-            source, control = await self._nearest.control(id, saved)
+            source, control = await self._fetcher.control(id, saved)
             return Source(
                 rank=saved,
                 tier=source.tier,
@@ -116,7 +116,7 @@ class Reads:
         return Headers(headers=tuple(texts))
 
     async def _header(self, id: StepId, saved: int) -> str:
-        layout = await self._nearest.layout(id, saved)
+        layout = await self._fetcher.layout(id, saved)
         if (text := self._headers.get(layout.id)) is None:
             packed = await asyncio.to_thread(zlib.compress, layout.header, 1)
             text = self._headers[layout.id] = base64.b64encode(packed).decode()
@@ -126,12 +126,12 @@ class Reads:
 
     def _turn_to(self, rank: int, id: StepId) -> _Reading:
         """`rank` reads `id` from now on, and no other step."""
-        self.let_go(rank)
+        self.release(rank)
         self._committer.opening(id, on=True)
         reading = self._readings[rank] = _Reading(id)
         return reading
 
-    def let_go(self, rank: int) -> None:
+    def release(self, rank: int) -> None:
         """The rank has restored, or will not."""
         if (reading := self._readings.pop(rank, None)) is None:
             return

@@ -172,6 +172,7 @@ class ArchiveTier(RemoteTier):
         waits for. Every sidecar of the run must be told."""
         if id not in self._complete:
             self._backlog.wanted.add(id)
+            self.wake()
             self._wake.set()
 
     def in_use(self, id: StepId) -> bool:

@@ -11,7 +11,7 @@ from keepstep_sidecar.log import warn
 
 
 @dataclass
-class Evictions:
+class EvictionStatus:
     """`keep`: what the policy keeps. `count`: steps evicted since the start.
 
     `short`: the volumes have no room for so many.
