@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,65 +25,53 @@ def everything(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
+async def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
     """An archive that holds step 10."""
     config = ArchiveConfig(url=str(archive_dir), every=1)
 
-    async def fill() -> None:
-        async with running(config) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            assert await remote_tier.drain(timeout_s=10)
-
-    asyncio.run(fill())
+    async with running(config) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert await remote_tier.drain(timeout_s=10)
     return config
 
 
-def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
+async def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
     archived: ArchiveConfig, local: Volume, archive_dir: Path
 ) -> None:
     before = everything(archive_dir)
 
-    async def scenario() -> None:
-        async with running(archived, epochs=(OTHER,)) as stranger:
-            commit(stranger, write_step(local, 20))
-            await until(lambda: stranger.status().trouble)
-            held = await stranger.look()
-            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
-            for text in (held.reason, stranger.status().trouble):
-                assert str(EPOCH.id) in text
-                assert f"{OTHER.id} (this run)" in text
-                assert "nothing was deleted" in text
-
-    asyncio.run(scenario())
+    async with running(archived, epochs=(OTHER,)) as stranger:
+        commit(stranger, write_step(local, 20))
+        await until(lambda: stranger.status().trouble)
+        held = await stranger.look()
+        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        for text in (held.reason, stranger.status().trouble):
+            assert str(EPOCH.id) in text
+            assert f"{OTHER.id} (this run)" in text
+            assert "nothing was deleted" in text
     assert everything(archive_dir) == before
 
 
-def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
+async def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
     archived: ArchiveConfig, local: Volume
 ) -> None:
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
-    async def scenario() -> None:
-        async with running(archived, epochs=(child,)) as remote_tier:
-            held = await remote_tier.look()
-            assert (held.answer, held.reason) == (Answer.STEPS, "")
-
-    asyncio.run(scenario())
+    async with running(archived, epochs=(child,)) as remote_tier:
+        held = await remote_tier.look()
+        assert (held.answer, held.reason) == (Answer.STEPS, "")
 
 
-def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
+async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
     archived: ArchiveConfig, volumes: Callable[..., Volume], archive_dir: Path
 ) -> None:
     before = everything(archive_dir)
 
-    async def scenario() -> None:
-        async with running(archived) as remote_tier:
-            remote_tier._complete = frozenset()
-            other = write_step(volumes("elsewhere"), 10, seed=7)
-            with pytest.raises(Exception, match="two writers of one run"):
-                await remote_tier._sender.send(other[0])
-
-    asyncio.run(scenario())
+    async with running(archived) as remote_tier:
+        remote_tier._complete = frozenset()
+        other = write_step(volumes("elsewhere"), 10, seed=7)
+        with pytest.raises(Exception, match="two writers of one run"):
+            await remote_tier._sender.send(other[0])
     assert everything(archive_dir) == before
 
 
@@ -105,7 +92,7 @@ def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
         ),
     ],
 )
-def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_deleted(
+async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_deleted(
     damage: Callable[[Path], object],
     said: str,
     archived: ArchiveConfig,
@@ -116,69 +103,57 @@ def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_d
     damage(step)
     before = everything(step)
 
-    async def scenario() -> None:
-        async with running(archived) as remote_tier:
-            held = await remote_tier.look()
-            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
-            assert said in held.reason
-            for later in (20, 30, 40, 50):
-                commit(remote_tier, write_step(local, later))
-            assert await remote_tier.drain(timeout_s=20)
-            assert [id.step for id in sorted((await remote_tier.look()).complete)] == [30, 40, 50]
-
-    asyncio.run(scenario())
+    async with running(archived) as remote_tier:
+        held = await remote_tier.look()
+        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert said in held.reason
+        for later in (20, 30, 40, 50):
+            commit(remote_tier, write_step(local, later))
+        assert await remote_tier.drain(timeout_s=20)
+        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [30, 40, 50]
     assert everything(step) == before
 
 
-def test_a_record_of_another_step_does_not_pass_for_this_one(
+async def test_a_record_of_another_step_does_not_pass_for_this_one(
     archived: ArchiveConfig, archive_dir: Path
 ) -> None:
     moved = archive_dir / RUN / str(step_id(77))
     shutil.copytree(archive_dir / RUN / str(step_id(10)), moved)
 
-    async def scenario() -> None:
-        async with running(archived) as remote_tier:
-            held = await remote_tier.look()
-            assert held.complete == {step_id(10)}
-            assert f"step {step_id(10)}" in held.reason
-
-    asyncio.run(scenario())
+    async with running(archived) as remote_tier:
+        held = await remote_tier.look()
+        assert held.complete == {step_id(10)}
+        assert f"step {step_id(10)}" in held.reason
 
 
-def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
+async def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
     local: Volume, archive_dir: Path
 ) -> None:
     config = ArchiveConfig(url=str(archive_dir), every=1)
 
-    async def scenario() -> None:
-        shards, older = write_step(local, 10), write_step(local, 9)
-        place = archive_dir / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors"
-        place.parent.mkdir(parents=True)
-        shutil.copy(older[1].path, place)
-        async with running(config) as remote_tier:
-            committed(remote_tier, step_id(10), [shards[0]])
-            await until(lambda: "not step" in remote_tier.status().trouble)
-            assert (await remote_tier.look()).complete == frozenset()
-
-    asyncio.run(scenario())
+    shards, older = write_step(local, 10), write_step(local, 9)
+    place = archive_dir / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors"
+    place.parent.mkdir(parents=True)
+    shutil.copy(older[1].path, place)
+    async with running(config) as remote_tier:
+        committed(remote_tier, step_id(10), [shards[0]])
+        await until(lambda: "not step" in remote_tier.status().trouble)
+        assert (await remote_tier.look()).complete == frozenset()
 
 
-def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
+async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
     archived: ArchiveConfig, local: Volume, archive_dir: Path
 ) -> None:
     """Rolled back to step 10 after 20 was archived, and trained on."""
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
-    async def scenario() -> None:
-        async with running(archived) as remote_tier:
-            commit(remote_tier, write_step(local, 20))
-            assert await remote_tier.drain(timeout_s=10)
-        async with running(archived, epochs=(EPOCH, child)) as remote_tier:
-            assert await remote_tier.expire() == ()  # none of the new life is there yet
-            later = StepId(child.id, 15)
-            commit(remote_tier, write_step(local, 15, epoch=child))
-            assert await remote_tier.drain(timeout_s=10)
-            await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
-            assert (await remote_tier.look()).complete == {step_id(10), later}
-
-    asyncio.run(scenario())
+    async with running(archived) as remote_tier:
+        commit(remote_tier, write_step(local, 20))
+        assert await remote_tier.drain(timeout_s=10)
+    async with running(archived, epochs=(EPOCH, child)) as remote_tier:
+        assert await remote_tier.expire() == ()  # none of the new life is there yet
+        later = StepId(child.id, 15)
+        commit(remote_tier, write_step(local, 15, epoch=child))
+        assert await remote_tier.drain(timeout_s=10)
+        await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
+        assert (await remote_tier.look()).complete == {step_id(10), later}

@@ -32,29 +32,26 @@ def config(directory: Path, *, every: int = 1, **more: object) -> ArchiveConfig:
     return ArchiveConfig(url=str(directory), every=every, **more)  # type: ignore[arg-type]
 
 
-def test_a_committed_step_is_archived_with_its_record_last(
+async def test_a_committed_step_is_archived_with_its_record_last(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        news: list[bool] = []
-        async with running(
-            config(archive_dir), facts=RunFacts(changed=lambda: news.append(True))
-        ) as remote_tier:
-            shards = write_step(local, 10)
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=10)
-            held = await remote_tier.look()
-            status = remote_tier.status()
-        assert held.answer is Answer.STEPS
-        assert held.complete == {step_id(10)}
-        assert [(one.rank, one.world, one.root) for one in held.shards] == [
-            (rank, 2, shards[rank].root) for rank in range(2)
-        ]
-        assert held.epochs == (EPOCH,)
-        assert news
-        assert (status.sent, status.backlog, status.trouble) == (2, 0, "")
-
-    asyncio.run(scenario())
+    news: list[bool] = []
+    async with running(
+        config(archive_dir), facts=RunFacts(changed=lambda: news.append(True))
+    ) as remote_tier:
+        shards = write_step(local, 10)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=10)
+        held = await remote_tier.look()
+        status = remote_tier.status()
+    assert held.answer is Answer.STEPS
+    assert held.complete == {step_id(10)}
+    assert [(one.rank, one.world, one.root) for one in held.shards] == [
+        (rank, 2, shards[rank].root) for rank in range(2)
+    ]
+    assert held.epochs == (EPOCH,)
+    assert news
+    assert (status.sent, status.backlog, status.trouble) == (2, 0, "")
     directory = archive_dir / RUN / str(step_id(10))
     names = sorted(path.name for path in directory.iterdir())
     assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
@@ -64,63 +61,52 @@ def test_a_committed_step_is_archived_with_its_record_last(
     assert (directory / names[0]).read_bytes() == original.read_bytes()
 
 
-def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(
+async def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running(config(archive_dir)) as remote_tier:
-            shards = write_step(local, 10)
-            commit(remote_tier, {0: shards[0]})  # rank 1 is on another pod, and never sends
-            assert await remote_tier.drain(timeout_s=10, whole=False)
-            assert remote_tier.status().sent == 1
-            assert not await remote_tier.drain(timeout_s=0.1)
-
-    asyncio.run(scenario())
+    async with running(config(archive_dir)) as remote_tier:
+        shards = write_step(local, 10)
+        commit(remote_tier, {0: shards[0]})  # rank 1 is on another pod, and never sends
+        assert await remote_tier.drain(timeout_s=10, whole=False)
+        assert remote_tier.status().sent == 1
+        assert not await remote_tier.drain(timeout_s=0.1)
 
 
-def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
+async def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running(config(archive_dir)) as remote_tier:
-            shards = write_step(local, 10, parameters=3 << 20)  # several chunks
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=20)
-            held = await remote_tier.look()
-            remote = held.shards[1]
-            layout = (await reading.manifest(remote_tier, remote)).layout
-            slot = empty_slot(layout)
-            control = await reading.load(remote_tier, remote, slot)
-            assert bytes(slot) == shards[1].path.read_bytes()
-            assert control == (await reading.manifest(remote_tier, remote)).control
-            begin, end = chunk_bounds(layout, 1)
-            piece = memoryview(bytearray(end - begin))
-            await reading.chunks(remote_tier, remote, [(1, piece)])
-            assert piece == slot[begin:end]
-
-    asyncio.run(scenario())
+    async with running(config(archive_dir)) as remote_tier:
+        shards = write_step(local, 10, parameters=3 << 20)  # several chunks
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+        held = await remote_tier.look()
+        remote = held.shards[1]
+        layout = (await reading.manifest(remote_tier, remote)).layout
+        slot = empty_slot(layout)
+        control = await reading.load(remote_tier, remote, slot)
+        assert bytes(slot) == shards[1].path.read_bytes()
+        assert control == (await reading.manifest(remote_tier, remote)).control
+        begin, end = chunk_bounds(layout, 1)
+        piece = memoryview(bytearray(end - begin))
+        await reading.chunks(remote_tier, remote, [(1, piece)])
+        assert piece == slot[begin:end]
 
 
-def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
+async def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            assert await remote_tier.drain(timeout_s=10)
-            remote = (await remote_tier.look()).shards[0]
-            flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
-            layout = (await reading.manifest(remote_tier, remote)).layout
-            slot = empty_slot(layout)
-            with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
-                await reading.load(remote_tier, remote, slot)
-            assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
-            with pytest.raises(DigestError, match="chunk 0"):
-                await reading.chunks(
-                    remote_tier, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])]
-                )
-
-    asyncio.run(scenario())
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert await remote_tier.drain(timeout_s=10)
+        remote = (await remote_tier.look()).shards[0]
+        flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
+        layout = (await reading.manifest(remote_tier, remote)).layout
+        slot = empty_slot(layout)
+        with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
+            await reading.load(remote_tier, remote, slot)
+        assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+        with pytest.raises(DigestError, match="chunk 0"):
+            await reading.chunks(remote_tier, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
 
 
 def flip(path: Path, *, at: int) -> None:
@@ -129,221 +115,186 @@ def flip(path: Path, *, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
+async def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running(config(archive_dir, every=10)) as remote_tier:
-            for step in (10, 15, 20):
-                commit(remote_tier, write_step(local, step))
-            assert await remote_tier.drain(timeout_s=10)
-            assert (await remote_tier.look()).complete == {step_id(10), step_id(20)}
-            remote_tier.want(step_id(15))
-            assert await remote_tier.drain(timeout_s=10)
-            assert step_id(15) in (await remote_tier.look()).complete
-
-    asyncio.run(scenario())
-
-
-def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
-    async def scenario() -> None:
-        shards = write_step(local, 10)
-        async with (
-            running(config(archive_dir)) as one,
-            running(config(archive_dir)) as other,
-        ):
-            committed(one, step_id(10), [shards[0]])
-            assert not await one.drain(timeout_s=0.3)
-            held = await other.look()
-            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
-            assert "in part only" in held.reason
-            committed(other, step_id(10), [shards[1]])
-            assert await one.drain(timeout_s=10)
-            assert await other.drain(timeout_s=10)
-            assert (await one.look()).complete == {step_id(10)}
-
-    asyncio.run(scenario())
-
-
-def test_what_is_there_already_is_not_sent_again(local: Volume, archive_dir: Path) -> None:
-    async def scenario() -> None:
-        shards = write_step(local, 10)
-        for sent in (2, 0):
-            async with running(config(archive_dir)) as remote_tier:
-                commit(remote_tier, shards)
-                assert await remote_tier.drain(timeout_s=10)
-                assert remote_tier.status().sent == sent
-
-    asyncio.run(scenario())
-
-
-def test_a_shard_that_was_published_meanwhile_is_found(local: Volume, archive_dir: Path) -> None:
-    async def scenario() -> None:
-        shards = write_step(local, 10)
-        local.publish(step_id(10))
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=10)
-            assert (await remote_tier.look()).complete == {step_id(10)}
-
-    asyncio.run(scenario())
-
-
-def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
-    local: Volume, archive_dir: Path
-) -> None:
-    async def scenario() -> None:
-        gone, kept = write_step(local, 10), write_step(local, 20)
-        local.retire(step_id(10))
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, gone)
-            commit(remote_tier, kept)
-            assert await remote_tier.drain(timeout_s=10)
-            assert (await remote_tier.look()).complete == {step_id(20)}
-            assert remote_tier.status().trouble == ""
-
-    asyncio.run(scenario())
-
-
-def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
-    local: Volume, archive_dir: Path
-) -> None:
-    async def scenario() -> None:
-        remote_tier = ArchiveTier(
-            config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN
-        )
+    async with running(config(archive_dir, every=10)) as remote_tier:
         for step in (10, 15, 20):
             commit(remote_tier, write_step(local, step))
-        assert [step for step in (10, 15, 20) if remote_tier.in_use(step_id(step))] == [10]
-        archive_dir.rmdir()
-        work = asyncio.ensure_future(remote_tier.run())
-        await until(lambda: remote_tier.status().trouble)
-        await until(lambda: not remote_tier.in_use(step_id(10)))
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await remote_tier.close()
-
-    asyncio.run(scenario())
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(10), step_id(20)}
+        remote_tier.want(step_id(15))
+        assert await remote_tier.drain(timeout_s=10)
+        assert step_id(15) in (await remote_tier.look()).complete
 
 
-def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_gone(
-    local: Volume, archive_dir: Path
-) -> None:
-    async def scenario() -> None:
-        archive_dir.rmdir()
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            await until(lambda: remote_tier.status().trouble)
-            gone(remote_tier, [step_id(10)])
-            failures = remote_tier.status().failures
-            await until(lambda: remote_tier.status().failures > failures + 1)
-            assert remote_tier.status().backlog == 0
-            assert "mount it" in remote_tier.status().trouble
-            archive_dir.mkdir()
-            await until(lambda: not remote_tier.status().trouble)
-
-    asyncio.run(scenario())
+async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
+    shards = write_step(local, 10)
+    async with (
+        running(config(archive_dir)) as one,
+        running(config(archive_dir)) as other,
+    ):
+        committed(one, step_id(10), [shards[0]])
+        assert not await one.drain(timeout_s=0.3)
+        held = await other.look()
+        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert "in part only" in held.reason
+        committed(other, step_id(10), [shards[1]])
+        assert await one.drain(timeout_s=10)
+        assert await other.drain(timeout_s=10)
+        assert (await one.look()).complete == {step_id(10)}
 
 
-def test_a_rotten_local_shard_does_not_become_an_archived_one(
-    local: Volume, archive_dir: Path
-) -> None:
-    async def scenario() -> None:
-        shards = write_step(local, 10)
-        flip(shards[1].path, at=PAGE_BYTES * 3)
+async def test_what_is_there_already_is_not_sent_again(local: Volume, archive_dir: Path) -> None:
+    shards = write_step(local, 10)
+    for sent in (2, 0):
         async with running(config(archive_dir)) as remote_tier:
             commit(remote_tier, shards)
             assert await remote_tier.drain(timeout_s=10)
-            assert (await remote_tier.look()).complete == frozenset()
-            assert remote_tier.status().failures == 1
+            assert remote_tier.status().sent == sent
 
-    asyncio.run(scenario())
+
+async def test_a_shard_that_was_published_meanwhile_is_found(
+    local: Volume, archive_dir: Path
+) -> None:
+    shards = write_step(local, 10)
+    local.publish(step_id(10))
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(10)}
+
+
+async def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
+    local: Volume, archive_dir: Path
+) -> None:
+    gone, kept = write_step(local, 10), write_step(local, 20)
+    local.retire(step_id(10))
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, gone)
+        commit(remote_tier, kept)
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(20)}
+        assert remote_tier.status().trouble == ""
+
+
+async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
+    local: Volume, archive_dir: Path
+) -> None:
+    remote_tier = ArchiveTier(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
+    for step in (10, 15, 20):
+        commit(remote_tier, write_step(local, step))
+    assert [step for step in (10, 15, 20) if remote_tier.in_use(step_id(step))] == [10]
+    archive_dir.rmdir()
+    work = asyncio.ensure_future(remote_tier.run())
+    await until(lambda: remote_tier.status().trouble)
+    await until(lambda: not remote_tier.in_use(step_id(10)))
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await remote_tier.close()
+
+
+async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_gone(
+    local: Volume, archive_dir: Path
+) -> None:
+    archive_dir.rmdir()
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        await until(lambda: remote_tier.status().trouble)
+        gone(remote_tier, [step_id(10)])
+        failures = remote_tier.status().failures
+        await until(lambda: remote_tier.status().failures > failures + 1)
+        assert remote_tier.status().backlog == 0
+        assert "mount it" in remote_tier.status().trouble
+        archive_dir.mkdir()
+        await until(lambda: not remote_tier.status().trouble)
+
+
+async def test_a_rotten_local_shard_does_not_become_an_archived_one(
+    local: Volume, archive_dir: Path
+) -> None:
+    shards = write_step(local, 10)
+    flip(shards[1].path, at=PAGE_BYTES * 3)
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == frozenset()
+        assert remote_tier.status().failures == 1
     names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
     assert names == ["rank-00000-of-00002.safetensors"]
 
 
-def test_old_steps_go_record_first_and_the_newest_stays(local: Volume, archive_dir: Path) -> None:
+async def test_old_steps_go_record_first_and_the_newest_stays(
+    local: Volume, archive_dir: Path
+) -> None:
     policy = Retention(last=1, every_steps=100)
 
-    async def scenario() -> None:
-        pinned = {step_id(120)}
-        async with running(
-            config(archive_dir, retention=policy), facts=RunFacts(pinned=lambda: pinned)
-        ) as remote_tier:
-            for step in (100, 110, 120, 130):
-                commit(remote_tier, write_step(local, step))
-                assert await remote_tier.drain(timeout_s=10)
-            left = {id.step for id in (await remote_tier.look()).complete}
-            assert left == {100, 120, 130}
-
-    asyncio.run(scenario())
+    pinned = {step_id(120)}
+    async with running(
+        config(archive_dir, retention=policy), facts=RunFacts(pinned=lambda: pinned)
+    ) as remote_tier:
+        for step in (100, 110, 120, 130):
+            commit(remote_tier, write_step(local, step))
+            assert await remote_tier.drain(timeout_s=10)
+        left = {id.step for id in (await remote_tier.look()).complete}
+        assert left == {100, 120, 130}
     assert not (archive_dir / RUN / str(step_id(110))).exists()
 
 
-def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
+async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
     local: Volume, archive_dir: Path
 ) -> None:
     """A sidecar that has just started, while the operator is away."""
     pinned: set[StepId] | None = None
 
-    async def scenario() -> None:
-        nonlocal pinned
-        settings = config(archive_dir, retention=Retention(last=1))
-        async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as remote_tier:
-            for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
-                if step == 40:
-                    pinned = {step_id(10)}
-                commit(remote_tier, write_step(local, step))
-                assert await remote_tier.drain(timeout_s=10)
-                assert {id.step for id in (await remote_tier.look()).complete} == left
-
-    asyncio.run(scenario())
+    settings = config(archive_dir, retention=Retention(last=1))
+    async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as remote_tier:
+        for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
+            if step == 40:
+                pinned = {step_id(10)}
+            commit(remote_tier, write_step(local, step))
+            assert await remote_tier.drain(timeout_s=10)
+            assert {id.step for id in (await remote_tier.look()).complete} == left
 
 
-def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
+async def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        archive_dir.rmdir()
-        order: list[StepId] = []
-        async with running(config(archive_dir, retention=Retention(last=9))) as remote_tier:
-            for step in (3, 1, 2):
-                commit(remote_tier, write_step(local, step))
-            assert not await remote_tier.drain(timeout_s=0.3)
-            held = await remote_tier.look()
-            assert held.answer is Answer.UNKNOWN
-            assert "not there; mount it" in held.reason
-            status = remote_tier.status()
-            assert (status.backlog, status.failures > 1) == (6, True)
-            assert "mount it" in status.trouble
-            assert status.behind_s > 0
-            archive_dir.mkdir()
-            assert await remote_tier.drain(timeout_s=10)
-            assert remote_tier.status().trouble == ""
-        times = {path.stat().st_mtime_ns: path.parent.name for path in archive_dir.rglob("*.json")}
-        order = [StepId.parse(times[at]) for at in sorted(times)]
-        assert [id.step for id in order] == [1, 2, 3]
-
-    asyncio.run(scenario())
+    archive_dir.rmdir()
+    order: list[StepId] = []
+    async with running(config(archive_dir, retention=Retention(last=9))) as remote_tier:
+        for step in (3, 1, 2):
+            commit(remote_tier, write_step(local, step))
+        assert not await remote_tier.drain(timeout_s=0.3)
+        held = await remote_tier.look()
+        assert held.answer is Answer.UNKNOWN
+        assert "not there; mount it" in held.reason
+        status = remote_tier.status()
+        assert (status.backlog, status.failures > 1) == (6, True)
+        assert "mount it" in status.trouble
+        assert status.behind_s > 0
+        archive_dir.mkdir()
+        assert await remote_tier.drain(timeout_s=10)
+        assert remote_tier.status().trouble == ""
+    times = {path.stat().st_mtime_ns: path.parent.name for path in archive_dir.rglob("*.json")}
+    order = [StepId.parse(times[at]) for at in sorted(times)]
+    assert [id.step for id in order] == [1, 2, 3]
 
 
-def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
+async def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
     local: Volume, archive_dir: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            assert await remote_tier.drain(timeout_s=10)
-            remote = (await remote_tier.look()).shards[0]
-            layout = (await reading.manifest(remote_tier, remote)).layout
-            shutil.rmtree(archive_dir)
-            with pytest.raises(StorageError, match=str(archive_dir)):
-                await reading.load(remote_tier, remote, empty_slot(layout))
-
-    asyncio.run(scenario())
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert await remote_tier.drain(timeout_s=10)
+        remote = (await remote_tier.look()).shards[0]
+        layout = (await reading.manifest(remote_tier, remote)).layout
+        shutil.rmtree(archive_dir)
+        with pytest.raises(StorageError, match=str(archive_dir)):
+            await reading.load(remote_tier, remote, empty_slot(layout))
 
 
-def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
+async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
     archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither writing nor tidying works any more, and none of it is done on the event loop."""
@@ -353,18 +304,15 @@ def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_
         threads.append(threading.current_thread().name)
         raise OSError(errno.EROFS, "Read-only file system")
 
-    async def story() -> None:
-        async def pieces() -> AsyncIterator[memoryview]:
-            yield memoryview(b"x" * PAGE_BYTES)
+    async def pieces() -> AsyncIterator[memoryview]:
+        yield memoryview(b"x" * PAGE_BYTES)
 
-        store = DirectoryStore(archive_dir)
-        monkeypatch.setattr(store._filesystem, "write", refuse)
-        monkeypatch.setattr(Path, "unlink", refuse)
-        with pytest.raises(StorageError, match="Read-only"):
-            await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
-        await store.close()
-
-    asyncio.run(story())
+    store = DirectoryStore(archive_dir)
+    monkeypatch.setattr(store._filesystem, "write", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match="Read-only"):
+        await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
+    await store.close()
     assert len(threads) == 2
     assert threading.main_thread().name not in threads
 
@@ -388,23 +336,20 @@ def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
     assert [path for path in archive_dir.rglob("*") if path.is_file()] == []
 
 
-def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
+async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keepstep_sidecar.tiers.archive.tier._IDLE_S", 0.05)
 
-    async def scenario() -> None:
-        shards = [write_step(local, step) for step in (10, 20, 30)]
-        for sent in (6, 0):  # by one that begins anew, too
-            async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
-                for each in shards:
-                    commit(remote_tier, each)
-                assert await remote_tier.drain(timeout_s=10)
-                await until(lambda: len(list(archive_dir.rglob("step.json"))) == 1)
-                listed = remote_tier._listed
-                await until(lambda: remote_tier._listed is not listed)  # noqa: B023
-                assert remote_tier.status().backlog == 0
-                assert remote_tier.status().sent == sent
-                assert {id.step for id in (await remote_tier.look()).complete} == {30}
-
-    asyncio.run(scenario())
+    shards = [write_step(local, step) for step in (10, 20, 30)]
+    for sent in (6, 0):  # by one that begins anew, too
+        async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
+            for each in shards:
+                commit(remote_tier, each)
+            assert await remote_tier.drain(timeout_s=10)
+            await until(lambda: len(list(archive_dir.rglob("step.json"))) == 1)
+            listed = remote_tier._listed
+            await until(lambda: remote_tier._listed is not listed)  # noqa: B023
+            assert remote_tier.status().backlog == 0
+            assert remote_tier.status().sent == sent
+            assert {id.step for id in (await remote_tier.look()).complete} == {30}

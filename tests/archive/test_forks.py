@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 from pathlib import Path
 
@@ -29,47 +28,41 @@ def config(request: pytest.FixtureRequest, archive_dir: Path) -> ArchiveConfig:
     return bucket.config()
 
 
-def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_there(
+async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_there(
     config: ArchiveConfig, local: Volume
 ) -> None:
-    async def scenario() -> None:
-        async with running(config) as remote_tier:
-            for number in (10, 20):
-                commit(remote_tier, write_step(local, number))
-            assert await remote_tier.drain(timeout_s=30)
-        store = open_store(config)
-        before = await store.list_below("")
-        ancestor = AncestorTier(store, parse(f"{RUN}/10"), run="second")
-        found = await ancestor.look()
-        assert (found.answer, found.epochs) == (Answer.STEPS, ())
-        assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
-        assert {(one.rank, one.world, one.tier) for one in found.shards} == {
-            (0, 2, Tier.ARCHIVE),
-            (1, 2, Tier.ARCHIVE),
-        }
-        for shard in found.shards:
-            layout = (await reading.manifest(ancestor, shard)).layout
-            view = memoryview(mmap.mmap(-1, shard.size_bytes))
-            control = await reading.load(ancestor, shard, view)
-            check_control(control, layout, run="second", id=step_id(10))
-            assert bytes(view[layout.control_begin :]) == control.to_bytes()
-        assert await store.list_below("") == before
+    async with running(config) as remote_tier:
+        for number in (10, 20):
+            commit(remote_tier, write_step(local, number))
+        assert await remote_tier.drain(timeout_s=30)
+    store = open_store(config)
+    before = await store.list_below("")
+    ancestor = AncestorTier(store, parse(f"{RUN}/10"), run="second")
+    found = await ancestor.look()
+    assert (found.answer, found.epochs) == (Answer.STEPS, ())
+    assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
+    assert {(one.rank, one.world, one.tier) for one in found.shards} == {
+        (0, 2, Tier.ARCHIVE),
+        (1, 2, Tier.ARCHIVE),
+    }
+    for shard in found.shards:
+        layout = (await reading.manifest(ancestor, shard)).layout
+        view = memoryview(mmap.mmap(-1, shard.size_bytes))
+        control = await reading.load(ancestor, shard, view)
+        check_control(control, layout, run="second", id=step_id(10))
+        assert bytes(view[layout.control_begin :]) == control.to_bytes()
+    assert await store.list_below("") == before
 
-        ancestor.begin(RunFacts(outgrown=lambda: True))
-        assert (await ancestor.look()).answer is Answer.NONE
-        await ancestor.close()
-
-    asyncio.run(scenario())
+    ancestor.begin(RunFacts(outgrown=lambda: True))
+    assert (await ancestor.look()).answer is Answer.NONE
+    await ancestor.close()
 
 
-def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
-        ancestor = AncestorTier(store, parse("first/10"), run="second")
-        found = await ancestor.look()
-        assert found.answer is Answer.UNKNOWN
-        assert "begin from first/10, but" in found.reason
-        assert str(tmp_path / "gone") in found.reason
-        await ancestor.close()
-
-    asyncio.run(scenario())
+async def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
+    ancestor = AncestorTier(store, parse("first/10"), run="second")
+    found = await ancestor.look()
+    assert found.answer is Answer.UNKNOWN
+    assert "begin from first/10, but" in found.reason
+    assert str(tmp_path / "gone") in found.reason
+    await ancestor.close()

@@ -33,99 +33,84 @@ def in_bucket(bucket: Bucket, step: int) -> Path:
     return bucket.directory / "runs" / RUN / str(step_id(step))
 
 
-def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        async with running(bucket.config()) as remote_tier:
-            shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=30)
-            held = await remote_tier.look()
-            assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
-            for remote in held.shards:
-                slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
-                await reading.load(remote_tier, remote, slot)
-                assert bytes(slot) == shards[remote.rank].path.read_bytes()
-            status = remote_tier.status()
-            size_bytes = sum(one.size_bytes for one in held.shards)
-            assert status.sent_bytes == size_bytes
-            headers = 3 * len(held.shards) * (64 << 10)  # read first, with what follows them
-            assert size_bytes <= status.received_bytes < size_bytes + headers
-
-    asyncio.run(scenario())
+async def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucket) -> None:
+    async with running(bucket.config()) as remote_tier:
+        shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=30)
+        held = await remote_tier.look()
+        assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
+        for remote in held.shards:
+            slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
+            await reading.load(remote_tier, remote, slot)
+            assert bytes(slot) == shards[remote.rank].path.read_bytes()
+        status = remote_tier.status()
+        size_bytes = sum(one.size_bytes for one in held.shards)
+        assert status.sent_bytes == size_bytes
+        headers = 3 * len(held.shards) * (64 << 10)  # read first, with what follows them
+        assert size_bytes <= status.received_bytes < size_bytes + headers
     names = sorted(path.name for path in in_bucket(bucket, 10).iterdir())
     assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
 
 
-def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        process = psutil.Process()
-        shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB
-        async with running(bucket.config(direct=True)) as remote_tier:
-            commit(remote_tier, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
-            assert await remote_tier.drain(timeout_s=30)  # threads and buffers are there by now
-            before = process.memory_info().rss
-            commit(remote_tier, shards)
-            peak, drained = before, asyncio.ensure_future(remote_tier.drain(timeout_s=60))
-            while not drained.done():
-                peak = max(peak, process.memory_info().rss)
-                await asyncio.sleep(0.005)
-            assert drained.result()
-        assert peak - before < 64 << 20, f"{(peak - before) >> 20} MiB for an image of 192 MiB"
-
-    asyncio.run(scenario())
+async def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -> None:
+    process = psutil.Process()
+    shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB
+    async with running(bucket.config(direct=True)) as remote_tier:
+        commit(remote_tier, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
+        assert await remote_tier.drain(timeout_s=30)  # threads and buffers are there by now
+        before = process.memory_info().rss
+        commit(remote_tier, shards)
+        peak, drained = before, asyncio.ensure_future(remote_tier.drain(timeout_s=60))
+        while not drained.done():
+            peak = max(peak, process.memory_info().rss)
+            await asyncio.sleep(0.005)
+        assert drained.result()
+    assert peak - before < 64 << 20, f"{(peak - before) >> 20} MiB for an image of 192 MiB"
 
 
-def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(
+async def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        faults = bucket.proxy.faults
-        faults.answer, faults.to = 503, "^(PUT|POST)"
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            await until(lambda: remote_tier.status().trouble)
-            trouble = remote_tier.status().trouble
-            assert "SlowDown" in trouble or "503" in trouble
-            faults.answer = None
-            assert await remote_tier.drain(timeout_s=20)
-            assert remote_tier.status().trouble == ""
-            assert (await remote_tier.look()).complete == {step_id(10)}
-        assert faults.broken > 3
-
-    asyncio.run(scenario())
+    faults = bucket.proxy.faults
+    faults.answer, faults.to = 503, "^(PUT|POST)"
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        await until(lambda: remote_tier.status().trouble)
+        trouble = remote_tier.status().trouble
+        assert "SlowDown" in trouble or "503" in trouble
+        faults.answer = None
+        assert await remote_tier.drain(timeout_s=20)
+        assert remote_tier.status().trouble == ""
+        assert (await remote_tier.look()).complete == {step_id(10)}
+    assert faults.broken > 3
 
 
-def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
+async def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        faults = bucket.proxy.faults
-        faults.drop_after = 1 << 20
-        async with running(bucket.config()) as remote_tier:
-            shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-            commit(remote_tier, shards)
-            await until(lambda: faults.broken >= 3)
-            faults.drop_after = None
-            assert await remote_tier.drain(timeout_s=30)
-            remote = (await remote_tier.look()).shards[0]
-            slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
-            await reading.load(remote_tier, remote, slot)
-            assert bytes(slot) == shards[0].path.read_bytes()
-
-    asyncio.run(scenario())
+    faults = bucket.proxy.faults
+    faults.drop_after = 1 << 20
+    async with running(bucket.config()) as remote_tier:
+        shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+        commit(remote_tier, shards)
+        await until(lambda: faults.broken >= 3)
+        faults.drop_after = None
+        assert await remote_tier.drain(timeout_s=30)
+        remote = (await remote_tier.look()).shards[0]
+        slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
+        await reading.load(remote_tier, remote, slot)
+        assert bytes(slot) == shards[0].path.read_bytes()
 
 
-def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
+async def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        bucket.proxy.faults.answer = 503
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            assert not await remote_tier.drain(timeout_s=60, whole=False)
-            assert remote_tier.status().trouble
-
-    asyncio.run(scenario())
+    bucket.proxy.faults.answer = 503
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert not await remote_tier.drain(timeout_s=60, whole=False)
+        assert remote_tier.status().trouble
 
 
 def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
@@ -148,81 +133,68 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     assert "retries" not in trouble
 
 
-def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        bucket.proxy.faults.delay_s = 0.1
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            await until(lambda: remote_tier.in_use(step_id(10)))
-            assert not await remote_tier.drain(timeout_s=0.1)
-            assert await remote_tier.drain(timeout_s=30)
-            assert not remote_tier.in_use(step_id(10))
-            assert remote_tier.status().failures == 0
-
-    asyncio.run(scenario())
+async def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
+    bucket.proxy.faults.delay_s = 0.1
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        await until(lambda: remote_tier.in_use(step_id(10)))
+        assert not await remote_tier.drain(timeout_s=0.1)
+        assert await remote_tier.drain(timeout_s=30)
+        assert not remote_tier.in_use(step_id(10))
+        assert remote_tier.status().failures == 0
 
 
-def test_other_bytes_than_were_sent_are_never_given_out(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, write_step(local, 10))
-            assert await remote_tier.drain(timeout_s=20)
-            remote = (await remote_tier.look()).shards[0]
-            layout = (await reading.manifest(remote_tier, remote)).layout
-            bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
-            slot = empty_slot(layout)
-            with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
-                await reading.load(remote_tier, remote, slot)
-            assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
-            bucket.proxy.faults.flip = None
+async def test_other_bytes_than_were_sent_are_never_given_out(
+    local: Volume, bucket: Bucket
+) -> None:
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert await remote_tier.drain(timeout_s=20)
+        remote = (await remote_tier.look()).shards[0]
+        layout = (await reading.manifest(remote_tier, remote)).layout
+        bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
+        slot = empty_slot(layout)
+        with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
             await reading.load(remote_tier, remote, slot)
+        assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
+        bucket.proxy.faults.flip = None
+        await reading.load(remote_tier, remote, slot)
 
-    asyncio.run(scenario())
 
-
-def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(
+async def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        async with running(bucket.config()) as remote_tier:
-            bucket.proxy.faults.flip = PAGE_BYTES + 10  # in the tail that is read back
-            commit(remote_tier, write_step(local, 10))
-            await until(lambda: "other bytes than it was sent" in remote_tier.status().trouble)
-            assert (await remote_tier.look()).complete == frozenset()
-            bucket.proxy.faults.flip = None
-            assert await remote_tier.drain(timeout_s=20)
-
-    asyncio.run(scenario())
+    async with running(bucket.config()) as remote_tier:
+        bucket.proxy.faults.flip = PAGE_BYTES + 10  # in the tail that is read back
+        commit(remote_tier, write_step(local, 10))
+        await until(lambda: "other bytes than it was sent" in remote_tier.status().trouble)
+        assert (await remote_tier.look()).complete == frozenset()
+        bucket.proxy.faults.flip = None
+        assert await remote_tier.drain(timeout_s=20)
 
 
-def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
+async def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS))
-            assert await remote_tier.drain(timeout_s=30)
-            damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
-            os.truncate(damaged, damaged.stat().st_size - (8 << 20))
-            held = await remote_tier.look()
-            assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
-            assert "rank-00001-of-00002.safetensors has" in held.reason
-
-    asyncio.run(scenario())
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS))
+        assert await remote_tier.drain(timeout_s=30)
+        damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
+        os.truncate(damaged, damaged.stat().st_size - (8 << 20))
+        held = await remote_tier.look()
+        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert "rank-00001-of-00002.safetensors has" in held.reason
 
 
-def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket: Bucket) -> None:
-    async def scenario() -> None:
-        shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-        place = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
-        place.parent.mkdir(parents=True)
-        place.write_bytes(shards[1].path.read_bytes()[: 8 << 20])
-        async with running(bucket.config()) as remote_tier:
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=30)
-        assert place.read_bytes() == shards[1].path.read_bytes()
-
-    asyncio.run(scenario())
+async def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket: Bucket) -> None:
+    shards = write_step(local, 10, parameters=SEVERAL_PARTS)
+    place = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(shards[1].path.read_bytes()[: 8 << 20])
+    async with running(bucket.config()) as remote_tier:
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=30)
+    assert place.read_bytes() == shards[1].path.read_bytes()
 
 
 def test_wrong_credentials_and_absent_buckets_say_what_to_do(
@@ -247,38 +219,32 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     assert "wrong" not in said
 
 
-def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
+async def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
     local: Volume, bucket: Bucket
 ) -> None:
-    async def scenario() -> None:
-        bucket.proxy.faults.answer = 503
-        async with running(bucket.config(retention=Retention(last=9))) as remote_tier:
-            for step in range(1, 6):
-                commit(remote_tier, write_step(local, step))
-            for step in (1, 2):  # retired here while the archive was away: nothing to be done
-                local.retire(step_id(step))
-            gone(remote_tier, [step_id(1), step_id(2)])
-            await until(lambda: remote_tier.status().failures)
-            assert remote_tier.status().backlog == 6
-            bucket.proxy.faults.answer = None
-            assert await remote_tier.drain(timeout_s=30)
-            assert [id.step for id in sorted((await remote_tier.look()).complete)] == [3, 4, 5]
-        written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
-        assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
-
-    asyncio.run(scenario())
+    bucket.proxy.faults.answer = 503
+    async with running(bucket.config(retention=Retention(last=9))) as remote_tier:
+        for step in range(1, 6):
+            commit(remote_tier, write_step(local, step))
+        for step in (1, 2):  # retired here while the archive was away: nothing to be done
+            local.retire(step_id(step))
+        gone(remote_tier, [step_id(1), step_id(2)])
+        await until(lambda: remote_tier.status().failures)
+        assert remote_tier.status().backlog == 6
+        bucket.proxy.faults.answer = None
+        assert await remote_tier.drain(timeout_s=30)
+        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [3, 4, 5]
+    written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
+    assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
 
 
-def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:
-    async def scenario() -> None:
-        bucket.proxy.faults.drop_after = -1
-        async with running(bucket.config()) as remote_tier:
-            held = await remote_tier.look()
-            assert held.answer is Answer.UNKNOWN
-            with pytest.raises(StorageError, match=bucket.name):
-                await remote_tier.store.list_below(RUN)
-
-    asyncio.run(scenario())
+async def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:
+    bucket.proxy.faults.drop_after = -1
+    async with running(bucket.config()) as remote_tier:
+        held = await remote_tier.look()
+        assert held.answer is Answer.UNKNOWN
+        with pytest.raises(StorageError, match=bucket.name):
+            await remote_tier.store.list_below(RUN)
 
 
 async def test_a_connection_that_leads_elsewhere_by_now_is_not_used_again(bucket: Bucket) -> None:
