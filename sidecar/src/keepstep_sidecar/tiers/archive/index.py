@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
-from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, shard_name
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.read import ArchiveSource, in_parallel
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.tier import RemoteShard
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.paths import is_shard, is_step
 
 
@@ -89,6 +89,25 @@ def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, .
             one, tier=Tier.ARCHIVE, where=where, key=f"{prefix}/{shard_name(one.rank, one.world)}"
         )
         for one in step.record.shards
+    )
+
+
+def inventory(
+    complete: Sequence[ArchivedStep],
+    *,
+    run: str,
+    where: str,
+    epochs: tuple[Epoch, ...] = (),
+    reason: str = "",
+) -> Inventory:
+    """Of complete steps. Without any, a reason makes it UNKNOWN."""
+    nothing = Answer.UNKNOWN if reason else Answer.NONE
+    return Inventory(
+        answer=Answer.STEPS if complete else nothing,
+        shards=tuple(shard for one in complete for shard in remotes(one, run=run, where=where)),
+        epochs=epochs,
+        complete=frozenset(one.id for one in complete),
+        reason=reason,
     )
 
 

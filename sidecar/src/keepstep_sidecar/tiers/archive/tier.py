@@ -25,7 +25,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers.archive.backlog import Backlog
 from keepstep_sidecar.tiers.archive.fork import AncestorTier
-from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, remotes, source
+from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, inventory, source
 from keepstep_sidecar.tiers.archive.retention import expired, names_of, unkept
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
@@ -103,17 +103,13 @@ class ArchiveTier(RemoteTier):
             return Inventory(answer=Answer.UNKNOWN, reason=str(error))
         if survey.conflict:
             return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
-        shards = tuple(
-            shard
-            for step in survey.complete
-            for shard in remotes(step, run=self.run_name, where=self.store.where)
-        )
-        return Inventory(
-            answer=_answer(survey),
-            shards=shards,
+        where = self.store.where
+        return inventory(
+            survey.complete,
+            run=self.run_name,
+            where=where,
             epochs=survey.epochs,
-            complete=frozenset(one.id for one in survey.complete),
-            reason=_reason(survey, self.store.where),
+            reason=_reason(survey, where),
         )
 
     async def _survey(self) -> Survey:
@@ -338,14 +334,8 @@ def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> boo
     return all(name in files and files[name].bytes == size for name, size in named.items())
 
 
-def _answer(survey: Survey) -> Answer:
-    """Steps that are there but cannot be used are no reason to start anew in silence."""
-    if survey.complete:
-        return Answer.STEPS
-    return Answer.UNKNOWN if survey.steps else Answer.NONE
-
-
 def _reason(survey: Survey, where: str) -> str:
+    """Steps that are there but cannot be used are no reason to start anew in silence."""
     if survey.faults:
         return "; ".join(survey.faults)
     if survey.steps and not survey.complete:
