@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, shard_name
-from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import ArchiveSource, in_parallel
+from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
@@ -148,7 +148,9 @@ class Surveyor:
             directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
-        await in_parallel(self._read, [f for f in map(_record_in, by_step.values()) if f])
+        records_there = filter(None, map(_record_in, by_step.values()))
+        reads = [functools.partial(self._read, stored) for stored in records_there]
+        await few_at_once(reads, most=IN_FLIGHT)
         keys = {(one.name, one.etag) for one in listed}
         self._known = {key: one for key, one in self._known.items() if key in keys}
         steps = tuple(self.judge(id, files) for id, files in sorted(by_step.items()))

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, ImageError
@@ -18,8 +17,6 @@ from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.store import Store
 from keepstep_sidecar.tiers.source import Cancel, Read
-
-T = TypeVar("T")
 
 IN_FLIGHT = 6
 """Ranges of one shard that are asked for at once: a link of 10 Gbit/s with 40 ms is kept full."""
@@ -103,23 +100,3 @@ async def control_page(store: Store, name: str, shard: Shard, *, run: str) -> Co
     except ImageError as error:
         raise type(error)(error.reason, path=f"{store.where}/{name}") from None
     return control
-
-
-async def in_parallel(
-    work: Callable[[T], Awaitable[None]], items: Iterable[T], *, limit: int = IN_FLIGHT
-) -> None:
-    """`work` for each item, at most `limit` at once. The first error ends it and is raised; by
-    then nothing is in flight any more."""
-    left = iter(items)
-
-    async def worker() -> None:
-        for item in left:
-            await work(item)
-
-    tasks = [asyncio.ensure_future(worker()) for _ in range(limit)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import time
@@ -28,10 +29,10 @@ from keepstep.image import (
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, shard_name
-from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import step_prefix
-from keepstep_sidecar.tiers.archive.read import control_page, in_parallel
+from keepstep_sidecar.tiers.archive.read import control_page
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.volume.direct_io import aligned_buffer
@@ -146,18 +147,15 @@ class Sender:
         self, id: StepId, world: int, files: list[Stored]
     ) -> list[tuple[Shard, Epoch]]:
         """What the shards' own control pages say, all of them of this step and run."""
-        found: dict[int, tuple[Shard, Epoch]] = {}
 
-        async def describe(one: tuple[int, Stored]) -> None:
-            rank, stored = one
+        async def describe(rank: int, stored: Stored) -> tuple[Shard, Epoch]:
             shard = Shard(step_id=id, rank=rank, world=world, size_bytes=stored.bytes)
             control = await control_page(self.store, stored.name, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
-            shard = replace(shard, root=control.root, params_digest=params)
-            found[rank] = (shard, control.epoch)
+            return replace(shard, root=control.root, params_digest=params), control.epoch
 
-        await in_parallel(describe, enumerate(files), limit=16)
-        return [found[rank] for rank in range(world)]
+        asked = [functools.partial(describe, *one) for one in enumerate(files)]
+        return await few_at_once(asked, most=16)
 
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
