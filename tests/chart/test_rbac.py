@@ -122,8 +122,13 @@ def test_viewers_read_and_editors_write_policies_and_runs(plain: list[Object]) -
 def _rendered(objects: list[Object], component: str) -> set[Grant]:
     name = f"keepstep-{component}"
     grants = set()
-    for kind, scope in (("ClusterRole", "cluster"), ("Role", "namespace")):
-        role = of_kind([one for one in objects if not is_hook(one)], kind).get(name)
+    places = (
+        ("ClusterRole", name, "cluster"),
+        ("Role", name, "namespace"),
+        ("Role", f"{name}-helpers", "helpers"),
+    )
+    for kind, called, scope in places:
+        role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)
         for rule in role["rules"] if role else ():
             (group,) = rule["apiGroups"]
             grants.add(

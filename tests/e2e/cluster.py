@@ -21,6 +21,7 @@ OPERATOR = f"keepstep/operator:{VERSION}"
 SIDECAR = f"keepstep/sidecar:{VERSION}"
 TRAINER = f"keepstep/example-gpt:{VERSION}"
 RELEASE, NAMESPACE = "keepstep", "keepstep-system"
+HELPERS = f"{NAMESPACE}-helpers"
 HOST_PATH = "/var/lib/keepstep"
 
 _UPSTREAM = {

@@ -11,8 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.reconcile.helpers import pod_spec
+from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
+from keepstep_operator.reconcile.state.helper_plan import Helper
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import HOST_PATH, NAMESPACE, Cluster
+from tests.e2e.cluster import HELPERS, HOST_PATH, NAMESPACE, SIDECAR, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -78,7 +82,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
         within_s=120,
         what="nothing of the run is on any node",
     )
-    system = cluster.kubectl.namespaced(NAMESPACE)
+    system = cluster.kubectl.namespaced(HELPERS)
     system.eventually(lambda: not _noted(system, run), what="nothing more is noted of the run")
     _no_helpers(cluster)
 
@@ -112,7 +116,63 @@ def _noted(system: Kubectl, run: str) -> list[Object]:
 
 
 def _no_helpers(cluster: Cluster) -> None:
-    system = cluster.kubectl.namespaced(NAMESPACE)
+    system = cluster.kubectl.namespaced(HELPERS)
     system.eventually(
         lambda: not system.list("pods", "keepstep.dev/helper"), what="no helper pod is left"
     )
+
+
+def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(
+    cluster: Cluster,
+) -> None:
+    good = _helper_pod()
+    assert _refused(cluster, HELPERS, good) == ""
+    bad: list[tuple[str, dict[str, object]]] = [
+        ("hostPaths", {"volumes": [{"name": "v", "hostPath": {"path": "/etc", "type": ""}}]}),
+        ("hostPaths", {"volumes": [{"name": "v", "hostPath": {"path": f"{HOST_PATH}x"}}]}),
+        ("hostPaths", {"volumes": [{"name": "v", "secret": {"secretName": "s"}}]}),
+        ("service account", {"serviceAccountName": "default"}),
+        ("namespace of its node", {"hostPID": True}),
+        ("sidecar image", {"initContainers": good["spec"]["containers"]}),
+    ]
+    for said, spec in bad:
+        assert said in _refused(cluster, HELPERS, {**good, "spec": {**good["spec"], **spec}})
+    (container,) = good["spec"]["containers"]
+    security = container["securityContext"]
+    worse: list[tuple[str, dict[str, object]]] = [
+        ("sidecar image", {"image": "busybox"}),
+        ("sidecar image", {"command": ["sh", "--serve"]}),
+        ("privileged", {"securityContext": {**security, "privileged": True}}),
+        ("not root", {"securityContext": {**security, "runAsUser": 0}}),
+        ("no Secret", {"envFrom": [{"secretRef": {"name": "s"}}]}),
+    ]
+    for said, changed in worse:
+        spec = {**good["spec"], "containers": [{**container, **changed}]}
+        assert said in _refused(cluster, HELPERS, {**good, "spec": spec})
+    unlabelled = {**good, "metadata": {"name": "helper"}}
+    assert "keepstep.dev/helper" in _refused(cluster, HELPERS, unlabelled)
+    assert "forbidden" in _refused(cluster, NAMESPACE, good)
+
+
+def _helper_pod() -> Object:
+    """As reconcile makes it."""
+    defaults = HelperDefaults(
+        image=SIDECAR,
+        namespace=HELPERS,
+        release=NAMESPACE,
+        account="keepstep-helpers",
+        reports_url="https://reports",
+        reports_ca=lambda: "",
+    )
+    helper = Helper(run=RunKey("team", "gpt"), node="n", paths=(HOST_PATH,), node_ranks=(0,))
+    return pod_spec.serving(helper, defaults)
+
+
+def _refused(cluster: Cluster, namespace: str, pod: Object) -> str:
+    """Why reconcile may not make this pod, '' when it may."""
+    body = {**pod, "metadata": {**pod["metadata"], "namespace": namespace}}
+    done = cluster.kubectl.attempt(
+        "create", "--dry-run=server", "-f", "-",
+        f"--as=system:serviceaccount:{NAMESPACE}:keepstep-reconcile", input=json.dumps(body),
+    )  # fmt: skip
+    return done.stderr if done.returncode else ""

@@ -18,11 +18,13 @@ from keepstep_operator.journal import say, warn
 
 CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
+AUTHORITIES: Final = "ca.crt"
 _LOOK_EVERY_S: Final = 5.0
 
 
 class ServerTls:
-    """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh.
+    """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh. `authorities`:
+    PEM of all that clients must trust (ca.crt), '' where there is none.
 
     Raises UsageError when there is no usable pair to begin with.
     """
@@ -33,6 +35,7 @@ class ServerTls:
         try:
             self._loaded = self._digest()
             self.context.load_cert_chain(directory / CERTIFICATE, directory / KEY)
+            self.authorities = self._read_authorities()
         except (OSError, ssl.SSLError) as error:
             raise UsageError(
                 f"{directory} holds no usable {CERTIFICATE} and {KEY}: {error}; they come from"
@@ -48,6 +51,7 @@ class ServerTls:
             files = self._directory / CERTIFICATE, self._directory / KEY
             _context().load_cert_chain(*files)  # a wrong pair must not reach the live context
             self.context.load_cert_chain(*files)
+            self.authorities = self._read_authorities()
         except (OSError, ssl.SSLError) as error:
             warn("certificate not loaded", directory=str(self._directory), reason=str(error))
             return False
@@ -62,8 +66,12 @@ class ServerTls:
             self.reload()
 
     def _digest(self) -> str:
-        both = (self._directory / name for name in (CERTIFICATE, KEY))
-        return hashlib.sha256(b"\0".join(one.read_bytes() for one in both)).hexdigest()
+        both = [(self._directory / name).read_bytes() for name in (CERTIFICATE, KEY)]
+        return hashlib.sha256(b"\0".join([*both, self._read_authorities().encode()])).hexdigest()
+
+    def _read_authorities(self) -> str:
+        path = self._directory / AUTHORITIES
+        return path.read_text() if path.exists() else ""
 
 
 def _context() -> ssl.SSLContext:

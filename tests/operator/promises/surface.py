@@ -61,7 +61,7 @@ PREFIX = "/mnt/nvme0"
 GROUP = "/apis/keepstep.dev/v1alpha1"
 HELPERS = (
     "--host-path", PREFIX, "--helper-image", "keepstep/sidecar:0.1.0", "--helper-account",
-    "helpers", "--reports-url", "https://reports", "--reports-ca-configmap", "keepstep-reports-ca",
+    "helpers", "--reports-url", "https://reports", "--helper-namespace", SYSTEM,
 )  # fmt: skip
 """Options with which reconcile makes helper pods."""
 _COLLECTIONS = (

@@ -31,24 +31,12 @@ def test_without_host_paths_reconcile_may_not_create_pods(chart: Chart) -> None:
     assert list(_may_create_pods(chart.render(), "keepstep-reconcile")) == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="helper pods run in a namespace without the keys of authorities; mended with the"
-    " operator's rebuild",
-)
 def test_with_host_paths_reconcile_creates_pods_only_where_no_key_lies(chart: Chart) -> None:
     namespaces = set(_may_create_pods(chart.render(HOST_PATHS), "keepstep-reconcile"))
     assert namespaces
     assert namespaces.isdisjoint({NAMESPACE, "*"}), f"it may create pods in {namespaces}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a policy of the cluster bounds what helper pods may be; mended with the operator's"
-    " rebuild",
-)
 def test_with_host_paths_a_policy_bounds_the_pods_that_reconcile_creates(chart: Chart) -> None:
     bounds = of_kind(chart.render(HOST_PATHS), "ValidatingAdmissionPolicy").values()
     bounded = [rule for one in bounds for rule in one["spec"]["matchConstraints"]["resourceRules"]]

@@ -23,10 +23,11 @@ from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, later, pod,
 PATH = "/mnt/nvme0"
 DEFAULTS = HelperDefaults(
     image="keepstep/sidecar:1",
-    namespace="keepstep-system",
+    namespace="keepstep-system-helpers",
+    release="keepstep-system",
     account="keepstep-helpers",
     reports_url="https://reports.keepstep-system.svc:443",
-    reports_ca="keepstep-reports-ca",
+    reports_ca=lambda: "-----BEGIN CERTIFICATE-----",
 )
 
 

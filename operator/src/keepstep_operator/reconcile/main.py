@@ -61,24 +61,24 @@ class Settings:
     helper_image: str
     helper_pull_policy: str
     helper_pull_secrets: tuple[str, ...]
+    helper_namespace: str
     helper_account: str
     helper_priority_class: str
     helper_resources: Body | None
     reports_url: str
-    reports_ca_configmap: str
     clean_after: float | None
 
-    @property
-    def helpers(self) -> HelperDefaults | None:
+    def helpers(self, reports_ca: Callable[[], str]) -> HelperDefaults | None:
         """None: helper pods are switched off, or have no directory that they might mount."""
         if not self.helper_image or not self.host_paths:
             return None
         return HelperDefaults(
             image=self.helper_image,
-            namespace=self.namespace,
+            namespace=self.helper_namespace or self.namespace,
+            release=self.namespace,
             account=self.helper_account,
             reports_url=self.reports_url,
-            reports_ca=self.reports_ca_configmap,
+            reports_ca=reports_ca,
             pull_policy=self.helper_pull_policy,
             pull_secrets=self.helper_pull_secrets,
             priority_class=self.helper_priority_class,
@@ -142,7 +142,13 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "helper_pull_secrets",
     multiple=True,
     metavar="NAME",
-    help="Secret of the release's namespace for that image; may be repeated.",
+    help="Secret of the helpers' namespace for that image; may be repeated.",
+)
+@option(
+    "--helper-namespace",
+    default="",
+    metavar="NAME",
+    help="Of helper pods, and of what is noted of runs' directories.  [default: --namespace]",
 )
 @option("--helper-account", default="", metavar="NAME", help="Helper pods' service account.")
 @option("--helper-priority-class", default="", metavar="NAME", help="Of helper pods.")
@@ -153,12 +159,6 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
     help="Requests and limits of a helper pod's container.  [default: what each kind needs]",
 )
 @option("--reports-url", default="", metavar="URL", help="Where helper pods report.")
-@option(
-    "--reports-ca-configmap",
-    default="",
-    metavar="NAME",
-    help="ConfigMap of the release's namespace with the CA (ca.crt) of that.",
-)
 @option(
     "--clean-after",
     type=click.FloatRange(min=0),
@@ -336,7 +336,7 @@ async def serve(settings: Settings) -> None:
             node_client=node_client if settings.watch_nodes else None,
             host_paths=settings.host_paths,
             peer_ca_dir=settings.peer_ca_dir,
-            helpers=settings.helpers,
+            helpers=settings.helpers(lambda: tls.authorities),
             clean_after_s=settings.clean_after,
             clock=Clock(),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from keepstep.wire.reports import STILL_USED_EXIT
@@ -70,6 +71,8 @@ class HelperController:
         self._written: dict[RunKey, RunDirectories] = {}
         self._not_before: dict[str, float] = {}
         self._pending_since: dict[str, float] = {}
+        # not before; None: done
+        self._take_over_at: float | None = 0.0 if defaults.release != defaults.namespace else None
         self.pods = Feed[str](
             name="helper pods",
             resource=PODS,
@@ -141,6 +144,7 @@ class HelperController:
 
     async def sync(self) -> None:
         """One round."""
+        await self._take_over()
         await self._bury()
         wanted = {**self._serving(), **self._cleaning()}
         there = dict(self.pods_by_name)
@@ -181,6 +185,38 @@ class HelperController:
         if body is None or _phase(body) != "Pending":
             return False
         return self._clock() - self._pending_since.setdefault(name, self._clock()) > PENDING_S
+
+    # --- records of an earlier release ------------------------------------------------------
+
+    async def _take_over(self) -> None:
+        """What 0.1.0 noted lies in the operator's own namespace: each record is removed there once
+        it is written here."""
+        if self._take_over_at is None or self._clock() < self._take_over_at:
+            return
+        release, left = self._defaults.release, False
+        try:
+            found = await self._client.list(CONFIG_MAPS, namespace=release, labels=cleanup.LABEL)
+            for body in found.items:
+                left = await self._take_over_one(body) or left
+        except KubeError as error:
+            warn("earlier records of directories not taken over", reason=str(error))
+            self._take_over_at = self._clock() + AGAIN_S
+            return
+        self._take_over_at = self._take_over_at if left else None
+
+    async def _take_over_one(self, body: Body) -> bool:
+        """Whether it is still to be written. Raises KubeError."""
+        old = cleanup.parse(body)
+        if old is None:
+            return False
+        known = self._graves.get(old.run, old)
+        both = replace(known, nodes={**old.nodes, **known.nodes})
+        if self._written.get(old.run) == both:
+            await self._client.delete(CONFIG_MAPS, _name(body), namespace=self._defaults.release)
+            say("record of a run's directories moved", run=str(old.run))
+            return False
+        self._graves[old.run] = both
+        return True
 
     # --- graves ------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Helper pods as Kubernetes wants them: on one node, for one run, and gone after a while. Pure.
 
-They run in the operator's namespace, with a service account that may do nothing, from the sidecar's
+They run in a namespace of their own, with a service account that may do nothing, from the sidecar's
 image. One that serves is confined as a sidecar is, and mounts its run's directories read-only, each
 as a subPath, which the kubelet resolves without leaving the volume. One that cleans is root, as the
 directories on the way are root's, with DAC_OVERRIDE alone.
@@ -9,7 +9,7 @@ directories on the way are root's, with DAC_OVERRIDE alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,14 +36,16 @@ _IP: Final = "KEEPSTEP_POD_IP"
 
 @dataclass(frozen=True, kw_only=True)
 class HelperDefaults:
-    """What the chart fixes. `reports_ca`: name of the ConfigMap with `ca.crt`. `resources`: of each
+    """What the chart fixes. `release`: namespace of the operator itself. `reports_ca`: gives the
+    PEM of the authorities by which helper pods know the reports API. `resources`: of each
     such pod's container; None for what it needs."""
 
     image: str
     namespace: str
+    release: str
     account: str
     reports_url: str
-    reports_ca: str
+    reports_ca: Callable[[], str]
     pull_policy: str = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
     priority_class: str = ""
@@ -192,15 +194,14 @@ def _environment(helper: Helper, defaults: HelperDefaults) -> list[Body]:
     """The address comes before what names it, or `$(...)` would stay as it is."""
     plain = {
         "KEEPSTEP_RUN": helper.run.name,
+        "KEEPSTEP_REPORT_CA": defaults.reports_ca(),
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{names.TOKEN_PATH}/token",
         "KEEPSTEP_PEER_LISTEN": f":{names.SIDECAR_PEER_PORT}",
         "KEEPSTEP_PEER_ADVERTISE": f"$({_IP}):{names.SIDECAR_PEER_PORT}",
     }
-    authority = {"configMapKeyRef": {"name": defaults.reports_ca, "key": "ca.crt"}}
     return [
         {"name": _IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "KEEPSTEP_REPORT_CA", "valueFrom": authority},
         *({"name": name, "value": value} for name, value in plain.items()),
     ]
 
