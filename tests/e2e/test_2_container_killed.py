@@ -6,7 +6,7 @@ import time
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 
 
 def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
@@ -33,18 +33,29 @@ def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
     runs.same_losses(killed, reference)
     runs.same_losses(life, reference)
 
-    (event, *_) = namespace.eventually(lambda: namespace.events("Restored"), what="an event")
-    message = event["message"]
+    on = namespace.eventually(
+        lambda: len(on := _by_kind(namespace.events("Restored"))) == 2 and on, what="both events"
+    )
+    message = on["PyTorchJob"]["message"]
     assert str(life.first - 1) in message
     assert "memory" in message
     assert " s" in message
-    assert event["involvedObject"]["kind"] == "PyTorchJob"
+    for kind, name in (
+        ("PyTorchJob", "gpt"),
+        ("CheckpointRun", runs.the_run(namespace)["metadata"]["name"]),
+    ):
+        assert message[:40] in namespace("describe", kind, name), "kubectl describe shows it"
     namespace.eventually(
         lambda: runs.status(namespace).get("restarts", 0) >= 1, what="the restart is counted"
     )
     runs.committed_beyond(namespace, life.first)
     measured["trainer to first step, restarted in place"] = runs.start_to_step_s(namespace, life)
     measured["of which restore"] = life.restore_s
+
+
+def _by_kind(events: list[Object]) -> dict[str, Object]:
+    """By the kind of what they are on."""
+    return {one["involvedObject"]["kind"]: one for one in events}
 
 
 def _seconds_to_status(kubectl: Kubectl) -> float:

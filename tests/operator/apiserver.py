@@ -152,7 +152,9 @@ class ApiServer:
             wanted = body["metadata"].get("resourceVersion")
             if wanted not in (None, old["metadata"]["resourceVersion"]):
                 return _status(409, "Conflict", "the object has been modified")
-        if method == "PATCH":
+        if method == "PATCH" and content_type == "application/merge-patch+json":
+            body = {**deepcopy(old), **body}
+        elif method == "PATCH":
             assert content_type == "application/json-patch+json"
             tests = [one for one in body if one["op"] == "test"]
             if any(_at(old, one["path"]) != one["value"] for one in tests):

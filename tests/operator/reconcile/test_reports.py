@@ -80,9 +80,9 @@ def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_i
         written = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
         assert written["committed"]["step"] == 5
         assert written["jobName"] == "gpt"
-        (event,) = await until(lambda: served.cluster.asked("POST", "/events"))
+        event, *_ = await until(lambda: served.cluster.asked("POST", "/events"))
         assert event.body["reason"] == "Committed"
-        assert event.body["involvedObject"]["kind"] == "PyTorchJob"
+        assert event.body["regarding"]["kind"] == "PyTorchJob"
 
     play(tmp_path, scene)
 
@@ -327,7 +327,7 @@ def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
         # no host path is allowed in this chart
         assert (condition["status"], condition["reason"]) == ("False", "HostPathNotAllowed")
         events = await until(lambda: at.asked("POST", "/events"))
-        assert events[0].body["involvedObject"]["kind"] == "CheckpointPolicy"
+        assert events[0].body["regarding"]["kind"] == "CheckpointPolicy"
         changed = json.loads(json.dumps(POLICY))
         changed["metadata"]["generation"] = 2
         changed["spec"]["volumes"] = [{"name": "nvme0", "emptyDir": {}}]
@@ -353,9 +353,9 @@ def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(tmp_path: Path) -> 
         selector = "!keepstep.dev/injected,training.kubeflow.org/job-name"
         await until(lambda: served.cluster.watches(selector))
         served.cluster.add(pod_path("gpt-worker-1"), pod_body(1, injected=False))
-        (event,) = await until(lambda: served.cluster.asked("POST", "/events"))
+        event, *_ = await until(lambda: served.cluster.asked("POST", "/events"))
         assert event.body["reason"] == "NotInjected"
-        assert event.body["involvedObject"]["name"] == "gpt"
+        assert event.body["regarding"]["name"] == "gpt"
         status = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
         injected = next(one for one in status["conditions"] if one["type"] == "FullyInjected")
         assert injected["status"] == "False"

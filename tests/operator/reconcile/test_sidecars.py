@@ -118,7 +118,7 @@ def test_two_sidecars_commit_and_restore_together_and_the_run_tells_of_it(
         await until(lambda: status("restarts") == 1, within_s=20)
         assert status("lostSteps") is None or status("lostSteps") == 0
         events = [one.body for one in served.cluster.asked("POST", "/events")]
-        (restored,) = [one["message"] for one in events if one["reason"] == "Restored"]
+        (restored,) = {one["note"] for one in events if one["reason"] == "Restored"}
         assert restored == "restored step 4 from memory in 0.20 s; no step lost"
 
     asyncio.run(play())

@@ -37,7 +37,7 @@ PODS: Final = Resource(group="", version="v1", plural="pods")
 NODES: Final = Resource(group="", version="v1", plural="nodes")
 SECRETS: Final = Resource(group="", version="v1", plural="secrets")
 CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
-EVENTS: Final = Resource(group="", version="v1", plural="events")
+EVENTS: Final = Resource(group="events.k8s.io", version="v1", plural="events")
 TOKEN_REVIEWS: Final = Resource(group="authentication.k8s.io", version="v1", plural="tokenreviews")
 WEBHOOKS: Final = Resource(
     group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"

@@ -213,7 +213,9 @@ class Reconciler:
         self.checkpoint_writer = CheckpointWriter(
             self.registry, client, metrics=self.metrics, clock=clock
         )
-        self.event_writer = EventWriter(client, metrics=self.metrics, clock=clock)
+        self.event_writer = EventWriter(
+            client, uid_of=self.registry.uid_of, metrics=self.metrics, clock=clock
+        )
         self.errands = Errands(
             self.registry,
             client,

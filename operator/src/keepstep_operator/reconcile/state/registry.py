@@ -51,6 +51,11 @@ class Registry:
         key = self._run_of_pod.get(uid)
         return self.runs[key].pods.get(uid) if key in self.runs else None
 
+    def uid_of(self, key: RunKey) -> str:
+        """Of the run's object; '' while there is none."""
+        run = self.runs.get(key)
+        return run.object.uid if run is not None and run.object is not None else ""
+
     def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
         """A pod is there, or has changed."""
         actions: list[Action] = []

@@ -1,18 +1,23 @@
-"""Kubernetes Events on the root job (or on the run, while no job is known): said seldom, said once.
+"""Kubernetes Events on the root job and on the run, said seldom, said once.
 
-core/v1, as `kubectl describe` of any version shows them. An event that cannot be written in three
-tries is dropped: the run's status says the same.
+`kubectl describe` of either shows them. What is said again word for word counts as a series of the
+first. An event that cannot be written in three tries is dropped: the run's status says the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final
 
 from keepstep_operator import names
-from keepstep_operator.api.run import cut, utc
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import EVENTS, Client, Denied, KubeError, NotFound, Rejected
@@ -20,23 +25,46 @@ from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent
 
-COMPONENT: Final = "keepstep"
+CONTROLLER: Final = "keepstep.dev/reconcile"
+_ACTION: Final = "Reconcile"
 _LONGEST_MESSAGE: Final = 1000
 _LONGEST_NAME: Final = 200
 _WAITING: Final = 1000
+_REMEMBERED: Final = 10_000
+_SERIES_S: Final = 3000.0
+"""The API server keeps an event for an hour after its last change."""
 _TRIES: Final = 3
 _PAUSE_S: Final = 2.0
 
 
-class EventWriter:
-    """A task of its own: `tell` events, and `run` writes them."""
+@dataclass(frozen=True)
+class _Said:
+    """An Event that was written: its name, how often it was said, and when last."""
 
-    def __init__(self, client: Client, *, metrics: Metrics, clock: Callable[[], float]) -> None:
+    name: str
+    at: float
+    count: int = 1
+
+
+class EventWriter:
+    """A task of its own: `tell` events, and `run` writes them. `uid_of`: of a run's object, ''
+    while there is none."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        uid_of: Callable[[RunKey], str],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._client = client
+        self._uid_of = uid_of
         self._metrics = metrics
         self._clock = clock
         self._throttle = Throttle()
         self._waiting: asyncio.Queue[EmitEvent] = asyncio.Queue(_WAITING)
+        self._said: dict[tuple[str, str, str], _Said] = {}
 
     def tell(self, event: EmitEvent) -> None:
         """Write it, unless the same was said lately or too much was."""
@@ -52,10 +80,12 @@ class EventWriter:
     async def run(self) -> None:
         """For ever."""
         while True:
-            await self._write(await self._waiting.get())
+            event = await self._waiting.get()
+            at = self._clock()
+            for body in event_bodies(event, run_uid=self._uid_of(event.run), at=at):
+                await self._write(event, body)
 
-    async def _write(self, event: EmitEvent) -> None:
-        body = event_body(event, at=self._clock())
+    async def _write(self, event: EmitEvent, body: Body) -> None:
         for attempt in range(1, _TRIES + 1):
             if await self._try(event, body):
                 return
@@ -65,7 +95,7 @@ class EventWriter:
     async def _try(self, event: EmitEvent, body: Body) -> bool:
         """Whether it is settled: written, or never to be."""
         try:
-            await self._client.create(EVENTS, body, namespace=event.run.namespace)
+            await self._send(event.run.namespace, body)
         except KubeError as error:
             warn("event not written", run=str(event.run), reason=str(error))
             self._metrics.wrote("event", failed=True)
@@ -73,37 +103,66 @@ class EventWriter:
         self._metrics.wrote("event")
         return True
 
+    async def _send(self, namespace: str, body: Body) -> None:
+        """As a new one, or as one more of a series. Raises KubeError."""
+        key = body["regarding"]["uid"], body["reason"], body["note"]
+        now, said = self._clock(), self._said.pop(key, None)
+        if said is not None and now - said.at < _SERIES_S:
+            series = {"count": said.count + 1, "lastObservedTime": body["eventTime"]}
+            with contextlib.suppress(NotFound):
+                patch = {"series": series}
+                await self._client.patch(EVENTS, said.name, patch, namespace=namespace)
+                self._remember(key, _Said(said.name, now, said.count + 1))
+                return
+        await self._client.create(EVENTS, body, namespace=namespace)
+        self._remember(key, _Said(body["metadata"]["name"], now))
 
-def event_body(event: EmitEvent, *, at: float) -> Body:
-    """The Event object."""
-    involved: Body = {
+    def _remember(self, key: tuple[str, str, str], said: _Said) -> None:
+        self._said[key] = said
+        while len(self._said) > _REMEMBERED:
+            del self._said[next(iter(self._said))]
+
+
+def event_bodies(event: EmitEvent, *, run_uid: str, at: float) -> Iterator[Body]:
+    """The Event on the job (or whatever it is about), and the one on the run, each of which names
+    the other. `run_uid` '': there is no such object (yet)."""
+    run: Body = {
         "apiVersion": names.API_VERSION,
         "kind": "CheckpointRun",
         "name": event.run.name,
+        "namespace": event.run.namespace,
+        "uid": run_uid,
     }
-    if event.about is not None:
-        involved = {
-            "apiVersion": event.about.api_version,
-            "kind": event.about.kind,
-            "name": event.about.name,
-            "uid": event.about.uid,
-        }
-    when = utc(at)
+    if event.about is None:
+        yield _body(event, run, None, at=at)
+        return
+    about: Body = {
+        "apiVersion": event.about.api_version,
+        "kind": event.about.kind,
+        "name": event.about.name,
+        "namespace": event.run.namespace,
+        "uid": event.about.uid,
+    }
+    yield _body(event, about, run if run_uid else None, at=at)
+    if run_uid:
+        yield _body(event, run, about, at=at)
+
+
+def _body(event: EmitEvent, regarding: Body, related: Body | None, *, at: float) -> Body:
     return {
-        "apiVersion": "v1",
+        "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{involved['name'][:_LONGEST_NAME]}.{secrets.token_hex(8)}",
+            "name": f"{regarding['name'][:_LONGEST_NAME]}.{secrets.token_hex(8)}",
             "namespace": event.run.namespace,
         },
-        "involvedObject": {**involved, "namespace": event.run.namespace},
+        "regarding": regarding,
+        **({"related": related} if related else {}),
+        "eventTime": datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "type": "Warning" if event.warning else "Normal",
         "reason": event.reason,
-        "message": cut(event.message, longest=_LONGEST_MESSAGE),
-        "source": {"component": COMPONENT},
-        "reportingComponent": COMPONENT,
-        "reportingInstance": COMPONENT,
-        "firstTimestamp": when,
-        "lastTimestamp": when,
-        "count": 1,
+        "action": _ACTION,
+        "note": cut(event.message, longest=_LONGEST_MESSAGE),
+        "reportingController": CONTROLLER,
+        "reportingInstance": socket.gethostname()[:128],
     }
