@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
 from keepstep_operator.injection import Defaults
@@ -72,7 +72,7 @@ def started(tls_dir: Path, authority: Pair) -> Start:
             cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
             admission = Admission(
                 policies=cache,
-                holders=Holders(client),
+                records=RunRecords(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,

@@ -50,12 +50,6 @@ async def _recorded(created: Body, directory: Path) -> Body:
     return cluster.run(name, NAMESPACE)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="all pods of a run have the sidecar image and the policy with which it began; mended"
-    " with the operator's rebuild",
-)
 async def test_a_pod_that_joins_a_run_gets_the_image_and_policy_of_the_others(
     tmp_path: Path,
 ) -> None:

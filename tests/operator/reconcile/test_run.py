@@ -14,7 +14,7 @@ from keepstep.core.retention import Retention
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedVolume
 from keepstep_operator.api.model import JobState, RunKey, VolumeKind
-from keepstep_operator.api.run import CommittedStatus, RunStatus, as_json, utc
+from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 from keepstep_operator.reconcile.status.render import status_of
@@ -409,6 +409,38 @@ def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
     assert "does not exist any more" in play.status.warnings[0]
     assert play.status.policy is not None
     assert play.status.policy.generation == 2
+
+
+def test_a_start_lasts_from_the_first_pod_until_none_stays() -> None:
+    first = pod(0, sidecar_image="sidecar:1", sidecar_contract=1)
+    play = Play(first)
+    assert play.status.start == StartStatus(image="sidecar:1", contract=1)
+    play.see(pod(1, life=2, sidecar_image="sidecar:2", sidecar_contract=1))
+    assert play.status.start == StartStatus(image="sidecar:1", contract=1), "of the oldest"
+    play.see(replace(first, deleting=True))
+    assert play.status.start == StartStatus(image="sidecar:2", contract=1)
+    play.see(pod(1, life=2, phase="Succeeded"))
+    assert play.status.start is None
+
+
+@pytest.mark.parametrize("policy_first", [True, False])
+def test_a_reconciler_that_begins_goes_on_by_the_policy_that_the_pods_were_made_with(
+    policy_first: bool,
+) -> None:
+    before = Play(pod(0)).status
+    changed = policy(generation=2, keep=Retention(last=1))
+    heir = Play(known_policy=changed if policy_first else policy(name="another"))
+    heir.see(pod(0))
+    heir.find(run_object(before, policy=policy(generation=1)))
+    heir.note(heir.registry.policy_seen(changed))
+
+    def goes_by() -> int:
+        known = heir.registry.runs[KEY].policy
+        return known.generation if known is not None else 0
+
+    assert goes_by() == 1
+    heir.see(pod(0, life=2, policy_generation=2))
+    assert goes_by() == 2
 
 
 def test_steps_that_the_policy_keeps_beside_the_newest_are_not_retired() -> None:

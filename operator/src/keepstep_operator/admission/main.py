@@ -12,9 +12,9 @@ import click
 
 from keepstep_operator import __version__, journal
 from keepstep_operator.admission.authority import ReportsAuthority
-from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.injection import Defaults
 from keepstep_operator.journal import say
@@ -133,7 +133,7 @@ async def serve(settings: Settings) -> None:
         )
         server = Admission(
             policies=policies,
-            holders=Holders(client),
+            records=RunRecords(client),
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
         )

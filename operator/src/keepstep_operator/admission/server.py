@@ -10,7 +10,6 @@ from typing import Final
 
 from aiohttp import web
 
-from keepstep_operator.admission.holders import Holders
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
 from keepstep_operator.admission.reviews import (
@@ -24,10 +23,10 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
+from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.pod import PodError, placement
-from keepstep_operator.api.policy import Policy
-from keepstep_operator.injection import Defaults, Near, is_injected
+from keepstep_operator.api.pod import Placement, PodError, placement
+from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, health_routes
@@ -44,12 +43,12 @@ class Admission:
         self,
         *,
         policies: PolicyCache,
-        holders: Holders,
+        records: RunRecords,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._holders = holders
+        self._records = records
         self._policies = policies
         self._defaults = defaults
         self._metrics = metrics
@@ -91,19 +90,25 @@ class Admission:
                 " `keepstep-operator certificates` running?",
                 result=Result.FAILED,
             )
+        place = _place(review)
+        record = await self._recorded(review, place)
         try:
-            policy = await self._policies.get(review.pod.namespace, name)
+            policy = record.policy
+            if policy is None or policy.name != name:
+                policy = await self._policies.get(review.pod.namespace, name)
         except PolicyAbsent as error:
             return decline(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
             return decline(review, reason=error.reason, message=f"policy {name}: {error}")
-        return admit(review, policy, defaults, near=await self._near(review, policy))
+        kept = policy.host_paths or policy.peers is not None
+        near = record.near(place.node_rank) if place is not None and kept else ()
+        defaults = defaults.with_sidecar(record.image, record.version)
+        return admit(review, policy, defaults, near=near)
 
-    async def _near(self, review: Review, policy: Policy) -> tuple[Near, ...]:
-        try:
-            return await self._holders.near(policy, placement(review.pod))
-        except PodError:  # `admit` says which
-            return ()
+    async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:
+        if place is None:
+            return RunRecord()
+        return await self._records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
         async with asyncio.timeout(self._deadline_s):
@@ -122,6 +127,13 @@ class Admission:
         self._metrics.reviewed(verdict, seconds=seconds)
         _tell(review, verdict, seconds)
         return response
+
+
+def _place(review: Review) -> Placement | None:
+    try:
+        return placement(review.pod)
+    except PodError:  # `admit` says which
+        return None
 
 
 def _tell(review: Review, verdict: Verdict, seconds: float) -> None:

@@ -124,6 +124,7 @@ class Injected:
     `reason` is '' when the sidecar was injected, else one word, and `message` says what to do.
     `job`: None when refused. `image` and `version`: of the sidecar. `warnings`: what was done in
     another way than asked. `ranked`: the node rank is the one that the pod asked for by label.
+    `contract`: see `injection.settings`; 0 before there was one.
     """
 
     policy: str
@@ -136,6 +137,7 @@ class Injected:
     job: Root | None = None
     warnings: tuple[str, ...] = ()
     ranked: bool = False
+    contract: int = 0
 
     def render(self) -> str:
         """As the annotation's value: JSON without what is empty, keys in a fixed order."""

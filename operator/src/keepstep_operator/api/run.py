@@ -108,6 +108,14 @@ class RestoreFromStatus(
     since: int = 0
 
 
+class StartStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What pods get that join those that are there, beside `policy`: the sidecar of the oldest."""
+
+    image: str
+    version: str = ""
+    contract: int = 0
+
+
 class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """A Kubernetes condition."""
 
@@ -127,6 +135,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     job: JobStatus | None = None
     job_name: str = ""
     policy: PolicyStatus | None = None
+    start: StartStatus | None = None
     sidecar_image: str = ""
     sidecar_version: str = ""
     library_version: str = ""

@@ -15,6 +15,6 @@ from keepstep_operator.injection.affinity import Near
 from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.patch import json_patch
 from keepstep_operator.injection.refusal import refuse
-from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.settings import CONTRACT, Defaults
 
-__all__ = ["Defaults", "Near", "inject", "is_injected", "json_patch", "refuse"]
+__all__ = ["CONTRACT", "Defaults", "Near", "inject", "is_injected", "json_patch", "refuse"]

@@ -103,7 +103,7 @@ def directories(
     security["capabilities"]["add"] = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
     return {
         "name": VOLUMES_CONTAINER,
-        "image": defaults.sidecar_image,
+        "image": defaults.root_image or defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
         "resources": resources_of(replace(cost, memory_bytes=128 << 20)),

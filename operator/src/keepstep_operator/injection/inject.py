@@ -25,7 +25,7 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
 from keepstep_operator.injection.resources import Cost, carve, cost_of, storage_limit
-from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.settings import CONTRACT, Defaults
 from keepstep_operator.injection.volumes import file_system_group, volumes_of
 from keepstep_operator.names import (
     GROUP_ID,
@@ -189,6 +189,7 @@ class _Injection:
             generation=self.policy.generation,
             image=self.defaults.sidecar_image,
             version=self.defaults.version,
+            contract=CONTRACT,
             container=self.container,
             job=root_of(self.pod),
             warnings=tuple(self.warnings),

@@ -176,19 +176,27 @@ class Run:
         now, held = self.policy_now, self.policy
         if now is None or now.problem is not None:
             return
-        made_with = max(
-            (pod.policy_generation for pod in self.pods.values() if pod.policy == now.name),
-            default=0,
-        )
-        if held is None or held.name != now.name or made_with >= now.generation:
+        if held is None or held.name != now.name or self._made_with(now.name) >= now.generation:
             self.policy = now
             self._configure()
+
+    def _made_with(self, policy: str) -> int:
+        """The newest generation of this policy that a pod was made with."""
+        pods = (pod for pod in self.pods.values() if pod.policy == policy)
+        return max((pod.policy_generation for pod in pods), default=0)
+
+    def _resume_policy(self, written: PolicyRecord | None) -> None:
+        """What the run went by before this process holds, unless a pod was made with a newer one:
+        pods that join get it."""
+        if written is not None and self._made_with(written.name) <= written.generation:
+            self.policy = written
+        self._adopt()
 
     def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
         """The CheckpointRun. What it says of the past is taken over when nothing else is known."""
         before, self.object = self.object, replace(object, status={}, policy=None)
         if before is None and not self.recent and not self.ledger.places:
-            self.policy = self.policy or object.policy
+            self._resume_policy(object.policy)
             self._resume(read_previous(object.status), at)
         self._request_restore()
         self._configure()

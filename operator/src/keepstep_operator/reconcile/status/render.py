@@ -22,6 +22,7 @@ from keepstep_operator.api.run import (
     PolicyStatus,
     RunStatus,
     StallStatus,
+    StartStatus,
     cut,
     utc,
 )
@@ -60,6 +61,7 @@ def render(run: Run, *, at: float) -> RunStatus:
         job=_job(run),
         job_name=run.job.name if run.job else "",
         policy=_policy(run),
+        start=_start(run),
         sidecar_image=_newest(pod.sidecar_image for pod in run.pods.values()),
         sidecar_version=_versions(one.sidecar.version for one in run.ledger.places.values()),
         library_version=_versions(one.sidecar.library for one in run.ledger.places.values()),
@@ -99,10 +101,24 @@ def _renewed(past: RunStatus, run: Run, said: Mapping[str, ConditionState], at: 
         job=_job(run),
         job_name=run.job.name if run.job else "",
         nodes=_pods(run),
+        start=_start(run),
         protected=said[PROTECTED].status,
         recent=run.recent,
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
+    )
+
+
+def _start(run: Run) -> StartStatus | None:
+    """None while no pod of the run stays: the next one begins with what holds by then."""
+    staying = (pod for pod in run.pods.values() if pod.stays)
+    first = min(staying, key=lambda pod: (pod.created_at, pod.name), default=None)
+    if first is None:
+        return None
+    return StartStatus(
+        image=first.sidecar_image,
+        version=first.sidecar_version,
+        contract=first.sidecar_contract,
     )
 
 
