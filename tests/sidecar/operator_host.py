@@ -91,6 +91,7 @@ class OperatorHost:
         self.awaits = ""
         self.pinned: tuple[StepId, ...] = ()
         self.all_peers = False
+        self.authorities = ""
         self.interval_s = 2.0
         self.port = port
         self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
@@ -174,6 +175,7 @@ class OperatorHost:
             awaits=self.awaits,
             pinned=self.pinned,
             all_peers=self.all_peers,
+            authorities=self.authorities,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

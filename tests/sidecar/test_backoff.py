@@ -10,8 +10,8 @@ from operator_host import make_identity
 
 from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.report.reporter import Look, Reporter, trust
+from keepstep_sidecar.config.sidecar import Reporting, believing
+from keepstep_sidecar.report.reporter import Look, Reporter
 
 
 async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
@@ -23,7 +23,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
     reporter = Reporter(
         Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
         Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
-        trust=trust(ca),
+        trust=believing(ca),
         operator=Operator(changes, present=True),
         obey=unused,
         changes=changes,

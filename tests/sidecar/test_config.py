@@ -50,6 +50,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "owner_pid": ("42", 42),
     "report_url": ("https://operator", "https://operator"),
     "report_ca": ("-----BEGIN\n\x7f\u00e9\"'\\", "-----BEGIN\n\x7f\u00e9\"'\\"),
+    "report_ca_file": ("/trust/ca.crt", Path("/trust/ca.crt")),
     "report_token_file": ("/token", Path("/token")),
     "restore_from": ("1200", "1200"),
     "restore_since": ("4", 4),

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from operator_host import Identity, OperatorHost, make_identity
@@ -38,7 +39,7 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
     """Makes operators of a run with two ranks (not started); ends them all."""
     made: list[OperatorHost] = []
 
-    def make(**options: float) -> OperatorHost:
+    def make(*, identity: Identity = identity, **options: Any) -> OperatorHost:
         made.append(OperatorHost(identity, world=2, **options))
         return made[-1]
 
@@ -365,6 +366,41 @@ def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
     assert operator.seen.tokens == []
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
     assert trainer.wait(trainer.stage(0), "durable").reached
+
+
+def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_after_a_restart(
+    pods: Callable[[str], list[Pod]],
+    operators: Callable[..., OperatorHost],
+    tmp_path: Path,
+) -> None:
+    old, new = operators().start(), make_identity(tmp_path / "new")
+    (pod, _) = pods(old.url)
+    kept = {"KEEPSTEP_REPORT_CA_FILE": str(tmp_path / "trust" / "ca.crt")}
+    (tmp_path / "trust").mkdir()
+    old.authorities = new.pem
+    pod.start(**kept)
+    eventually(lambda: events(pod, "authorities of the operator taken over"))
+    (failure,) = eventually(lambda: events(pod, "report failed"), within_s=30)
+    assert failure["kind"] == "tls", "whoever has the old key is believed no more"
+    old.stop()
+
+    replaced = operators(port=old.port, identity=new).start()
+    eventually(lambda: replaced.newest(0), within_s=40, what="a report to the new authority")
+    before = len(replaced.seen.reports)
+    pod.kill()
+    pod.start(**kept)
+    eventually(lambda: len(replaced.seen.reports) > before, within_s=40, what="after a restart")
+
+
+def test_authorities_that_are_none_change_nothing(
+    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost]
+) -> None:
+    operator = operators().start()
+    operator.authorities = "none"
+    (pod, _) = pods(operator.url)
+    pod.start()
+    eventually(lambda: events(pod, "authorities of the operator not taken over"))
+    eventually(lambda: len(operator.seen.reports) > 1, what="reports go on")
 
 
 def test_a_token_is_read_anew_for_each_report(

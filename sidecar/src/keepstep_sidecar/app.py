@@ -31,7 +31,7 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
 from keepstep_sidecar.memory.claim import Claim
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.report import report, reporter
+from keepstep_sidecar.report import report
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher
@@ -227,7 +227,7 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
     """Of the operator, where there is one that can be trusted."""
     try:
-        return None if reporting is None else reporter.trust(reporting.ca)
+        return None if reporting is None else reporting.trust()
     except UsageError as error:  # training does not wait for a better certificate
         warn("no reports", reason=str(error))
         return None

@@ -185,6 +185,8 @@ class ReportReply:
     waits for them a while, and does not say "nothing is there" meanwhile.
     `all_peers`: every pod of the run has reported, so `peers` names all that serve; else a pod that
     it does not name may hold something, too.
+    `authorities`: PEM of all by which the operator is to be known from now on, instead of those
+    known so far; '' where it does not say.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
     `changes_since`: the sequence of the report up to which everything is known, so that the next
     one may tell changes to it alone; with any other number than that of the report which this
@@ -204,6 +206,7 @@ class ReportReply:
     awaits: str = ""
     all_peers: bool = False
     changes_since: int = 0
+    authorities: str = ""
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

@@ -26,10 +26,8 @@ from keepstep_operator.settings import (
     option,
 )
 
-_WEBHOOK_OVERLAP: Final = timedelta(days=1)
-"""The API server hears of a new caBundle within a second."""
-_REPORTS_OVERLAP: Final = timedelta(days=365)
-"""A sidecar knows the bundle of the day on which its pod was created."""
+_OVERLAP: Final = timedelta(days=1)
+"""The API server hears of a new caBundle within a second, sidecars by the reply to a report."""
 _PEERS_OVERLAP: Final = timedelta(days=2)
 """A sidecar gets the bundle with its certificate, which lives for a day."""
 
@@ -142,7 +140,7 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     metavar="DURATION",
     callback=_duration,
     help="From the publication of a new CA to its use, and from there to the end of the old one."
-    "  [default: 24h for the webhook, 8760h for reports]",
+    "  [default: 24h, 48h for sidecars' own]",
 )
 @option(
     "--interval",
@@ -204,12 +202,12 @@ def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper | Publ
         Server(
             service=settings.admission_service,
             publish=published.in_webhook(settings.webhook_configuration),
-            lifetimes=settings.lifetimes(_WEBHOOK_OVERLAP),
+            lifetimes=settings.lifetimes(_OVERLAP),
         ),
         Server(
             service=settings.reports_service,
             publish=published.in_config_map(settings.reports_ca_configmap),
-            lifetimes=settings.lifetimes(_REPORTS_OVERLAP),
+            lifetimes=settings.lifetimes(_OVERLAP),
         ),
     )
     peers = Server(

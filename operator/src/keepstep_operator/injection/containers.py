@@ -32,6 +32,7 @@ from keepstep_operator.names import (
     SOCKET_ENV,
     SOCKET_PATH,
     TOKEN_PATH,
+    TRUST_PATH,
     USER_ID,
     VOLUMES_CONTAINER,
 )
@@ -178,6 +179,7 @@ def _settings(
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
+        "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",
         "KEEPSTEP_METRICS_PORT": SIDECAR_METRICS_PORT,
     }

@@ -24,6 +24,8 @@ from keepstep_operator.names import (
     MEMORY_VOLUME,
     TOKEN_PATH,
     TOKEN_VOLUME,
+    TRUST_PATH,
+    TRUST_VOLUME,
     VOLUME_PREFIX,
     VOLUMES_PATH,
 )
@@ -39,7 +41,7 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 def volumes_of(policy: Policy) -> list[Body]:
     """What goes into `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
-    return [_memory(policy), _token(), *local, *archive_volumes(policy)]
+    return [_memory(policy), _token(), _trust(), *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
@@ -47,6 +49,7 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
     return [
         memory_mount(),
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
+        {"name": TRUST_VOLUME, "mountPath": TRUST_PATH},
         *(_mount(one, policy, placement) for one in policy.volumes),
         *archive_mounts(policy),
     ]
@@ -111,6 +114,10 @@ def _token() -> Body:
     source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
     projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
     return {"name": TOKEN_VOLUME, "projected": projected}
+
+
+def _trust() -> Body:
+    return {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
 
 
 def _volume(volume: Volume) -> Body:

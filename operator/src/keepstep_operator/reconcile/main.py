@@ -186,7 +186,7 @@ def reconcile(**options: Any) -> None:
 
 class Reconciler:
     """All parts of the process, wired. `group` owns every task; an exception in one ends it.
-    `node_client`: None where nodes are not followed."""
+    `node_client`: None where nodes are not followed. `authorities`: see `ReportsApi`."""
 
     def __init__(
         self,
@@ -200,6 +200,7 @@ class Reconciler:
         helpers: HelperDefaults | None = None,
         clean_after_s: float | None = None,
         clock: Callable[[], float],
+        authorities: Callable[[], str] = str,
     ) -> None:
         self.registry = Registry(helper_paths=host_paths if helpers is not None else ())
         self.metrics = Metrics(self.registry)
@@ -246,6 +247,7 @@ class Reconciler:
             clock=clock,
             signing=PeerCertificates(peer_ca_dir),
             shown=self.pods[0].shown,
+            authorities=authorities,
         )
         self.helper_controller: HelperController | None = None
         if helpers is not None:
@@ -341,6 +343,7 @@ async def serve(settings: Settings) -> None:
             helpers=settings.helpers(lambda: tls.authorities),
             clean_after_s=settings.clean_after,
             clock=Clock(),
+            authorities=lambda: tls.authorities,
         )
         parts.start()
         reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")

@@ -80,7 +80,8 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ReportsApi:
-    """Takes reports into the registry and answers from it. `carry_out` does what follows."""
+    """Takes reports into the registry and answers from it. `carry_out` does what follows.
+    `authorities`: by which clients are to know this server."""
 
     def __init__(
         self,
@@ -94,10 +95,12 @@ class ReportsApi:
         clock: Callable[[], float],
         signing: PeerCertificates,
         shown: Callable[[str], None],
+        authorities: Callable[[], str],
     ) -> None:
         self._registry = registry
         self._signing = signing
         self._shown = shown
+        self._authorities = authorities
         self._client = client
         self._tokens = tokens
         self._carry_out = carry_out
@@ -143,7 +146,8 @@ class ReportsApi:
             self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
         await asyncio.sleep(0)
         with self._spending(pod.namespace), _known(pod):
-            reply = _json(self._registry.reply(pod.uid, at=self._clock()))
+            told = self._registry.reply(pod.uid, at=self._clock())
+            reply = _json(replace(told, authorities=self._authorities()))
         self._metrics.reports.inc()
         return reply
 

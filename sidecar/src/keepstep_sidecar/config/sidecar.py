@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,13 +65,15 @@ def check_run(name: str) -> None:
 class Reporting:
     """Whom to tell of this pod: an operator that sees the whole run.
 
-    `ca`: PEM text, the only authorities that are trusted. `token_file`: read anew for each report,
-    because Kubernetes replaces it.
+    `ca`: PEM text, the only authorities that are trusted until the operator names others, which
+    are kept in `ca_file` for the next start. `token_file`: read anew for each report, because
+    Kubernetes replaces it.
     """
 
     url: str
     ca: str = field(repr=False)
     token_file: Path
+    ca_file: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for an address to which no token may be sent."""
@@ -81,6 +85,38 @@ class Reporting:
         """Where reports go; an URL without a path means the one that is agreed on."""
         without = urlsplit(self.url).path in ("", "/")
         return self.url.rstrip("/") + REPORTS_PATH if without else self.url
+
+    def authorities(self) -> str:
+        """PEM of those that are trusted now."""
+        if self.ca_file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return self.ca_file.read_text()
+        return self.ca
+
+    def trust(self) -> ssl.SSLContext:
+        """Believes these authorities and no others. Raises UsageError."""
+        try:
+            return believing(self.authorities())
+        except UsageError:  # half a file: its node lost power
+            return believing(self.ca)
+
+    def learn(self, authorities: str) -> ssl.SSLContext:
+        """Trust these from now on, in place of all others. Raises UsageError, or OSError when they
+        are not known at the next start."""
+        context = believing(authorities)
+        if self.ca_file is not None:
+            written = self.ca_file.with_suffix(".new")
+            written.write_text(authorities)
+            written.replace(self.ca_file)
+        return context
+
+
+def believing(ca: str) -> ssl.SSLContext:
+    """A context that believes these authorities and no others. Raises UsageError."""
+    try:
+        return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
+    except (ssl.SSLError, ValueError) as error:
+        raise UsageError(f"--report-ca holds no certificate in PEM: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +214,9 @@ class Config:
     )
     report_ca: str | None = key(
         PEM, None, "The only authorities that are trusted for --report-url.", for_run=False
+    )
+    report_ca_file: Path | None = key(
+        PATH, None, "Where authorities are kept that the operator names later.", for_run=False
     )
     report_token_file: Path | None = key(
         PATH, None, "Token for --report-url; read anew for each report.", for_run=False
@@ -288,7 +327,12 @@ class Config:
             return None
         if self.report_ca is None or self.report_token_file is None:
             raise UsageError("--report-url needs --report-ca and --report-token-file")
-        return Reporting(url=self.report_url, ca=self.report_ca, token_file=self.report_token_file)
+        return Reporting(
+            url=self.report_url,
+            ca=self.report_ca,
+            token_file=self.report_token_file,
+            ca_file=self.report_ca_file,
+        )
 
     @property
     def wish(self) -> Wish | None:

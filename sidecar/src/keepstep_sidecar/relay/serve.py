@@ -26,7 +26,7 @@ from keepstep_sidecar.config.sidecar import Reporting, check_run
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import say
 from keepstep_sidecar.report import report as reporting
-from keepstep_sidecar.report.reporter import Look, Reporter, trust
+from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing, Wanted
@@ -171,7 +171,7 @@ def _reporter(serving: Serving, shelf: Shelf, operator: Operator, changes: Chang
             news=reporting.news,
             urgent=lambda: False,
         ),
-        trust=trust(serving.reporting.ca),
+        trust=serving.reporting.trust(),
         operator=operator,
         obey=obey,
         changes=changes,

@@ -109,6 +109,7 @@ class Reporter:
         self._obey = obey
         self._changes = changes
         self._trust = trust
+        self._authorities = config.authorities()
         self._decode = msgspec.json.Decoder(ReportReply).decode
         self._rhythm = Rhythm()
         self._sequence = 0
@@ -123,7 +124,7 @@ class Reporter:
     async def run(self) -> None:
         """Report until `Operator.finish`."""
         self._operator.ended = False
-        connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
+        connector = aiohttp.TCPConnector(limit=1)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
                 while not self._operator.finishing:
@@ -200,7 +201,21 @@ class Reporter:
             self._failed(failure)
             return
         self._succeeded(report, reply)
+        await self._learn(reply.authorities)
         await self._obey(reply)
+
+    async def _learn(self, authorities: str) -> None:
+        """By whom the operator is known from now on: a new authority signs only a day after it was
+        told of, and an old one may be one whose key somebody else has."""
+        if not authorities or authorities == self._authorities:
+            return
+        self._authorities = authorities
+        try:
+            self._trust = await asyncio.to_thread(self._config.learn, authorities)
+        except (UsageError, OSError) as error:
+            warn("authorities of the operator not taken over", reason=str(error))
+        else:
+            say("authorities of the operator taken over")
 
     async def _measure(self) -> None:
         """Space on the volumes, not at every report; a drive that hangs does not hold it up."""
@@ -223,7 +238,11 @@ class Reporter:
         try:
             # no redirects: the token is for this address only
             async with session.post(
-                self._config.address, data=body, headers=headers, allow_redirects=False
+                self._config.address,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                ssl=self._trust,
             ) as response:
                 data = await _read(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -264,14 +283,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
-
-
-def trust(ca: str) -> ssl.SSLContext:
-    """A context that believes these authorities and no others. Raises UsageError."""
-    try:
-        return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
-    except (ssl.SSLError, ValueError) as error:
-        raise UsageError(f"--report-ca holds no certificate in PEM: {error}") from error
 
 
 def _token(path: Path) -> str:

@@ -240,7 +240,6 @@ class IssuedCredentials:
 
     def __init__(self, reporting: Reporting) -> None:
         self._reporting = reporting
-        self._trust = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=reporting.ca)
         self._tls: Tls | None = None
         self._reason = "not asked yet"
 
@@ -284,7 +283,7 @@ class IssuedCredentials:
         token = self._reporting.token_file.read_text().strip()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         body = msgspec.json.encode(CertificateRequest(request=request))
-        connector = aiohttp.TCPConnector(ssl=self._trust, limit=1)
+        connector = aiohttp.TCPConnector(ssl=self._reporting.trust(), limit=1)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session,
             session.post(
