@@ -127,10 +127,15 @@ def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(
 ) -> None:
     good = _helper_pod()
     assert _refused(cluster, HELPERS, good) == ""
+    volumes = good["spec"]["volumes"]
+
+    def at(path: str) -> dict[str, str]:
+        return {"path": path, "type": "Directory"}
+
     bad: list[tuple[str, dict[str, object]]] = [
-        ("hostPaths", {"volumes": [{"name": "v", "hostPath": {"path": "/etc", "type": ""}}]}),
-        ("hostPaths", {"volumes": [{"name": "v", "hostPath": {"path": f"{HOST_PATH}x"}}]}),
-        ("hostPaths", {"volumes": [{"name": "v", "secret": {"secretName": "s"}}]}),
+        ("hostPaths", {"volumes": [*volumes, {"name": "v", "hostPath": at("/etc")}]}),
+        ("hostPaths", {"volumes": [*volumes, {"name": "v", "hostPath": at(f"{HOST_PATH}x")}]}),
+        ("hostPaths", {"volumes": [*volumes, {"name": "v", "secret": {"secretName": "s"}}]}),
         ("service account", {"serviceAccountName": "default"}),
         ("namespace of its node", {"hostPID": True}),
         ("sidecar image", {"initContainers": good["spec"]["containers"]}),
