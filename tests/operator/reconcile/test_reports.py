@@ -77,7 +77,13 @@ def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_i
         reply = msgspec.convert(body, ReportReply)
         assert reply.committed["local"] == step(5)
         assert reply.plan == step(5)
-        written = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
+        written = await until(
+            lambda: (
+                (told := served.cluster.objects.get(RUN, {}).get("status"))
+                and "committed" in told
+                and told
+            )
+        )
         assert written["committed"]["step"] == 5
         assert written["jobName"] == "gpt"
         event, *_ = await until(lambda: served.cluster.asked("POST", "/events"))
