@@ -53,6 +53,17 @@ async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: s
         await asyncio.sleep(0.01)
 
 
+def files_below(directory: Path, *endings: str) -> list[Path]:
+    """Files with such names, also while others make and remove directories there: `Path.rglob`
+    fails when one goes as it looks."""
+    return [
+        Path(place) / name
+        for place, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(endings)
+    ]
+
+
 def torchrun(
     world: int, script: Path, *arguments: object, **environment: str
 ) -> subprocess.CompletedProcess[str]:

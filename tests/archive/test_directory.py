@@ -22,7 +22,7 @@ from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
-from tests.harness import until
+from tests.harness import files_below, until
 from tests.tiers import reading
 from tests.tiers.holding import committed, gone
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
@@ -347,7 +347,7 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             for each in shards:
                 commit(remote_tier, each)
             assert await remote_tier.drain(timeout_s=10)
-            await until(lambda: len(list(archive_dir.rglob("step.json"))) == 1)
+            await until(lambda: len(files_below(archive_dir, "step.json")) == 1)
             listed = remote_tier._listed
             await until(lambda: remote_tier._listed is not listed)  # noqa: B023
             assert remote_tier.status().backlog == 0

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 
@@ -16,7 +15,7 @@ from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
-from tests.harness import until
+from tests.harness import files_below, until
 from tests.peer.nodes import running
 from tests.tiers.holding import committed, durable
 
@@ -31,8 +30,8 @@ class Scene:
     leave: Callable[[], Awaitable[None]]
     store: Path
 
-    def files(self) -> set[str]:
-        return {str(path) for path in self.store.rglob("*.safetensors")}
+    def files(self) -> set[Path]:
+        return set(files_below(self.store, ".safetensors"))
 
 
 Tiers = Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Scene]]
@@ -173,8 +172,8 @@ async def test_a_store_that_was_emptied_behind_its_back_is_filled_again(
         assert await scene.tier.drain(timeout_s=60)
         before = scene.files()
         assert before
-        for place in scene.store.iterdir():
-            rmtree(place)
+        for path in files_below(scene.store, ".safetensors", "step.json"):
+            path.unlink()
         await until(lambda: scene.files() == before)
         assert await scene.tier.drain(timeout_s=60)
         assert (await scene.tier.look()).answer is Answer.STEPS

@@ -213,8 +213,6 @@ class ArchiveTier(RemoteTier):
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
     async def _work(self) -> None:
-        self.wake()
-        self._wake.clear()
         # after a failure also when all that waited was retired: only an answer ends the trouble
         overdue = time.monotonic() - self._listed_at >= _IDLE_S
         if self._backlog.waiting() or self._trouble or overdue:
