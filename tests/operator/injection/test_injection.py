@@ -189,6 +189,7 @@ def test_the_sidecar_is_told_everything_by_its_environment() -> None:
         "KEEPSTEP_FLUSH_TIMEOUT": "60",
         "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/reports",
         "KEEPSTEP_REPORT_CA": DEFAULTS.reports_ca,
+        "KEEPSTEP_REPORT_CA_FILE": "/keepstep/trust/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": "/var/run/secrets/keepstep.dev/token/token",
         "KEEPSTEP_METRICS_PORT": "9464",
         "WORLD_SIZE": "2",
