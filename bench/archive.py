@@ -33,7 +33,7 @@ from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, SECRET, Gateway
-from tests.tiers.holding import committed
+from tests.tiers.local import committed
 from tests.volume.images import RUN, make_layout, staged
 
 BAR = 0.9

@@ -30,7 +30,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
 from tests.tiers import reading
-from tests.tiers.holding import durable
+from tests.tiers.local import durable
 from tests.volume.images import empty_slot
 
 CHUNK = 8 << 20

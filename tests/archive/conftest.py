@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
-from tests.tiers.holding import committed
+from tests.tiers.local import committed
 from tests.volume.images import EPOCH, RUN, make_layout, staged
 
 QUICKLY = (0.02, 0.2)

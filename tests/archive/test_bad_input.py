@@ -13,7 +13,7 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
-from tests.tiers.holding import committed
+from tests.tiers.local import committed
 from tests.volume.images import EPOCH, RUN, step_id
 
 OTHER = Epoch(EpochId(1, "99999999"))

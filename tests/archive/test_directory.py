@@ -24,7 +24,7 @@ from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
 from tests.tiers import reading
-from tests.tiers.holding import committed, gone
+from tests.tiers.local import committed, gone
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
 
 

@@ -23,7 +23,7 @@ from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
 from tests.harness import until
 from tests.tiers import reading
-from tests.tiers.holding import gone
+from tests.tiers.local import gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image

@@ -14,7 +14,7 @@ from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
-from tests.tiers.holding import committed, durable, gone
+from tests.tiers.local import committed, durable, gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]

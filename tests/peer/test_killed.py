@@ -17,7 +17,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
-from tests.tiers.holding import durable, gone
+from tests.tiers.local import durable, gone
 from tests.volume.images import empty_slot
 
 POINTS = [point for point in faults.POINTS if point.startswith("peer.")]

@@ -18,7 +18,7 @@ from keepstep_sidecar.tiers.peer.serve import Reading
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
-from tests.tiers.holding import durable, gone
+from tests.tiers.local import durable, gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 Make = Callable[..., Node]

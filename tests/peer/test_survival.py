@@ -20,11 +20,11 @@ from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.replicate import Outbox
 from keepstep_sidecar.tiers.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
-from keepstep_sidecar.tiers.tier import Holding
+from keepstep_sidecar.tiers.tier import LocalInventory
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
-from tests.tiers.holding import committed, durable
+from tests.tiers.local import committed, durable
 
 Make = Callable[..., Node]
 
@@ -64,9 +64,9 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     _, dead = here.write(100, rank=0)
     outbox = Outbox()
     both = {one.step_id: {0: one} for one in (live, dead)}
-    outbox.compare(Holding(shards=both, commits=frozenset({dead.step_id})))
+    outbox.compare(LocalInventory(shards=both, commits=frozenset({dead.step_id})))
     assert outbox.due(()) == [dead]
-    outbox.compare(Holding(shards={live.step_id: {0: live}}))
+    outbox.compare(LocalInventory(shards={live.step_id: {0: live}}))
     assert outbox.due(()) == [live]
     assert outbox.wanted().ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())

@@ -18,7 +18,7 @@ from keepstep_sidecar.volume.scan import survey
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
-from tests.tiers.holding import durable
+from tests.tiers.local import durable
 from tests.volume.images import RUN
 
 Make = Callable[..., Node]

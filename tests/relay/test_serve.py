@@ -24,7 +24,7 @@ from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running, same
 from tests.tiers import reading
-from tests.tiers.holding import durable
+from tests.tiers.local import durable
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 HELPER = 100_000_007

@@ -22,7 +22,7 @@ from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.harness import until
 from tests.peer.nodes import BIG, running, same
-from tests.tiers.holding import durable
+from tests.tiers.local import durable
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged
 
 STEP = 5

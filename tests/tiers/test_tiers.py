@@ -17,7 +17,7 @@ from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.harness import files_below, until
 from tests.peer.nodes import running
-from tests.tiers.holding import committed, durable
+from tests.tiers.local import committed, durable
 
 
 @dataclass(frozen=True)

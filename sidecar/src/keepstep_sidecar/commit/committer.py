@@ -47,7 +47,7 @@ from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Holding
+from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -490,12 +490,12 @@ class Committer:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def holding(self) -> Holding:
+    def local_inventory(self) -> LocalInventory:
         """What remote tiers compare themselves with. What was shown is a commit, whether or not the
         operator's newest word still names it."""
         alive = {id: dict(one) for id, one in self.shards.items() if not self.ledger.is_dead(id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
-        return Holding(shards=alive, commits=frozenset(alive) & commits)
+        return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
 
     def ranks(self) -> list[int]:
         """Every rank of which something is or was here."""

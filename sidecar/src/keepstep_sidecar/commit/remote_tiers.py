@@ -46,7 +46,7 @@ class RemoteTiers:
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: what to do once everything was seen for the first time."""
         facts = RunFacts(
-            holding=self._committer.holding,
+            local=self._committer.local_inventory,
             pinned=self._committer.pinned,
             commit=lambda: self._committer.run_view.commit,
             outgrown=self._committer.ancestry.outgrown,

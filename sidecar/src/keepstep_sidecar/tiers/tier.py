@@ -1,7 +1,7 @@
 """What lies beyond this machine: other pods' drives, an archive. One interface for all of it.
 
 A tier takes shards that are durable here and says where others can be read. It is told of nothing:
-it compares what this machine holds (`RunFacts.holding`) with what it lists itself, when it is woken
+it compares what this machine holds (`RunFacts.local`) with what it lists itself, when it is woken
 and from time to time, and sends what is missing. So a tier that was away, was restarted or has lost
 its store catches up in the same way, and a lost wake-up costs a period.
 
@@ -57,7 +57,7 @@ class Inventory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class LocalInventory:
     """What this machine's volumes hold that other tiers should have: no dead steps.
 
     `commits`: the committed ones of these steps.
@@ -76,7 +76,7 @@ class RunFacts:
     run is asked or offered. `changed`: to be called when there is something new to `look` at.
     """
 
-    holding: Callable[[], Holding] = Holding
+    local: Callable[[], LocalInventory] = LocalInventory
     pinned: Callable[[], Collection[StepId] | None] = frozenset
     commit: Callable[[], StepId | None] = lambda: None
     outgrown: Callable[[], bool] = lambda: False

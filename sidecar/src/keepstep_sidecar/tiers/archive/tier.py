@@ -133,8 +133,8 @@ class ArchiveTier(RemoteTier):
     # --- what happens here -------------------------------------------------------------------
 
     def wake(self) -> None:
-        holding = self.facts.holding()
-        held = {id: shards for id in holding.commits if (shards := holding.shards.get(id))}
+        local = self.facts.local()
+        held = {id: shards for id in local.commits if (shards := local.shards.get(id))}
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
         pace = self._sending is not None and not self._trouble
         before = set(self._backlog.waiting())

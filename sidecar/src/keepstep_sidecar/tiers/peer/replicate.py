@@ -17,7 +17,7 @@ from keepstep_sidecar.tiers.peer.placement import better
 from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.send import Lied, send
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.tier import Holding
+from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -216,14 +216,14 @@ class Outbox:
     committed: StepId | None = None
     _since: dict[Key, float] = field(default_factory=dict)
 
-    def compare(self, holding: Holding) -> None:
+    def compare(self, local: LocalInventory) -> None:
         """All that this machine holds now."""
         now = self.clock()
         self.found = {
-            (id, rank): one for id, held in holding.shards.items() for rank, one in held.items()
+            (id, rank): one for id, held in local.shards.items() for rank, one in held.items()
         }
         self._since = {key: self._since.get(key, now) for key in self.found}
-        self.committed = max(holding.commits, default=None)
+        self.committed = max(local.commits, default=None)
 
     def wanted(self) -> Wanted:
         """What buddies should keep: all that is here, back to the newest commit."""

@@ -180,7 +180,7 @@ class PeerTier(RemoteTier):
     # --- what happens here -------------------------------------------------------------------
 
     def wake(self) -> None:
-        self._outbox.compare(self.facts.holding())
+        self._outbox.compare(self.facts.local())
         self._changes.ring()
 
     def in_use(self, id: StepId) -> bool:

@@ -6,20 +6,20 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from keepstep.steps import StepId
-from keepstep_sidecar.tiers.tier import Holding, RemoteTier
+from keepstep_sidecar.tiers.tier import LocalInventory, RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard
 
 
 class Held:
-    """`RunFacts.holding` of one remote tier, which is woken whenever something changes."""
+    """`RunFacts.local` of one remote tier, which is woken whenever something changes."""
 
     def __init__(self) -> None:
         self.shards: dict[StepId, dict[int, LocalShard]] = {}
         self.commits: set[StepId] = set()
 
-    def __call__(self) -> Holding:
+    def __call__(self) -> LocalInventory:
         shards = {id: dict(held) for id, held in self.shards.items()}
-        return Holding(shards=shards, commits=frozenset(self.commits))
+        return LocalInventory(shards=shards, commits=frozenset(self.commits))
 
 
 def durable(remote_tier: RemoteTier, *shards: LocalShard) -> None:
@@ -44,8 +44,8 @@ def gone(remote_tier: RemoteTier, ids: Collection[StepId]) -> None:
 
 
 def _held(remote_tier: RemoteTier) -> Held:
-    if not isinstance(remote_tier.facts.holding, Held):
-        remote_tier.begin(replace(remote_tier.facts, holding=Held()))
-    held = remote_tier.facts.holding
+    if not isinstance(remote_tier.facts.local, Held):
+        remote_tier.begin(replace(remote_tier.facts, local=Held()))
+    held = remote_tier.facts.local
     assert isinstance(held, Held)
     return held
