@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 from aiohttp import web
 
+from keepstep.wire.reports import Report
 from keepstep_operator.api.model import JobState
 from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
 from keepstep_operator.kube import client as kube_client
@@ -38,6 +40,7 @@ from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
 from keepstep_operator.reconcile.writers import checkpoint_writer
+from keepstep_sidecar.report.changes import changes
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import ApiServer
@@ -566,6 +569,12 @@ def report(*ranks: Body, **more: Any) -> Body:
         "ranks": list(ranks),
         **more,
     }
+
+
+def changed(before: Body, now: Body) -> Body:
+    """What a sidecar sends of a report when the one before it was answered."""
+    known, told = (msgspec.convert(one, Report) for one in (before, now))
+    return cast(Body, msgspec.to_builtins(changes(known, told)))
 
 
 # --- inside: what no process shows in the time of a test ------------------------------------------

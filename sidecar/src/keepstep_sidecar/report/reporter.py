@@ -2,7 +2,8 @@
 
 Nothing waits for it: while the operator is away, slow, or not to be trusted, training, commits on
 this pod and restores go on. A report goes out on change, but not more often than the operator
-allows, and after a silence; each is whole, so none is ever sent again.
+allows, and after a silence. It is whole, or tells what changed since the last one, when that was
+answered by an operator that knows all of it; none is ever sent again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.report.changes import changes
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -118,6 +120,8 @@ class Reporter:
         self._tried_at = -_BOUNDS_INTERVAL_S[1]
         self._seen = -1
         self._sent: Report | None = None
+        self._known: Report | None = None
+        """The last report, when the operator said that it goes on from there."""
         self._volumes: tuple[VolumeStatus, ...] = ()
         self._measured_at = -_MEASURE_EVERY_S
 
@@ -142,11 +146,12 @@ class Reporter:
         if self._failures:
             await self._after_failures()
             return
-        silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
-        await self._changes.until(
-            lambda: self._operator.finishing or self._changes.count != self._seen,
-            timeout_s=silence_s - self._since(),
-        )
+        if self._sent is not None:
+            silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
+            await self._changes.until(
+                lambda: self._operator.finishing or self._changes.count != self._seen,
+                timeout_s=silence_s - self._since(),
+            )
         await self._pause(self._rhythm.least_gap_s - self._since())
 
     async def _after_failures(self) -> None:
@@ -195,12 +200,13 @@ class Reporter:
             return
         self._sequence += 1
         self._tried_at = time.monotonic()
+        told, self._known = changes(self._known, report), None
         try:
-            reply = await self._post(session, report)
+            reply = await self._post(session, told)
         except _Failed as failure:
             self._failed(failure)
             return
-        self._succeeded(report, reply)
+        self._succeeded(report, told, reply)
         await self._learn(reply.authorities)
         await self._obey(reply)
 
@@ -262,13 +268,17 @@ class Reporter:
             self._logged.add(failure.kind)
             warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
 
-    def _succeeded(self, report: Report, reply: ReportReply) -> None:
+    def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
+        """`told`: what was sent of it. Changes that the operator cannot follow are told whole, at
+        once."""
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._config.address, failures=self._failures)
         self._failures = 0
         self._logged.clear()
         self._operator.heard_at = time.time()
-        self._sent = self._look.news(report)
+        follows = reply.changes_since == report.sequence
+        self._known = report if follows else None
+        self._sent = self._look.news(report) if follows or not told.since else None
         self._rhythm = Rhythm.of(reply)
 
 

@@ -133,7 +133,11 @@ class RunLedger:
             self.orphans.back(sender.node_rank, sender.node)
         said += self._forget_unnamed(sender.node_rank, report)
         said += self._hear(sender.node_rank, report)
-        self.places[sender.node_rank] = self._renewed(place, sender, report, at)
+        now = self.places[sender.node_rank] = self._renewed(place, sender, report, at)
+        if place is not None and report.since and now.archive_told & ~place.archive_told:
+            self._asked.add(sender.node_rank)  # till now others may have been believed of these
+        if place is not None and place.archive_told & ~now.archive_told:
+            self._ask_all()
         if len(self.core.epochs) > self._most_epochs:
             self.core.keep_epochs(self._on_record())
             self._most_epochs = max(MOST_EPOCHS, 2 * len(self.core.epochs))
@@ -145,13 +149,26 @@ class RunLedger:
     def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
-        archived = [one for one in report.ranks if one.archive_answer is not None and kept(one)]
+        archived = [
+            one
+            for one in report.ranks
+            if one.archive_answer is not None and self._only_kept(node_rank, one)
+        ]
         if archived:
             heard, ranks = self._heard(node_rank), dict(event.ranks)
             for one in archived:
                 ranks[one.rank] = self._believed(one, ranks[one.rank], heard)
             event = replace(event, ranks=ranks)
         return self.core.apply(event)
+
+    def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
+        """As `kept`, also where only changes are told."""
+        here = (Tier.MEMORY, Tier.LOCAL)
+        return kept(one) and not any(
+            self.core.holds(node_rank, one.rank, tier)
+            for tier in here
+            if tier in one.gone or one.by_tier()[tier][1] is None
+        )
 
     def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
         """Of the archive each rank's own pod knows all. The pods of the first and of the last rank
@@ -197,11 +214,11 @@ class RunLedger:
         for node_rank, place in self.places.items():
             if place.pod == pod and not place.dropped:
                 known, place.gone = place.gone, True
+                self._ask_all()
                 if local_stays:
                     return () if known else self._memory_gone(node_rank)
                 place.dropped = True
                 self._told.pop(node_rank, None)
-                self._ask_all()
                 said = self.core.apply(NodeGone(node_rank))
                 self._forget_epochs()
                 return said
@@ -234,9 +251,9 @@ class RunLedger:
         return said
 
     def _ask_all(self) -> None:
-        """Somebody who knew the archive is gone: the others were not believed of its ranks."""
-        if self.archived():
-            self._asked.update(self.places)
+        """Somebody who told of the archive does so no more: the others, who were not believed of
+        these ranks, have to say again what they know."""
+        self._asked.update(self.places)
 
     def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
         """Somebody knows that this epoch rightly began anew."""
