@@ -38,3 +38,12 @@ def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
 def test_one_of_an_older_sidecar_that_tells_no_size_is_the_same_image() -> None:
     small = Shard(step_id=STEP, rank=0, world=2, root="a")
     assert small == replace(small, size_bytes=4096)
+
+
+def test_an_image_of_a_rank_that_its_world_does_not_have_ends_nothing() -> None:
+    shards = [Shard(step_id=STEP, rank=rank, world=1, params_digest="p") for rank in (0, 5)]
+    ledger = Ledger()
+    ledger.apply(
+        Reported(ranks={one.rank: RankReport(sealed={Tier.LOCAL: (one,)}) for one in shards})
+    )
+    assert ledger.committed(Tier.LOCAL) == (STEP,)

@@ -28,7 +28,7 @@ from keepstep.core.ledger.events import (
     Unknown,
 )
 from keepstep.core.ledger.lineage import Lineage, Segment, Standing
-from keepstep.core.ledger.machine import Ledger
+from keepstep.core.ledger.machine import Ledger, is_among
 
 __all__ = [
     "NEAREST_FIRST",
@@ -52,4 +52,5 @@ __all__ = [
     "Segment",
     "Standing",
     "Unknown",
+    "is_among",
 ]

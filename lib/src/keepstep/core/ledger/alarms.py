@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import Alarm, AlarmKind
-from keepstep.core.ledger.holding import bits
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.steps import EpochId, StepId
 
@@ -79,8 +78,9 @@ class Signatures:
         (world,) = copies.worlds(id)
         digests = array("i", [0]) * world
         for held in copies.places(id).values():
-            for rank in bits(held.ranks & ((1 << world) - 1)):
-                digests[rank] = held.params(rank) or digests[rank]
+            for rank, digest in held.params():
+                if digest and rank < world:
+                    digests[rank] = digest
         self._of_step[id] = digests
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]

@@ -328,6 +328,10 @@ class Completeness:
     def _tally(self, id: StepId) -> Tally:
         return self._of_step.get(id) or Tally(id)
 
+    def is_there(self, id: StepId) -> bool:
+        """Whether anybody holds anything of it."""
+        return id in self._of_step
+
     def interned(self, id: StepId) -> StepId:
         """The same step, as the one object that stands for it here."""
         tally = self._of_step.get(id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Union
 
 from keepstep.core.shard import Shard
@@ -20,10 +21,11 @@ _ROOTS, _PARAMS, _SIZES = "q", "i", "q"
 
 def bits(ranks: int) -> Iterator[int]:
     """The ranks that a bitmap names, in order."""
-    while ranks:
-        lowest = ranks & -ranks
-        yield lowest.bit_length() - 1
-        ranks ^= lowest
+    digits = bin(ranks)[:1:-1]
+    rank = digits.find("1")
+    while rank >= 0:
+        yield rank
+        rank = digits.find("1", rank + 1)
 
 
 def is_full(ranks: int, world: int) -> bool:
@@ -88,12 +90,13 @@ class Holding:
         """A number that stands for the digest of the image; 0: there is none, or it has none."""
         return _get(self._roots, self._index(rank)) if self.ranks >> rank & 1 else 0
 
-    def params(self, rank: int) -> int:
-        """The same of its parameters alone."""
-        return _get(self._params, self._index(rank)) if self.ranks >> rank & 1 else 0
+    def params(self) -> Iterator[tuple[int, int]]:
+        """The same of the parameters alone, by rank."""
+        return _by_rank(self.ranks, self._params)
 
-    def size_bytes(self, rank: int) -> int:
-        return _get(self._sizes, self._index(rank))
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """Bytes of each image, by rank."""
+        return _by_rank(self.ranks, self._sizes)
 
     def with_twins(self) -> int:
         """The ranks, and those that have a twin among them."""
@@ -136,6 +139,10 @@ def _put(column: Column, at: int, value: int, count: int, kind: str) -> Column:
         column = array(kind, [column]) * count
     column.insert(at, value)
     return column
+
+
+def _by_rank(ranks: int, column: Column) -> Iterator[tuple[int, int]]:
+    return zip(bits(ranks), repeat(column) if isinstance(column, int) else column, strict=False)
 
 
 def _get(column: Column, at: int) -> int:

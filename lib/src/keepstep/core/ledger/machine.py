@@ -7,6 +7,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from keepstep.core.ledger import commit_rule
@@ -40,8 +41,15 @@ from keepstep.core.ledger.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
+_Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], frozenset[StepId]]
 _STEPS_NAMED = 3
 _RANKS_NAMED = 8
+
+
+def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
+    """Whether it is one of these, which are sorted."""
+    at = bisect_left(ids, id)
+    return at < len(ids) and ids[at] == id
 
 
 class Ledger:
@@ -63,6 +71,9 @@ class Ledger:
         """Epochs of images when the lineage was worked out; None: it has to be again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
+        self._unfinished: dict[Tier, set[StepId]] = {}
+        """What is there, and not among them."""
+        self._kept: dict[Tier, _Kept] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. The same event twice changes nothing the second time."""
@@ -101,11 +112,16 @@ class Ledger:
             if self._lineage != before:
                 self._committed.clear()
         for tier, ids in self._committed.items():
-            now = [id for id in changed if self._is_committed(id, tier)]
-            if not changed.isdisjoint(ids) or now:
-                kept = (id for id in ids if id not in changed)
-                found = tuple(sorted([*kept, *now]))
-                self._committed[tier] = ids if found == ids else found
+            moved = [id for id in changed if is_among(id, ids) != self._is_committed(id, tier)]
+            if moved:
+                found = list(ids)
+                for id in moved:
+                    found.remove(id) if is_among(id, ids) else insort(found, id)
+                self._committed[tier] = ids = tuple(found)
+            for id in changed:
+                others = self._unfinished[tier]
+                waits = self._copies.is_there(id) and not is_among(id, ids)
+                others.add(id) if waits else others.discard(id)
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self._copies.complete(id, tier) and self._lineage.restorable(id)
@@ -151,14 +167,14 @@ class Ledger:
         For `Tier.MEMORY`: the steps that all ranks could restore, each from whatever tier.
         """
         if tier not in self._committed:
-            self._committed[tier] = tuple(
-                id for id in self._copies.steps if self._is_committed(id, tier)
-            )
+            judged = [(id, self._is_committed(id, tier)) for id in self._copies.steps]
+            self._committed[tier] = tuple(id for id, is_committed in judged if is_committed)
+            self._unfinished[tier] = {id for id, is_committed in judged if not is_committed}
         return self._committed[tier]
 
     def watermark(self, tier: Tier) -> StepId | None:
         """The newest committed step of this tier."""
-        return max(self.committed(tier), default=None)
+        return next(reversed(self.committed(tier)), None)
 
     def whole(self) -> tuple[StepId, ...]:
         """Restorable steps of which every box can be reached somewhere, oldest first; see
@@ -195,8 +211,8 @@ class Ledger:
         """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
         largest: dict[int, int] = {}
         for held in self._copies.places(id).values():
-            for rank in bits(held.ranks):
-                largest[rank] = max(held.size_bytes(rank), largest.get(rank, 0))
+            for rank, size in held.sizes():
+                largest[rank] = max(size, largest.get(rank, 0))
         world = max(self._copies.worlds(id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
@@ -215,30 +231,49 @@ class Ledger:
         The deletion rule: only when a newer live step is complete on an equal or stronger tier;
         never what is set aside or lost, since nobody can say that it is not needed.
         """
-        alive = [id for id in self.committed(tier) if self._lineage.standing(id) is Standing.LIVE]
+        alive, gone = self._retired(tier, policy)
         if not alive:
             return []
-        times = None if policy.every_s is None else self.written_at(alive)
-        expendable, held = set(retired(alive, policy, written_at=times)), set(alive)
         # An incomplete step may still be on its way while it is among the last few.
-        settled = alive[-policy.last :][0]
-        for id in self._copies.steps:
+        settled, expendable = alive[-policy.last :][0], set(gone)
+        for id in self._unfinished[tier]:
             standing = self._lineage.standing(id)
-            unfinished = standing is Standing.LIVE and id not in held and id < settled
+            unfinished = standing is Standing.LIVE and id < settled
             if unfinished or (standing is Standing.DEAD and id < alive[-1]):
                 expendable.add(id)
         return sorted(expendable - policy.pinned)
 
+    def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], frozenset[StepId]]:
+        """Live steps that are committed, and those of them that the policy does not keep; worked
+        out again when one of the three is another."""
+        of = self.committed(tier), self._lineage, policy
+        known = self._kept.get(tier)
+        if known is None or any(one is not other for one, other in zip(known[0], of, strict=True)):
+            alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
+            times = None if policy.every_s is None else self.written_at(alive)
+            gone = frozenset(retired(alive, policy, written_at=times)) if alive else frozenset()
+            known = self._kept[tier] = of, alive, gone
+        return known[1:]
+
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What should these ranks (all of the run) restore? A hint: their vote is what counts."""
+        found = self.next_step(ranks)
+        if not isinstance(found, StepId):
+            return found
+        coverage = self._copies.coverage(found)
+        assert coverage is not None, "a step that is whole is covered"
+        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
+        return RestorePlan(found, tiers, coverage.world, by_twins)
+
+    def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
+        """The step of the plan alone, which costs no look at every rank."""
         newest = commit_rule.newest_whole(self._copies, self._lineage)
         coverage = None if newest is None else self._copies.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
             return Unknown(f"no answer yet from {_places(waits_for)}", waits_for)
-        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
-        return RestorePlan(newest, tiers, coverage.world, by_twins)
+        return newest
 
     def _silent_before(
         self, chosen: Coverage, ranks: Collection[int]

@@ -47,8 +47,8 @@ class AdviceCache:
         commits = self._ledger.commits()
         marks = {
             Tier.MEMORY: self._ledger.restorable(),
-            Tier.LOCAL: max(commits, default=None),
-            Tier.ARCHIVE: max(self._ledger.archived(), default=None),
+            Tier.LOCAL: self._ledger.committed(),
+            Tier.ARCHIVE: self._ledger.newest_archived(),
         }
         return Advice(
             at=at,

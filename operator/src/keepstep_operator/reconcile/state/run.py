@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from keepstep.core import ledger
-from keepstep.core.ledger import AlarmKind
+from keepstep.core.ledger import AlarmKind, is_among
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportReply
@@ -275,7 +275,7 @@ class Run:
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
-        durable = self.ledger.committed(), max(self.ledger.archived(), default=None)
+        durable = self.ledger.committed(), self.ledger.newest_archived()
         if durable != self._durable and any(self.ledger.orphans):
             self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
         self._durable = durable
@@ -358,7 +358,7 @@ class Run:
         return ReportReply(
             least_gap_s=least_gap_s,
             committed=advice.committed,
-            commits=tuple(id for id in advice.commits if id in held),
+            commits=tuple(sorted(id for id in held if is_among(id, advice.commits))),
             plan=None if paused else self.restore_request.wanted or advice.plan,
             retire=tuple(
                 id

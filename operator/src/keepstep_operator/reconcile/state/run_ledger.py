@@ -8,6 +8,7 @@ clock but the reconciler's own (passed in) is ever compared.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from keepstep.core.ledger import (
     RankGone,
     RankReport,
     Reported,
-    RestorePlan,
     Unknown,
 )
 from keepstep.core.ledger.holding import bits
@@ -374,7 +374,7 @@ class RunLedger:
 
     def committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
-        return max(self.commits(), default=None)
+        return self.core.watermark(Tier.LOCAL)
 
     def commits(self) -> tuple[StepId, ...]:
         """All steps that are durable on every rank, oldest first."""
@@ -388,18 +388,21 @@ class RunLedger:
         """Steps that the archive holds whole, oldest first."""
         return self.core.committed(Tier.ARCHIVE)
 
+    def newest_archived(self) -> StepId | None:
+        return self.core.watermark(Tier.ARCHIVE)
+
     def plan(self) -> StepId | None:
         """The step that a restart would restore, when that is certain."""
         plan = self._plan()
-        return plan.id if isinstance(plan, RestorePlan) else None
+        return plan if isinstance(plan, StepId) else None
 
     def doubt(self) -> str:
         """Why nobody can say what a restart would restore, '' when that is certain."""
         plan = self._plan()
         return plan.reason if isinstance(plan, Unknown) else ""
 
-    def _plan(self) -> RestorePlan | Nothing | Unknown | None:
-        return None if self.world is None else self.core.plan(range(self.world))
+    def _plan(self) -> StepId | Nothing | Unknown | None:
+        return None if self.world is None else self.core.next_step(range(self.world))
 
     def safety(self) -> Safety:
         """What the loss of one node would leave."""
@@ -408,12 +411,13 @@ class RunLedger:
         return self._safety[1]
 
     def _judge(self) -> Safety:
-        archived = max(self.archived(), default=None)
-        newest_first = sorted(self.core.committed(Tier.LOCAL), reverse=True)
+        archived = self.newest_archived()
+        newest_first = self.core.committed(Tier.LOCAL)[::-1]
         sole = {
             id: self._sole_nodes(id, helpers=True)
-            for id in newest_first
-            if archived is None or id > archived
+            for id in itertools.takewhile(
+                lambda id: archived is None or id > archived, newest_first
+            )
         }
         apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
         safe = max((id for id in (apart, archived) if id is not None), default=None)
@@ -429,7 +433,7 @@ class RunLedger:
             for id in reversed(self.core.steps)
             if self.core.lineage.restorable(id) and self._sole_nodes(id, helpers=False) is not None
         )
-        newest = (next(whole, None), *self.archived())
+        newest = next(whole, None), self.newest_archived()
         return max((id for id in newest if id is not None), default=None)
 
     def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:

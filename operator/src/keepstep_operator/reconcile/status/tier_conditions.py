@@ -53,7 +53,7 @@ def archived(run: Run) -> ConditionState | None:
     """Whether steps reach the archive."""
     if run.policy is None or run.policy.archive is None:
         return None
-    newest = max(run.ledger.archived(), default=None)
+    newest = run.ledger.newest_archived()
     if newest is None and (early := _early(run)) is not None:
         return early
     if run.finished_at is None and (troubled := _troubled(run, Tier.ARCHIVE)) is not None:
@@ -172,6 +172,6 @@ def _rest(run: Run, depot: TierProgress) -> str:
     """No number that changes with each report: this is written to the API server."""
     catches_up = "It is tried again until it works; training goes on"
     if depot.tier is Tier.ARCHIVE:
-        newest = max(run.ledger.archived(), default=None)
+        newest = run.ledger.newest_archived()
         return f"{catches_up}. Newest step there: {newest.step if newest else 'none'}"
     return catches_up

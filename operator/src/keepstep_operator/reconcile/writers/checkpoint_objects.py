@@ -61,7 +61,7 @@ class Changes:
 
 def kept(run: Run) -> tuple[Kept, ...]:
     """The steps that deserve an object, newest first; the newest of the archive, and all pins."""
-    archived = sorted(run.ledger.archived(), reverse=True)[:MOST_ARCHIVED]
+    archived = run.ledger.archived()[-MOST_ARCHIVED:]
     pins = set(parse_steps(run.object.pins)) if run.object else set()
     there = set(run.ledger.core.committed(Tier.LOCAL))
     found = sorted({*archived, *(pins & there)}, reverse=True)
