@@ -41,6 +41,9 @@ async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
         cluster.bind(one)
     async with reconciler(cluster, tmp_path) as operator:
         await until(lambda: operator.knows(len(PATHS) + 1), what="all pods")
+        # a run that has neither pods nor an object is nothing that anybody asks about
+        runs = len(PATHS) + 1
+        await until(lambda: len(cluster.made("checkpointruns")) >= runs, what="all runs' objects")
         for one in (*pods, good):  # the good one last: when its job was asked for, all were
             cluster.drop(one)
         await until(lambda: cluster.asked("GET", f"/pytorchjobs/{RUN}"), what="the good run's job")
