@@ -1,0 +1,364 @@
+"""The operator at size: `python -m bench.operator_load` says what it takes and how soon.
+
+Ten thousand pods of eight ranks in a thousand runs, each with a hundred archived steps; as many
+runs that are finished, and twenty thousand pods of others. The stand-in for the API server is a
+process of its own, and so is whoever asks the reconciler's health; the reporters and the webhook's
+client are this one. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
+
+(Not `operator`: a script in this folder would import that in place of the standard library's.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+from aiohttp import web
+
+from bench import machine
+from tests.operator.promises.surface import (
+    Body,
+    Cluster,
+    Operator,
+    Webhook,
+    epoch,
+    finished_run,
+    foreign_pod,
+    pod,
+    policy,
+    rank,
+    reconciler,
+    report,
+    webhook,
+)
+
+_RANKS, _ARCHIVED, _STEP = 8, 100, 1_000_000
+_RESULTS = Path(__file__).parent / "results"
+_BARS = {
+    "rss_mib": 300.0, "cores": 0.5, "ready_s": 60.0, "condition_visible_s": 3.0,
+    "slowest_health_ms": 20.0, "admission_p99_ms": 50.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """`changes`: runs a second of which a condition changes. `period_s`: of each pod's reports."""
+
+    runs: int
+    pods: int
+    finished: int
+    foreign: int
+    changes: float
+    period_s: float = 30.0
+
+    @classmethod
+    def scaled(cls, scale: float) -> Size:
+        def part(count: int) -> int:
+            return max(1, round(count * scale))
+
+        return cls(
+            runs=part(1000),
+            pods=10,
+            finished=part(1000),
+            foreign=part(20_000),
+            changes=20.0 * scale,
+        )
+
+    def changing(self, run: int) -> bool:
+        """Whether each report of this run's first pod changes a condition."""
+        return run < self.changes * self.period_s
+
+
+# --- the API server ------------------------------------------------------------------------------
+
+
+class Watched(Cluster):
+    """The stand-in, which also remembers when `Committing` of a run became something else."""
+
+    changed: dict[str, list[tuple[float, str]]]
+
+    def _write(self, method: str, path: str, body: Any) -> web.Response:
+        answer = super()._write(method, path, body)
+        run = path.removesuffix("/status")
+        if "/checkpointruns/" in run and run in self.objects:
+            told = (self.objects[run].get("status") or {}).get("conditions") or []
+            now = next((one["status"] for one in told if one["type"] == "Committing"), "")
+            seen = self.changed.setdefault(run.rpartition("/")[2], [])
+            if not seen or seen[-1][1] != now:
+                seen.append((time.time(), now))
+        return answer
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/bench":
+            writes = sum(
+                one.method in ("POST", "PATCH", "PUT", "DELETE")
+                and not one.path.endswith("/tokenreviews")
+                for one in self.requests
+            )
+            return web.json_response({"writes": writes, "changed": self.changed})
+        return await super()._answer(request)
+
+
+def _cluster(size: Size) -> Watched:
+    found = Watched(objects=dict([policy()]))
+    found.changed = {}
+    for run in range(size.runs):
+        for number in range(size.pods):
+            found.bind(pod(number, run=f"run-{run}"))
+    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
+    found.objects.update(finished_run(f"over-{one}", at=finished) for one in range(size.finished))
+    found.objects.update(foreign_pod(one) for one in range(size.foreign))
+    return found
+
+
+async def _serve(size: Size) -> None:
+    cluster = _cluster(size)
+    async with cluster.serving():
+        print(cluster.port, flush=True)
+        await asyncio.Event().wait()
+
+
+@dataclass
+class Apart:
+    """The same in another process."""
+
+    url: str = ""
+
+    @contextlib.contextmanager
+    def running(self, scale: float) -> Iterator[Apart]:
+        command = [sys.executable, "-m", "bench.operator_load", "--serve", "--scale", str(scale)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                assert child.stdout is not None
+                self.url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+                yield self
+            finally:
+                child.kill()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Apart]:
+        """What `reconciler` asks for: it runs already."""
+        yield self
+
+
+# --- the sidecars --------------------------------------------------------------------------------
+
+
+@dataclass
+class Reporter:
+    """One sidecar: a whole report, then changes."""
+
+    size: Size
+    run: int
+    number: int
+    known: int = 0
+    sequence: int = 0
+    toggled: list[tuple[float, bool]] = field(default_factory=list)
+
+    @property
+    def token(self) -> str:
+        return f"team-run-{self.run}-{self.number}-1"
+
+    def body(self) -> Body:
+        self.sequence += 1
+        world, first = self.size.pods * _RANKS, self.number * _RANKS
+        changing = self.size.changing(self.run)
+        warned = changing and self.number == 0 and self.sequence % 2 == 0
+        ranks = [
+            self._changes(one, world) if self.known else self._whole(one, world, changing)
+            for one in range(first, first + _RANKS)
+        ]
+        return report(
+            *ranks,
+            sequence=self.sequence,
+            since=self.known,
+            epochs=[] if self.known else [{"id": epoch()}],
+            warnings=["the drive is slow"] if warned else [],
+        )
+
+    def _steps(self) -> tuple[int, ...]:
+        newest = _STEP + self.sequence
+        return newest, newest - 1, newest - 2, newest - 3
+
+    def _whole(self, number: int, world: int, changing: bool) -> Body:
+        archived = () if changing else tuple(1000 * (one + 1) for one in range(_ARCHIVED))
+        local = () if changing else (_STEP, _STEP - 10)
+        return rank(number, world, memory=self._steps(), local=local, archive=archived)
+
+    def _changes(self, number: int, world: int) -> Body:
+        newest, oldest = self._steps()[0], self._steps()[3] - 1
+        told = rank(number, world, memory=(newest,))
+        return told | {
+            "local_answer": None,
+            "gone": {"memory": [{"epoch": epoch(), "step": oldest}]},
+        }
+
+    async def go_on(self, operator: Operator, until_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        each_s = self.size.period_s / (self.size.runs * self.size.pods)
+        await asyncio.sleep((self.run * self.size.pods + self.number) * each_s)
+        while loop.time() < until_s:
+            next_s = loop.time() + self.size.period_s
+            body = self.body()
+            reply = await operator.take(body, token=self.token)
+            follows = reply.get("changes_since") == self.sequence
+            self.known = self.sequence if follows else 0
+            if self.number == 0 and self.size.changing(self.run):
+                self.toggled.append((time.time(), bool(body["warnings"])))
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def _ask_health(url: str) -> None:
+    """Until it is killed: a line with each answer's milliseconds."""
+    host = url.removeprefix("http://")
+    while True:
+        begun = time.perf_counter()
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+        connection.close()
+        print((time.perf_counter() - begun) * 1000, flush=True)
+        time.sleep(0.02)
+
+
+async def _admit(hook: Webhook, until_s: float) -> list[float]:
+    """Milliseconds of twenty injections a second."""
+    loop, spent = asyncio.get_running_loop(), list[float]()
+    template = pod(0)
+    template["metadata"]["labels"] = {}
+    template["metadata"]["annotations"] = {"keepstep.dev/policy": "default"}
+    template["spec"] = {"containers": [{"name": "pytorch", "image": "team/train:1"}]}
+    while loop.time() < until_s:
+        begun = loop.time()
+        await hook.create(template)
+        spent.append((loop.time() - begun) * 1000)
+        await asyncio.sleep(max(0.0, 0.05 - (loop.time() - begun)))
+    return sorted(spent)
+
+
+def _visible_s(reporters: list[Reporter], changed: dict[str, list[list[Any]]]) -> list[float]:
+    """From the answer to a report that changes a condition until the object says so."""
+    found = []
+    for one in (each for each in reporters if each.toggled):
+        seen = changed.get(f"run-{one.run}", [])
+        for at, warned in one.toggled[1:-1]:
+            says = "False" if warned else "Unknown"
+            after = [when - at for when, status in seen if status == says and when > at - 1.0]
+            if after:
+                found.append(max(0.0, min(after)))
+    return sorted(found)
+
+
+async def _measure(size: Size, apart: Apart, minutes: float, directory: Path) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    async with (
+        reconciler(cast(Cluster, apart), directory / "reconcile") as operator,
+        webhook(directory / "admission", policy()[1]) as hook,
+    ):
+        ready_s = loop.time() - begun
+        reporters = [
+            Reporter(size, run, one) for run in range(size.runs) for one in range(size.pods)
+        ]
+        end_s = loop.time() + minutes * 60
+        going = [asyncio.create_task(one.go_on(operator, end_s)) for one in reporters]
+        await asyncio.sleep(2 * size.period_s)  # all have told everything by then
+        command = [sys.executable, "-m", "bench.operator_load", "--probe", operator.metrics_url]
+        probe = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        asked = asyncio.create_task(probe.communicate())
+        cpu_s, since = operator.cpu_s(), loop.time()
+        admitted = await _admit(hook, end_s)
+        cores = (operator.cpu_s() - cpu_s) / (loop.time() - since)
+        probe.kill()
+        health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
+        await asyncio.gather(*going)
+        await asyncio.sleep(5.0)
+        async with aiohttp.ClientSession() as session, session.get(f"{apart.url}/bench") as answer:
+            seen = await answer.json()
+        visible = _visible_s(reporters, seen["changed"])
+        return {
+            "pods": size.runs * size.pods,
+            "ready_s": ready_s,
+            "rss_mib": operator.memory_mib(),
+            "cores": cores,
+            "reports": sum(one.sequence for one in reporters),
+            "told_as_changes": sum(one.known > 0 for one in reporters) / len(reporters),
+            "condition_visible_s": visible[-1] if visible else float("nan"),
+            "conditions_seen": len(visible),
+            "slowest_health_ms": health[-1] if health else float("nan"),
+            "health_p99_ms": health[int(len(health) * 0.99)] if health else float("nan"),
+            "api_writes_a_second": seen["writes"] / (minutes * 60),
+            "admission_p99_ms": admitted[int(len(admitted) * 0.99)],
+        }
+
+
+def _table(found: dict[str, float], size: Size, scale: float, minutes: float) -> str:
+    about = machine.describe(Path("/tmp"))
+    rows = [
+        f"| {name} | {value:.4g} | "
+        + (f"<= {_BARS[name]:g} | {'pass' if value <= _BARS[name] else '**FAIL**'} |"
+           if name in _BARS else "- | |")
+        for name, value in found.items()
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            "# The operator at size",
+            "",
+            f"{size.runs * size.pods:,} pods of {_RANKS} ranks in {size.runs:,} runs,"
+            f" {_ARCHIVED} archived steps each, {size.finished:,} finished runs, {size.foreign:,}"
+            f" pods of others; a report of each pod every {size.period_s:.0f} s,"
+            f" {size.changes:g} conditions a second change. The reporters and the stand-in for the"
+            " API server run on the same cores.",
+            "",
+            "; ".join(f"{name}: {value}" for name, value in about.items()),
+            "",
+            "| figure | measured | bar | |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+            f"    python -m bench.operator_load --scale {scale:g} --minutes {minutes:g} --write",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the whole size")
+    parser.add_argument("--minutes", type=float, default=6.0, help="the first one warms up")
+    parser.add_argument("--write", action="store_true", help="the result into bench/results")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = Size.scaled(options.scale)
+    if options.probe:
+        _ask_health(options.probe)
+    elif options.serve:
+        asyncio.run(_serve(size))
+    else:
+        with tempfile.TemporaryDirectory() as directory, Apart().running(options.scale) as apart:
+            found = asyncio.run(_measure(size, apart, options.minutes, Path(directory)))
+        table = _table(found, size, options.scale, options.minutes)
+        print(json.dumps(found, indent=2), table, sep="\n\n")
+        if options.write:
+            (_RESULTS / f"{machine.slug()}-operator.md").write_text(table)
+
+
+if __name__ == "__main__":
+    main()
