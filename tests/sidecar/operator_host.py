@@ -92,6 +92,7 @@ class OperatorHost:
         self.pinned: tuple[StepId, ...] = ()
         self.all_peers = False
         self.authorities = ""
+        self.leaving = False
         self.interval_s = 2.0
         self.port = port
         self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
@@ -176,6 +177,7 @@ class OperatorHost:
             pinned=self.pinned,
             all_peers=self.all_peers,
             authorities=self.authorities,
+            leaving=self.leaving,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

@@ -336,6 +336,64 @@ def test_sigterm_sends_a_last_report_after_the_flush(team: Team, operator: Opera
         assert [held.id.step for held in last.ranks[0].local] == [3, 4]
 
 
+def archived_below(archive: Path) -> list[int]:
+    return sorted(StepId.parse(one.parent.name).step for one in archive.glob("run/*/step.json"))
+
+
+@pytest.fixture
+def archived_team(team: Team, tmp_path: Path) -> tuple[Team, Path]:
+    """Both pods hold steps 1 to 4 in memory alone: neither drives nor archive want any of them."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    every = ("--persist-every", "1000000", "--archive-every", "1000000")
+    team.start("--archive", str(archive), *every)
+    for step in range(1, 5):
+        team.stage(step)
+    return team, archive
+
+
+def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
+    archived_team: tuple[Team, Path], operator: OperatorHost
+) -> None:
+    team, archive = archived_team
+    operator.leaving = True
+    assert team.pods[0].terminate() == 0
+    eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
+
+
+def test_a_job_that_is_deleted_whole_leaves_its_last_step_in_the_archive(
+    archived_team: tuple[Team, Path],
+) -> None:
+    """SIGTERM tells each of its pods; no word of the operator is needed but that of a commit."""
+    team, archive = archived_team
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(Pod.terminate, team.pods)) == [0, 0]
+    assert archived_below(archive) == [4]
+
+
+def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
+    archived_team: tuple[Team, Path], operator: OperatorHost
+) -> None:
+    team, archive = archived_team
+    operator.leaving = True
+    leaves = team.pods[0]
+    eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
+    team.stage(5)
+    for one in team.ranks:
+        one.disconnect()
+    assert leaves.terminate() == 0
+    eventually(lambda: archived_below(archive) == [4, 5], what=f"not {archived_below(archive)}")
+
+
+def test_a_pod_whose_last_step_nobody_else_has_ends_in_time_all_the_same(
+    archived_team: tuple[Team, Path],
+) -> None:
+    """The other pod heard nothing, so no step is committed: ten seconds are spent on the hope."""
+    team, archive = archived_team
+    assert team.pods[0].terminate() == 0
+    assert archived_below(archive) == []
+
+
 # --- an operator that is away, slow, or not the one ----------------------------------------------
 
 

@@ -925,3 +925,35 @@ def test_a_run_that_a_queue_may_preempt_says_when_its_last_step_was_committed() 
     others.find(run_object())
     others.hear_all(*zip((pod(0), pod(1)), sidecars, strict=True))
     assert not [one for one in others.actions if isinstance(one, NoteCommit)]
+
+
+def test_a_pod_that_is_deleted_is_told_to_all_and_what_went_with_it_is_said() -> None:
+    there, leaves = pod(0, volumes=()), pod(1, volumes=())
+    play, one, other = Play(there, leaves), Sidecar(rank=0), Sidecar(rank=1)
+    for sidecar in (one, other):
+        sidecar.durable(3).staged(3, 4)
+    play.hear_all((there, one), (leaves, other))
+    assert not play.registry.reply(there.uid, at=play.now).leaving
+    play.see(replace(leaves, deleting=True))
+    assert play.registry.reply(there.uid, at=play.now).leaving
+    assert play.registry.reply(leaves.uid, at=play.now).leaving
+    play.lose(replace(leaves, deleting=True))
+    assert not play.registry.reply(there.uid, at=play.now).leaving
+    (message,) = play.events("LastStepLost")
+    assert "step 4" in message
+    assert "flushTimeout" in message
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["kept", "all are deleted"])
+def test_nothing_is_said_of_a_pod_that_left_in_time_or_with_all_others(everything: bool) -> None:
+    there, leaves = pod(0), pod(1)
+    play, one, other = Play(there, leaves), Sidecar(rank=0), Sidecar(rank=1)
+    for sidecar in (one, other):
+        sidecar.staged(4)
+        if not everything:
+            sidecar.durable(4)
+    play.hear_all((there, one), (leaves, other))
+    for gone in (there, leaves) if everything else (leaves,):
+        play.see(replace(gone, deleting=True))
+    play.lose(leaves)
+    assert play.events("LastStepLost") == []

@@ -187,6 +187,8 @@ class ReportReply:
     it does not name may hold something, too.
     `authorities`: PEM of all by which the operator is to be known from now on, instead of those
     known so far; '' where it does not say.
+    `leaving`: a pod of the run is being deleted, so its newest steps should become durable on all
+    pods now, and be archived, whatever the schedules say.
     `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
     `changes_since`: the sequence of the report up to which everything is known, so that the next
     one may tell changes to it alone; with any other number than that of the report which this
@@ -205,6 +207,7 @@ class ReportReply:
     restore_run: str = ""
     awaits: str = ""
     all_peers: bool = False
+    leaving: bool = False
     changes_since: int = 0
     authorities: str = ""
 

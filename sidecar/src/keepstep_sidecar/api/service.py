@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from keepstep.core.node import Serves
 from keepstep.errors import StorageError
+from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
 from keepstep_sidecar.api.restoring import Restoring
@@ -36,6 +37,9 @@ from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
 """How long the last report may take: after the flush, within the grace period."""
+
+_COMMIT_S = 10.0
+"""How long a pod that ends waits to hear that its last step is committed, before it archives it."""
 
 _WATCH_S = 1.0
 """How often it is seen whether directories and slots are still there."""
@@ -72,6 +76,8 @@ class Service:
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
+    _outliving: bool = False
+    _outlived: StepId | None = None
 
     # --- begin and end -----------------------------------------------------------------------
 
@@ -160,12 +166,20 @@ class Service:
         await self.stop(StopRequest(drain=True, forget=True))
 
     async def terminate(self) -> None:
-        """SIGTERM: make the newest two steps durable and end; memory stays for a successor."""
+        """SIGTERM: make the newest two steps durable and end; memory stays for a successor.
+
+        What goes with this pod is sent to where it does not: to peers whatever is durable, to the
+        archive what is committed.
+        """
         if not self.ending:
-            started = time.monotonic()
-            await self.flush(FlushRequest(timeout_s=self.config.flush_timeout_s))
-            left_s = self.config.flush_timeout_s - (time.monotonic() - started)
-            await self.remote_tiers.drain(timeout_s=max(0.0, left_s), whole=False)
+            deadline = time.monotonic() + self.config.flush_timeout_s
+
+            def left_s() -> float:
+                return max(0.0, deadline - time.monotonic())
+
+            flushed = await self.flush(FlushRequest(timeout_s=left_s()))
+            await self._archive_newest(flushed.steps, timeout_s=min(left_s(), _COMMIT_S))
+            await self.remote_tiers.drain(timeout_s=left_s(), whole=False)
             await self.committer.refresh()  # nothing is in use any more
             await self._last_word()
             self._end()
@@ -225,6 +239,40 @@ class Service:
         )
         if reply.plan is not None and reply.plan != before and self.committer.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")
+        self._heed(leaving=reply.leaving)
+
+    # --- a pod of the run leaves -------------------------------------------------------------
+
+    def _heed(self, *, leaving: bool) -> None:
+        """At once when a pod begins to leave, and again for what was staged since, once no trainer
+        is here any more: those that train on go by the schedule."""
+        if not leaving:
+            self._outlived = None
+            return
+        newest = max(self.committer.node.planner.common(), default=None)
+        again = self._outlived is not None and (newest == self._outlived or len(self.leases) > 0)
+        if newest is not None and not again and not self._outliving and not self.ending:
+            self._outliving, self._outlived = True, newest
+            self.tasks.spawn(self._outlive(), "keep the last step of a pod that leaves")
+
+    async def _outlive(self) -> None:
+        try:
+            timeout_s = self.config.flush_timeout_s
+            flushed = await self.flush(FlushRequest(timeout_s=timeout_s))
+            await self._archive_newest(flushed.steps, timeout_s=timeout_s)
+        finally:
+            self._outliving = False
+
+    async def _archive_newest(self, steps: tuple[StepId, ...], *, timeout_s: float) -> None:
+        """The archive takes committed steps alone. All pods wait for the same one: the newest that
+        each of them has."""
+        if not steps or not self.remote_tiers.has(Tier.ARCHIVE):
+            return
+        if not self.committer.operator_answers:
+            timeout_s = 0.0  # nobody would say
+        committed = await self.progress.until_committed(steps, timeout_s=timeout_s)
+        if committed is not None:
+            self.remote_tiers.want(committed)
 
     # --- flush -------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class StepWaits:
             return reached() or failed or self._overtaken(lease.rank, request.id)
 
         deadline = time.monotonic() + request.timeout_s
-        with self._counted(request):
+        with self._counted(request.state):
             await self._changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
             self._remote_tiers.want(request.id)
@@ -77,9 +77,9 @@ class StepWaits:
         return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
 
     @contextmanager
-    def _counted(self, request: WaitRequest) -> Iterator[None]:
+    def _counted(self, state: str) -> Iterator[None]:
         """A commit that somebody waits for may be one of which only the operator knows."""
-        commits = int(request.state in (State.COMMITTED, State.ARCHIVED))
+        commits = int(state in (State.COMMITTED, State.ARCHIVED))
         self.awaited += commits
         if commits:
             self._changes.ring()
@@ -132,6 +132,16 @@ class StepWaits:
         if self._committer.silent:
             return f"step {id} is durable here; nobody can tell whether it is on the other pods"
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
+
+    async def until_committed(
+        self, steps: tuple[StepId, ...], *, timeout_s: float
+    ) -> StepId | None:
+        """The newest of these steps that is committed, once the last of them is or time is up."""
+        with self._counted(State.COMMITTED):
+            await self._changes.until(
+                lambda: self._committer.was_committed(steps[-1]), timeout_s=timeout_s
+            )
+        return max(filter(self._committer.was_committed, steps), default=None)
 
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Make the newest two steps that all ranks hold durable. Best effort, in time."""

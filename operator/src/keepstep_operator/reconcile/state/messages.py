@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord, RunKey
 from keepstep_operator.reconcile.state.restart_history import Restart
@@ -83,3 +84,13 @@ def _steps_lost(count: int) -> str:
     if count == 0:
         return "no step lost"
     return "1 step lost" if count == 1 else f"{count} steps lost"
+
+
+def last_step_lost(pod: PodRecord, before: StepId | None, after: StepId | None) -> str:
+    """A pod was deleted before its last step was anywhere else."""
+    step, onward = before.step if before else 0, after.step if after else 0
+    return (
+        f"pod {pod.name} was deleted before step {step}, which all ranks had finished, was kept"
+        f" where it outlives the pod; a restart goes on from step {onward}. Give the policy peers"
+        " or an archive, and a flushTimeout that holds what a pod writes and sends"
+    )

@@ -90,6 +90,7 @@ class Run:
         self.restore_request = RestoreRequest()
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
+        self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None
         self.policy: PolicyRecord | None = None
@@ -125,6 +126,8 @@ class Run:
         if before == pod:
             return []
         self.pods[pod.uid] = pod
+        if pod.deleting and not pod.over:
+            self._leaving.add(pod.uid)
         looked_up = list(self._belongs(pod.job))
         if pod.injected:
             self.volumes, self.labelled = pod.volumes, pod.labelled
@@ -148,9 +151,23 @@ class Run:
 
     def _ended(self, pod: PodRecord, at: float) -> list[Action]:
         """Its containers will not run again: memory is gone, and what goes with a pod."""
+        before = self.ledger.restorable() if pod.uid in self._leaving else None
         said = self.ledger.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
         self._know_alive(at)
-        return list(self._alarmed(said, at=at))
+        left = self._left(pod, before) if pod.uid in self._leaving else ()
+        self._leaving.discard(pod.uid)
+        return [*self._alarmed(said, at=at), *left]
+
+    def _left(self, pod: PodRecord, before: StepId | None) -> Iterator[Action]:
+        """A pod was made to leave a run that stays: what went with it is said, not only counted
+        when the run is back. `before`: what could be restored while it was there."""
+        after = self.ledger.restorable()
+        gone = before is not None and (after is None or after < before)
+        if gone and any(one.stays for one in self.pods.values()):
+            yield self._event(
+                "LastStepLost", messages.last_step_lost(pod, before, after), warning=True,
+                topic=pod.uid,
+            )  # fmt: skip
 
     def _not_injected(self, pod: PodRecord) -> Iterator[Action]:
         if not pod.injected and not pod.over:
@@ -369,6 +386,7 @@ class Run:
             peers=(*self.peer_assignment.of(pod.node_rank), *helper_plan.peers(self)),
             awaits=helper_plan.awaits(self, pod.node_rank),
             all_peers=self.ledger.settled,
+            leaving=bool(self._leaving),
             restore_from=self.restore_request.wanted,
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
         )
