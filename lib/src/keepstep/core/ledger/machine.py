@@ -7,6 +7,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -248,7 +249,8 @@ class Ledger:
         out again when one of the three is another."""
         of = self.committed(tier), self._lineage, policy
         known = self._kept.get(tier)
-        if known is None or any(one is not other for one, other in zip(known[0], of, strict=True)):
+        timed = policy.every_s is not None  # by times, which may be told later than the images
+        if timed or known is None or any(map(operator.is_not, known[0], of)):
             alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
             times = None if policy.every_s is None else self.written_at(alive)
             gone = frozenset(retired(alive, policy, written_at=times)) if alive else frozenset()
