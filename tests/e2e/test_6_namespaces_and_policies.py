@@ -67,7 +67,7 @@ def test_a_policy_that_cannot_work_is_refused_by_the_api_server(
 def test_a_policy_made_after_its_job_in_one_apply_counts(namespace: Kubectl) -> None:
     namespace.apply(jobs.pytorch_job(workers=0), jobs.policy())
     pod = namespace.eventually(lambda: namespace.get("pod", "gpt-master-0"), what="the pod")
-    if "keepstep.dev/injected" in pod["metadata"].get("labels", {}):
+    if pod["metadata"]["labels"].get("keepstep.dev/injected") == "true":
         runs.committed_beyond(namespace, 2)
     else:  # the pod was admitted first: then somebody says what to do
         namespace.eventually(lambda: namespace.events("NotInjected"), what="an event")

@@ -1,4 +1,5 @@
-"""A small API server over real HTTP: objects with resource versions, watches, conflicts, patches.
+"""A small API server over real HTTP: objects with resource versions, selections, pages, watches,
+conflicts, patches of every kind, token reviews. It remembers what was asked.
 
 It stands in for a cluster where a test needs to say exactly when something changes, fails or is
 slow. tests/e2e runs the same code against a real one.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +20,81 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import POLICIES, Access, Resource
 from keepstep_operator.serving import listening
 from tests.operator.injection.json_pointer import apply
 
 Body = dict[str, Any]
-TOKEN = "a-token"
+TOKEN = "operator"
+_CORE = ("pods", "nodes", "namespaces", "configmaps", "secrets", "events")
+_OURS = ("checkpointpolicies", "checkpointruns", "checkpoints")
+_GROUP, _VERSION = "keepstep.dev", "v1alpha1"
 
 
-def access_to(url: str, *, token: str, namespace: str = "default") -> Access:
-    configuration = Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
-    return Access(configuration=configuration, namespace=namespace)
+@dataclass(frozen=True)
+class Request:
+    """What somebody asked. `target`: path and query as they came, with nothing decoded."""
+
+    method: str
+    path: str
+    body: Any
+    query: dict[str, str]
+    target: str
 
 
+@dataclass
+class _Watch:
+    """Somebody who watches a collection, or, of it, what has these labels."""
+
+    collection: str
+    labels: str
+    told: asyncio.Queue[Body | None] = field(default_factory=asyncio.Queue)
+
+    def tell(self, kind: str, path: str, body: Body, before: Body | None) -> None:
+        """As the real one: what does not match any more is gone for those who asked for a match."""
+        if not is_of(self.collection, path):
+            return
+        was = before is not None and matches(before, self.labels)
+        if matches(body, self.labels):
+            kind = "ADDED" if kind == "MODIFIED" and not was else kind
+            self.told.put_nowait({"type": kind, "object": deepcopy(body)})
+        elif was:
+            self.told.put_nowait({"type": "DELETED", "object": deepcopy(body)})
+
+
+@dataclass
 class ApiServer:
-    """Objects by path. `requests`: every method and path that came. Tests may set `delay_s` (before
-    each answer but those of watches), `down` (503 to everything), and `before` (called with method
-    and path before a request is looked at)."""
+    """`objects`: by path. `tokens`: token -> TokenReview.status. Tests may set `delay_s` (before
+    each answer but those of watches), `down` (503 to everything), `broken` (how many more requests
+    are answered with 503, of those whose path has `broken_part`), `forbidden` (403 to paths with
+    it), and `before` (called with method and path before a request is looked at)."""
 
-    def __init__(self) -> None:
-        self.objects: dict[str, Body] = {}
-        self.requests: list[tuple[str, str]] = []
-        self.delay_s = 0.0
-        self.down = False
-        self.before: Callable[[str, str], None] = lambda method, path: None
-        self.port = 0
-        self._version = 100
-        self._history: list[tuple[str, Body]] = []
-        self._watches: list[tuple[str, asyncio.Queue[Body | None]]] = []
+    objects: dict[str, Body] = field(default_factory=dict)
+    tokens: dict[str, Body] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    delay_s: float = 0.0
+    down: bool = False
+    broken: int = 0
+    broken_part: str = ""
+    forbidden: str = ""
+    before: Callable[[str, str], None] = lambda method, path: None
+    port: int = 0
+    _version: int = 100
+    _oldest: int = 0
+    _history: list[tuple[str, str, Body, Body | None]] = field(default_factory=list)
+    _watches: list[_Watch] = field(default_factory=list)
+    _applied: dict[tuple[str, str], Body] = field(default_factory=dict)
 
-    @property
-    def access(self) -> Access:
-        return access_to(self.url, token=TOKEN, namespace="keepstep-system")
+    # --- how it is reached -------------------------------------------------------------------
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def access(self) -> Access:
+        return access_to(self.url, token=TOKEN, namespace="keepstep-system")
 
     def kubeconfig(self, directory: Path) -> Path:
         """For processes: KUBECONFIG."""
@@ -79,10 +120,16 @@ class ApiServer:
             finally:
                 self.end_watches()
 
+    # --- what tests do to it, and ask --------------------------------------------------------
+
     def put(self, resource: Resource, body: Body) -> Body:
         """Create or replace, and tell the watches."""
         namespace = body["metadata"].get("namespace")
         path = resource.path(body["metadata"]["name"], namespace=namespace)
+        return self.add(path, body)
+
+    def add(self, path: str, body: Body) -> Body:
+        """The same by path."""
         return self._store(path, deepcopy(body))
 
     def take(self, resource: Resource, name: str, *, namespace: str | None = None) -> Body:
@@ -90,126 +137,237 @@ class ApiServer:
         return self.objects[resource.path(name, namespace=namespace)]
 
     def delete(self, resource: Resource, name: str, *, namespace: str | None = None) -> None:
-        self._forget(resource.path(name, namespace=namespace))
+        self.remove(resource.path(name, namespace=namespace))
 
-    def _forget(self, path: str) -> None:
-        body = self.objects.pop(path)
-        self._version += 1
-        body["metadata"]["resourceVersion"] = str(self._version)
-        self._tell("DELETED", path, body)
+    def remove(self, path: str) -> None:
+        """Delete it, and tell the watches."""
+        body = deepcopy(self.objects.pop(path))
+        self._tell("DELETED", path, self._versioned(body), body)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is done meanwhile no watch is told, not even later."""
+        watches, self._watches = self._watches, []
+        history = list(self._history)
+        yield
+        self._watches, self._history = watches, history
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Method and path of every request."""
+        return [(one.method, one.path) for one in self.requests]
+
+    def asked(self, method: str, part: str) -> list[Request]:
+        return [one for one in self.requests if one.method == method and part in one.path]
+
+    def lists(self, labels: str) -> bool:
+        """Whether somebody has listed what has these labels."""
+        return any(one.query.get("labelSelector") == labels for one in self.requests)
+
+    def watches(self, labels: str | None = None) -> bool:
+        """Whether somebody follows what has these labels, or anything."""
+        return any(labels in (None, one.labels) for one in self._watches)
 
     def end_watches(self) -> None:
         """As the server does after timeoutSeconds."""
-        for _, queue in self._watches:
-            queue.put_nowait(None)
+        for one in self._watches:
+            one.told.put_nowait(None)
 
     def expire_watches(self) -> None:
         """As etcd's compaction does: what happened meanwhile is gone."""
-        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
-        for _, queue in self._watches:
-            queue.put_nowait({"type": "ERROR", "object": gone})
+        self._oldest = self._version
+        self._fail_watches(410, "Expired", "too old resource version")
+
+    def fail_watches(self) -> None:
+        """As when the server cannot read what it has stored."""
+        self._fail_watches(500, "InternalError", "no such version")
+
+    def _fail_watches(self, code: int, reason: str, message: str) -> None:
+        for one in self._watches:
+            one.told.put_nowait({"type": "ERROR", "object": _told(code, reason, message)})
+
+    # --- answering ---------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        method, path = request.method, request.path
-        self.requests.append((method, path))
+        text, method, path = await request.read(), request.method, request.path
+        body = json.loads(text) if text else None
+        query = dict(request.query)
+        self.requests.append(Request(method, path, body, query, request.raw_path))
         self.before(method, path)
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return _status(401, "Unauthorized", "no token")
-        if self.down:
-            return _status(503, "ServiceUnavailable", "etcd is away")
-        if request.query.get("watch"):
+        if (refused := self._refused(request)) is not None:
+            return refused
+        if (known := discovery(path)) is not None:
+            return web.json_response(known)
+        if query.get("watch"):
             return await self._watch(request)
         await asyncio.sleep(self.delay_s)
-        body = json.loads(await request.read() or b"null")
         if method == "GET":
-            return self._get(path)
-        return self._write(method, path, body, request.content_type)
+            return self._get(path, query)
+        if path.endswith("/tokenreviews"):
+            return self._review(body)
+        return self._write(method, path, body, request)
 
-    def _get(self, path: str) -> web.Response:
+    def _refused(self, request: web.Request) -> web.Response | None:
+        path = request.path
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return _status(401, "Unauthorized", "no token")
+        if self.forbidden and self.forbidden in path:
+            return _status(403, "Forbidden", "no role says so")
+        if self.broken > 0 and self.broken_part in path:
+            self.broken -= 1
+            return _status(503, "ServiceUnavailable", "out of order")
+        return _status(503, "ServiceUnavailable", "etcd is away") if self.down else None
+
+    def _get(self, path: str, query: Mapping[str, str]) -> web.Response:
         if path in self.objects:
             return web.json_response(self.objects[path])
-        plural = path.rsplit("/", 1)[-1]
-        if plural.endswith("s") and "/" in path and _is_collection(path):
-            items = [one for at, one in self.objects.items() if _collects(path, at)]
-            metadata = {"resourceVersion": str(self._version)}
-            return web.json_response({"kind": "List", "metadata": metadata, "items": items})
-        return _status(404, "NotFound", f"{path} not found")
-
-    def _write(self, method: str, path: str, body: Any, content_type: str) -> web.Response:
-        if method == "POST":
-            path = f"{path}/{body['metadata']['name']}"
-            if path in self.objects:
-                return _status(409, "AlreadyExists", f"{path} exists")
-            body["metadata"].setdefault("uid", f"{path}-{self._version}")
-        elif path not in self.objects:
+        if not _is_collection(path):
             return _status(404, "NotFound", f"{path} not found")
+        labels = query.get("labelSelector", "")
+        found = [
+            one for at, one in self.objects.items() if is_of(path, at) and matches(one, labels)
+        ]
+        first, limit = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(found)
+        metadata = {"resourceVersion": str(self._version)}
+        if first + limit < len(found):
+            metadata["continue"] = str(first + limit)
+        items = found[first : first + limit]
+        return web.json_response({"kind": "List", "metadata": metadata, "items": items})
+
+    def _review(self, body: Body) -> web.Response:
+        assert body["spec"]["audiences"] == [AUDIENCE]
+        status = self.tokens.get(body["spec"]["token"], {"authenticated": False})
+        return web.json_response({**body, "status": status}, status=201)
+
+    def _write(self, method: str, path: str, body: Any, request: web.Request) -> web.Response:
+        if method == "POST":
+            return self._create(f"{path}/{body['metadata']['name']}", body)
+        at = path.removesuffix("/status")
+        old = self.objects.get(at)
+        if request.content_type == "application/apply-patch+yaml":
+            if old is None and at != path:
+                return _status(404, "NotFound", f"{at} not found")
+            return self._apply(at, body, str(request.query["fieldManager"]))
+        if old is None:
+            return _status(404, "NotFound", f"{at} not found")
         if method == "DELETE":
-            gone = self.objects[path]
-            self._forget(path)
-            return web.json_response(gone)
-        old = self.objects.get(path, {})
+            wanted = ((body or {}).get("preconditions") or {}).get("uid")
+            if wanted not in (None, old["metadata"].get("uid")):
+                return _status(409, "Conflict", "the UID in the precondition is another")
+            self.remove(at)
+            return web.json_response(old)
         if method == "PUT":
             wanted = body["metadata"].get("resourceVersion")
             if wanted not in (None, old["metadata"]["resourceVersion"]):
                 return _status(409, "Conflict", "the object has been modified")
-        if method == "PATCH" and content_type == "application/merge-patch+json":
-            body = {**deepcopy(old), **body}
-        elif method == "PATCH":
-            assert content_type == "application/json-patch+json"
+            return web.json_response(self._store(at, body))
+        if request.content_type == "application/json-patch+json":
             tests = [one for one in body if one["op"] == "test"]
             if any(_at(old, one["path"]) != one["value"] for one in tests):
                 return _status(422, "Invalid", "the test failed")
-            body = apply(old, [one for one in body if one["op"] != "test"])
-        return web.json_response(self._store(path, body))
+            new = apply(old, [one for one in body if one["op"] != "test"])
+        else:
+            new = _merged(old, body)
+        return web.json_response(self._store(at, new))
 
-    def _store(self, path: str, body: Body) -> Body:
+    def _create(self, path: str, body: Body) -> web.Response:
+        if path in self.objects:
+            return _status(409, "AlreadyExists", f"{path} exists")
+        body["metadata"].setdefault("uid", f"uid-of-{body['metadata']['name']}-{self._version}")
+        return web.json_response(self._store(path, body), status=201)
+
+    def _apply(self, path: str, body: Body, manager: str) -> web.Response:
+        """What the manager applied before and does not any more goes; whoever had the rest."""
+        before = self._applied.get((path, manager), {})
+        self._applied[path, manager] = deepcopy(body)
+        old = self.objects.get(path, {"metadata": {"uid": f"uid-of-{path}-{self._version}"}})
+        return web.json_response(self._store(path, _merged(_without(old, before, body), body)))
+
+    # --- versions and watches ----------------------------------------------------------------
+
+    def _versioned(self, body: Body) -> Body:
         self._version += 1
-        kind = "MODIFIED" if path in self.objects else "ADDED"
-        body["metadata"]["resourceVersion"] = str(self._version)
-        self.objects[path] = body
-        self._tell(kind, path, body)
+        body["metadata"] = {**body["metadata"], "resourceVersion": str(self._version)}
         return body
 
-    def _tell(self, kind: str, path: str, body: Body) -> None:
-        event = {"type": kind, "object": deepcopy(body)}
-        self._history.append((path, event))
-        for collection, queue in self._watches:
-            if _collects(collection, path):
-                queue.put_nowait(event)
+    def _store(self, path: str, body: Body) -> Body:
+        before = self.objects.get(path)
+        self.objects[path] = self._versioned(body)
+        self._tell("ADDED" if before is None else "MODIFIED", path, body, before)
+        return body
+
+    def _tell(self, kind: str, path: str, body: Body, before: Body | None) -> None:
+        self._history.append((kind, path, deepcopy(body), deepcopy(before)))
+        for one in self._watches:
+            one.tell(kind, path, body, before)
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        queue: asyncio.Queue[Body | None] = asyncio.Queue()
-        entry = (request.path, queue)
+        entry = _Watch(request.path, request.query.get("labelSelector", ""))
         since = int(request.query["resourceVersion"])
-        for path, event in self._history:
-            version = int(event["object"]["metadata"]["resourceVersion"])
-            if _collects(request.path, path) and version > since:
-                queue.put_nowait(event)
+        if since < self._oldest:
+            gone = _told(410, "Expired", "too old resource version")
+            entry.told.put_nowait({"type": "ERROR", "object": gone})
+        for kind, path, body, before in self._history:
+            if int(body["metadata"]["resourceVersion"]) > since >= self._oldest:
+                entry.tell(kind, path, body, before)
+        if request.query.get("allowWatchBookmarks") == "true":
+            metadata = {"resourceVersion": str(self._version)}
+            entry.told.put_nowait({"type": "BOOKMARK", "object": {"metadata": metadata}})
         self._watches.append(entry)
         response = web.StreamResponse()
         try:
-            await response.prepare(request)
-            while (told := await queue.get()) is not None:
-                await response.write(json.dumps(told).encode() + b"\n")
-        except ConnectionResetError:
-            pass
+            with suppress(ConnectionResetError):
+                await response.prepare(request)
+                while (told := await entry.told.get()) is not None:
+                    await response.write(json.dumps(told).encode() + b"\n")
         finally:
-            self._watches.remove(entry)
+            self._watches[:] = [one for one in self._watches if one is not entry]
         return response
 
 
-def _status(code: int, reason: str, message: str) -> web.Response:
-    body = {"kind": "Status", "code": code, "reason": reason, "message": message}
-    return web.json_response(body, status=code)
+def access_to(url: str, *, token: str, namespace: str = "default") -> Access:
+    configuration = Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
+    return Access(configuration=configuration, namespace=namespace)
 
 
-def _is_collection(path: str) -> bool:
-    parts = path.strip("/").split("/")
-    parts = parts[2:] if parts[0] == "api" else parts[3:]
-    return len(parts) == 1 or (parts[0] == "namespaces" and len(parts) == 3)
+def discovery(path: str) -> Body | None:
+    """What the server says of its kinds; None where `path` is about something else."""
+    version = {"groupVersion": f"{_GROUP}/{_VERSION}", "version": _VERSION}
+    group = {"name": _GROUP, "versions": [version], "preferredVersion": version}
+    known: dict[str, Body] = {
+        "/api": {"versions": ["v1"]},
+        "/apis": {"groups": [group]},
+        "/api/v1": {"resources": [_kind(plural) for plural in _CORE]},
+        f"/apis/{_GROUP}/{_VERSION}": {"resources": [_kind(plural) for plural in _OURS]},
+    }
+    return known.get(path)
 
 
-def _collects(collection: str, path: str) -> bool:
+def _kind(plural: str) -> Body:
+    verbs = ["get", "list", "watch", "create", "update", "patch", "delete"]
+    kind = {"name": plural, "singularName": "", "kind": plural.title(), "verbs": verbs}
+    return {**kind, "namespaced": plural not in ("nodes", "namespaces")}
+
+
+def bound_to(namespace: str, pod_name: str, pod_uid: str) -> Body:
+    """TokenReview.status of a good token of this pod."""
+    return {
+        "authenticated": True,
+        "audiences": [AUDIENCE],
+        "user": {
+            "username": f"system:serviceaccount:{namespace}:default",
+            "extra": {
+                "authentication.kubernetes.io/pod-name": [pod_name],
+                "authentication.kubernetes.io/pod-uid": [pod_uid],
+            },
+        },
+    }
+
+
+def put_policy(server: ApiServer, body: Body) -> None:
+    server.put(POLICIES, body)
+
+
+def is_of(collection: str, path: str) -> bool:
     """Whether the object at `path` is in `collection`, which may be over all namespaces."""
     parent, _ = path.rsplit("/", 1)
     prefix, plural = collection.rsplit("/", 1)
@@ -218,11 +376,60 @@ def _collects(collection: str, path: str) -> bool:
     )
 
 
+def matches(body: Body, selector: str) -> bool:
+    """`a`, `!a`, `a=b`, joined by commas."""
+    labels = body["metadata"].get("labels") or {}
+    return all(_matches(labels, part) for part in filter(None, selector.split(",")))
+
+
+def _matches(labels: Mapping[str, str], part: str) -> bool:
+    name, equals, value = part.removeprefix("!").partition("=")
+    return labels.get(name) == value if equals else (name in labels) != part.startswith("!")
+
+
+def _told(code: int, reason: str, message: str) -> Body:
+    return {"kind": "Status", "code": code, "reason": reason, "message": message}
+
+
+def _status(code: int, reason: str, message: str) -> web.Response:
+    return web.json_response(_told(code, reason, message), status=code)
+
+
+def _is_collection(path: str) -> bool:
+    """Of a kind that it knows; a namespace's too."""
+    parts = path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    parts = parts[2:] if parts[0] == "namespaces" and len(parts) == 3 else parts
+    return len(parts) == 1 and parts[0] in (*_CORE, *_OURS, "mutatingwebhookconfigurations")
+
+
+def _merged(old: Any, patch: Any) -> Any:
+    """A JSON merge patch."""
+    if not isinstance(patch, dict):
+        return patch
+    base = dict(old) if isinstance(old, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            base.pop(name, None)
+        else:
+            base[name] = _merged(base.get(name), value)
+    return base
+
+
+def _without(old: Any, before: Any, now: Any) -> Any:
+    """`old` without what was in `before` and is not in `now`."""
+    if not isinstance(old, dict) or not isinstance(before, dict):
+        return old
+    kept = dict(old)
+    for name, value in before.items():
+        if name not in (now or {}):
+            kept.pop(name, None)
+        elif name in kept:
+            kept[name] = _without(kept[name], value, now[name])
+    return kept
+
+
 def _at(document: Any, pointer: str) -> Any:
     for part in pointer.strip("/").split("/"):
         document = document[int(part)] if isinstance(document, list) else document.get(part)
     return document
-
-
-def put_policy(server: ApiServer, body: Body) -> None:
-    server.put(POLICIES, body)

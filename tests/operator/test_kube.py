@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
@@ -30,26 +30,25 @@ from keepstep_operator.kube import (
     NODES,
     PODS,
     POLICIES,
-    Change,
-    ChangeKind,
     Client,
     Conflict,
     Denied,
-    Expired,
+    Feed,
     KubeError,
-    Listing,
     NotFound,
     Rejected,
     Unavailable,
     error_of,
     find_access,
+    follow,
     from_kubeconfig,
     in_cluster,
 )
+from keepstep_operator.kube import feed as kube_feed
 from keepstep_operator.serving import listening
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, access_to
-from tests.operator.injection.pods import policy_body
+from tests.operator.injection.pods import NAMESPACE, policy_body
 
 _DAY = timedelta(days=1)
 
@@ -66,7 +65,8 @@ def test_paths_are_those_of_the_kubernetes_api() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(400, Rejected), (401, Denied), (403, Denied), (404, NotFound), (409, Conflict),
-     (410, Expired), (422, Rejected), (429, Unavailable), (500, Unavailable), (504, Unavailable)],
+     (410, Unavailable), (422, Rejected), (429, Unavailable), (500, Unavailable),
+     (504, Unavailable)],
 )  # fmt: skip
 def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
     assert type(error_of(status, "")) is kind
@@ -97,52 +97,112 @@ async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
             await client.get(PODS, "p", namespace="n")
 
 
-async def test_following_begins_with_all_there_is_and_goes_on_through_errors() -> None:
+class _Followed:
+    """Policies, and what a feed said of them, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.works: list[bool] = []
+        self.feed = Feed[str](
+            name="policies",
+            resource=POLICIES,
+            key_of=lambda body: str(body["metadata"]["name"]),
+            seen=lambda body: self.seen.append(body["metadata"]["name"]),
+            gone=lambda name: self.seen.append(f"-{name}"),
+            told=lambda _, works: self.works.append(works),
+        )
+
+
+@asynccontextmanager
+async def _followed(*names: str) -> AsyncIterator[tuple[ApiServer, _Followed]]:
+    followed = _Followed()
     async with ApiServer().running() as server, Client(server.access) as client:
-        server.put(POLICIES, policy_body(name="a"))
-        seen: list[Listing | Change | KubeError] = []
+        for name in names:
+            server.put(POLICIES, policy_body(name=name))
+        task = asyncio.create_task(follow(client, [followed.feed]))
+        try:
+            await until(followed.feed.loaded.is_set)
+            yield server, followed
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-        async def follow(seen: list[Listing | Change | KubeError]) -> None:
-            async for event in client.follow(POLICIES):
-                seen += [event]
 
-        task = asyncio.create_task(follow(seen))
-        await until(lambda: seen)
-        assert isinstance(seen[0], Listing)
-        assert [one["metadata"]["name"] for one in seen[0].items] == ["a"]
-        server.put(POLICIES, {**policy_body(name="b"), "padding": "x" * 300_000})
-        await until(lambda: len(seen) == 2)
-        assert isinstance(seen[1], Change)
-        assert seen[1].kind is ChangeKind.ADDED
+async def test_a_feed_is_loaded_with_all_there_is_and_goes_on_through_errors() -> None:
+    async with _followed("a", "b") as (server, followed):
+        assert sorted(followed.seen) == ["a", "b"]
+        server.put(POLICIES, {**policy_body(name="c"), "padding": "x" * 300_000})
+        await until(lambda: followed.seen[-1] == "c")
         server.down = True
         server.expire_watches()
-        await until(lambda: len(seen) == 3)
-        assert isinstance(seen[2], Unavailable)
+        await until(lambda: not followed.works[-1])
         server.down = False
-        await until(lambda: isinstance(seen[-1], Listing))
+        await until(lambda: followed.works[-1])
+        server.put(POLICIES, policy_body(name="d"))
+        await until(lambda: "d" in followed.seen)
+
+
+async def test_what_goes_while_all_is_listed_anew_is_gone() -> None:
+    async with _followed("a", "b") as (server, followed):
+        with server.unseen():
+            server.delete(POLICIES, "a", namespace=NAMESPACE)
+        server.expire_watches()
+        await until(lambda: "-a" in followed.seen)
+        assert followed.feed.known == {"b"}
+
+
+async def test_what_somebody_else_saw_is_gone_when_it_is_not_listed() -> None:
+    async with _followed("a") as (_, followed):
+        followed.feed.shown("never")
+        await until(lambda: "-never" in followed.seen)
+
+
+async def test_a_watch_that_ends_by_an_error_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube_feed, "_ANEW_S", 0.1)
+    async with _followed("a") as (server, followed):
+        server.fail_watches()
+        server.put(POLICIES, policy_body(name="b"))
+        await until(lambda: "b" in followed.seen)
+
+
+async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
+    policies = _Followed()
+    nodes = Feed[str](
+        name="nodes", resource=NODES, key_of=str, seen=lambda body: None, gone=lambda name: None
+    )
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.forbidden = "/nodes"
+        server.put(POLICIES, policy_body(name="a"))
+        task = asyncio.create_task(follow(client, [nodes, policies.feed]))
+        await until(policies.feed.loaded.is_set)
+        server.put(POLICIES, policy_body(name="b"))
+        await until(lambda: "b" in policies.seen)
+        assert not nodes.loaded.is_set()
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_collection_is_read_in_pages() -> None:
+async def test_names_are_asked_for_in_pages_and_without_the_rest_of_the_objects() -> None:
     asked: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(dict(request.query))
         last = "continue" in request.query
-        metadata = {"resourceVersion": "7", **({} if last else {"continue": "more"})}
-        return web.json_response({"metadata": metadata, "items": [{"n": len(asked)}]})
+        metadata = {} if last else {"continue": "more"}
+        assert "PartialObjectMetadataList" in request.headers["Accept"]
+        items = [{"metadata": {"name": str(len(asked))}, "spec": {}}]
+        return web.json_response({"metadata": metadata, "items": items})
 
     app = web.Application()
     app.router.add_get("/api/v1/pods", answer)
-    async with listening(app, port=0) as port:
-        access = access_to(f"http://127.0.0.1:{port}", token="t")
-        async with Client(access) as client:
-            listing = await client.list(PODS, labels="a=b")
-    assert listing == Listing(items=({"n": 1}, {"n": 2}), resource_version="7")
-    assert asked == [
-        {"limit": "500", "labelSelector": "a=b"},
-        {"limit": "500", "labelSelector": "a=b", "continue": "more"},
-    ]
+    async with (
+        listening(app, port=0) as port,
+        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
+    ):
+        names = [one async for one in client.names(PODS, labels="a=b", fields="c!=d")]
+    assert names == [{"metadata": {"name": "1"}}, {"metadata": {"name": "2"}}]
+    first = {"limit": "500", "labelSelector": "a=b", "fieldSelector": "c!=d"}
+    assert asked == [first, {**first, "continue": "more"}]
 
 
 async def _whoami(request: web.Request) -> web.Response:
@@ -354,4 +414,4 @@ async def test_an_answer_that_is_no_json_is_unavailable() -> None:
             with pytest.raises(Unavailable, match="nonsense"):
                 await client.get(PODS, "p", namespace="n")
             with pytest.raises(Unavailable, match="<html>"):
-                await client.list(PODS)  # 500
+                _ = [one async for one in client.names(PODS)]  # 500

@@ -21,8 +21,9 @@ from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
+from tests.operator.apiserver import ApiServer, bound_to
+from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.serving import Served, serving
-from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 
 GOOD = "good-token"
 
@@ -38,7 +39,7 @@ def request_of(
 
 
 def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool = True) -> None:
-    cluster = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    cluster = ApiServer(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
     cluster.objects[pod_path("gpt-worker-0")] = pod_body(0)
     authority = tmp_path / "peer-ca"
     authority.mkdir()

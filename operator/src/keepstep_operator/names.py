@@ -29,6 +29,10 @@ for pods."""
 # --- what injection adds -----------------------------------------------------------------------
 
 INJECTED_LABEL = "keepstep.dev/injected"
+"""On each pod that admission was asked about: `INJECTED`, or `REFUSED` where the annotation below
+says why. One label, so that all of them come by one selection."""
+INJECTED = "true"
+REFUSED = "refused"
 RUN_KEY_LABEL = "keepstep.dev/run-key"
 """The run's directory name and the name of its CheckpointRun."""
 NODE_RANK_LABEL = "keepstep.dev/node-rank"

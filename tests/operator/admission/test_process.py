@@ -132,11 +132,11 @@ async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
         async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
             await admission.says_ready(200)
             waiting = asyncio.create_task(webhook.create(pytorch_job()))
-            await until(lambda: ("GET", _POLICY) in server.requests)
+            await until(lambda: ("GET", _POLICY) in server.calls())
             admission.process.send_signal(signal.SIGTERM)
             await admission.says_ready(503)
             late = asyncio.create_task(webhook.create(pytorch_job("master", rank=0)))
-            await until(lambda: server.requests.count(("GET", _POLICY)) == 2)
+            await until(lambda: server.calls().count(("GET", _POLICY)) == 2)
             put_policy(server, policy_body())
             for created, _ in (await waiting, await late):
                 assert parse_pod(created).has_sidecar

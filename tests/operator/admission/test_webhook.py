@@ -205,7 +205,7 @@ async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
 async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started: Start) -> None:
     async with started() as running:
         creation = asyncio.create_task(running.webhook.create(pytorch_job()))
-        await until(lambda: ("GET", _path("default")) in running.server.requests)
+        await until(lambda: ("GET", _path("default")) in running.server.calls())
         assert not creation.done()
         put_policy(running.server, policy_body())
         created, warnings = await creation

@@ -99,7 +99,7 @@ async def test_a_round_with_nothing_to_do_writes_nothing() -> None:
         await kept.after(timedelta())
         kept.server.requests.clear()
         await kept.after(DAY)
-        assert {method for method, _ in kept.server.requests} == {"GET"}
+        assert {method for method, _ in kept.server.calls()} == {"GET"}
 
 
 async def test_over_ten_years_every_client_accepts_every_server_within_the_overlap() -> None:
@@ -281,7 +281,7 @@ async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
         await publish(b"pem")
         await publish(b"pem")
         assert _bundles(server) == {"inject": wanted, "other": wanted}
-        assert [method for method, _ in server.requests] == ["GET", "PATCH", "GET"]
+        assert [method for method, _ in server.calls()] == ["GET", "PATCH", "GET"]
 
 
 async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
@@ -393,9 +393,9 @@ async def test_beside_cert_manager_the_ca_of_reports_is_published_and_nothing_el
         assert leaf.not_after == facts(theirs["tls.crt"]).not_after
         bundle = server.take(CONFIG_MAPS, "keepstep-reports-ca", namespace=NAMESPACE)["data"]
         assert bundle == {"ca.crt": theirs["ca.crt"].decode()}
-        asked = {path.rpartition("/")[2] for _, path in server.requests if "/secrets" in path}
+        asked = {path.rpartition("/")[2] for _, path in server.calls() if "/secrets" in path}
         assert asked == {f"{SERVICE}-tls"}
-        writes = [path for method, path in server.requests if method != "GET"]
+        writes = [path for method, path in server.calls() if method != "GET"]
         assert all("/configmaps" in path for path in writes)
 
 

@@ -16,7 +16,7 @@ async def test_no_secret_but_its_own_is_asked_for() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         await _keeper(client, LIFETIMES).round()
         assert server.take(SECRETS, "keepstep-peers-ca", namespace=NAMESPACE)["data"]
-        asked = {path.rpartition("/")[2] for _, path in server.requests if "/secrets/" in path}
+        asked = {path.rpartition("/")[2] for _, path in server.calls() if "/secrets/" in path}
         assert asked == {"keepstep-peers-ca"}
 
 

@@ -403,7 +403,7 @@ def test_a_template_that_was_copied_from_another_jobs_pod_is_refused() -> None:
     with pytest.raises(PodError, match="copied from an injected pod"):
         inject(stale, policy(), DEFAULTS)
     refused = refuse(stale, reason="Conflict", message="copied")
-    assert "keepstep.dev/injected" not in refused["metadata"]["labels"]
+    assert refused["metadata"]["labels"]["keepstep.dev/injected"] == "refused"
 
 
 def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
@@ -417,6 +417,7 @@ def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
         "default",
     )
     del refused["metadata"]["annotations"]["keepstep.dev/status"]
+    assert refused["metadata"]["labels"].pop("keepstep.dev/injected") == "refused"
     assert refused == pod
 
 

@@ -20,7 +20,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from aiohttp import web
 from keepstep.wire.reports import Report
 from keepstep_operator.api.model import JobState
 from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
-from keepstep_operator.kube import client as kube_client
+from keepstep_operator.kube.feed import settings as kopf_settings
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
@@ -43,16 +43,13 @@ from keepstep_operator.reconcile.writers import checkpoint_writer
 from keepstep_sidecar.report.changes import changes
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
-from tests.operator.apiserver import ApiServer
-from tests.operator.apiserver import _collects as is_of
+from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.injection.json_pointer import apply
 from tests.operator.injection.pods import DEFAULTS
+from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.samples import KEY, Play, run_object
 from tests.operator.reconcile.samples import pod as record
 from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting
-from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
-from tests.operator.reconcile.standin import _matches as matches
-from tests.operator.reconcile.standin import _page as page
 from tests.operator.reconcile.test_process import kubeconfig
 
 Body = dict[str, Any]
@@ -67,9 +64,6 @@ HELPERS = (
     "helpers", "--reports-url", "https://reports", "--helper-namespace", SYSTEM,
 )  # fmt: skip
 """Options with which reconcile makes helper pods."""
-_COLLECTIONS = (
-    "pods", "nodes", "configmaps", "checkpointpolicies", "checkpointruns", "checkpoints",
-)  # fmt: skip
 _MEMORY_BYTES = 2 << 30
 _sequence = itertools.count(1)
 
@@ -78,32 +72,18 @@ _sequence = itertools.count(1)
 
 
 @dataclass
-class Cluster(StandIn):
+class Cluster(ApiServer):
     """The stand-in for the API server, with the few more things that a test here has it do.
 
     `busy_part`: the first list of each collection with this in its path is answered with 429, to
     come again after `busy_s`; `busy_at`: by path and selector, when it was asked for.
-    `targets`: path and query of each GET as it came, with nothing decoded.
     """
 
-    targets: list[str] = field(default_factory=list)
     busy_part: str = ""
     busy_s: float = 0.0
     busy_at: dict[str, list[float]] = field(default_factory=dict)
 
-    _versions: Iterator[int] = field(default_factory=lambda: itertools.count(10))
-
-    def _tell(self, kind: str, path: str) -> None:
-        version = {"resourceVersion": str(next(self._versions))}
-        self.objects[path] = {**self.objects[path]}
-        self.objects[path]["metadata"] = {**self.objects[path]["metadata"], **version}
-        for collection, labels, queue in self._watchers:
-            if is_of(collection, path) and matches(self.objects[path], labels):
-                queue.put_nowait({"type": kind, "object": self.objects[path]})
-
-    async def _read(self, request: web.Request) -> web.StreamResponse:
-        """Collections of one namespace, too; the other stand-in lists those of all namespaces."""
-        self.targets.append(request.raw_path)
+    def _refused(self, request: web.Request) -> web.Response | None:
         path, labels = request.path, request.query.get("labelSelector", "")
         if self.busy_part and self.busy_part in path and not request.query.get("watch"):
             asked = self.busy_at.setdefault(f"{path} {labels}", [])
@@ -112,31 +92,12 @@ class Cluster(StandIn):
                 told = {"kind": "Status", "code": 429, "message": "too many requests"}
                 after = {"Retry-After": f"{self.busy_s:.0f}"}
                 return web.json_response(told, status=429, headers=after)
-        if request.query.get("watch"):
-            return await self._watch(request, labels)
-        if path in self.objects or path.rsplit("/", 1)[1] not in _COLLECTIONS:
-            return await super()._read(request)
-        found = [one for at, one in self.objects.items() if is_of(path, at)]
-        return page([one for one in found if matches(one, labels)], request.query)
+        return super()._refused(request)
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Cluster]:
-        async with super().serving():
-            try:
-                yield self
-            finally:
-                for _, _, queue in self._watchers:
-                    queue.put_nowait({})
-
-    async def _watch(self, request: web.Request, labels: str) -> web.StreamResponse:
-        queue: asyncio.Queue[Body] = asyncio.Queue()
-        self._watchers.append((request.path, labels, queue))
-        response = web.StreamResponse()
-        with contextlib.suppress(ConnectionResetError):
-            await response.prepare(request)
-            while told := await queue.get():
-                await response.write(json.dumps(told).encode() + b"\n")
-        return response
+    @property
+    def targets(self) -> list[str]:
+        """Path and query of each GET as it came, with nothing decoded."""
+        return [one.target for one in self.requests if one.method == "GET"]
 
     def bind(self, pod: Body) -> str:
         """Put a pod there, and give it a token; returns the token, which is the pod's uid."""
@@ -148,25 +109,16 @@ class Cluster(StandIn):
 
     def bind_unseen(self, pod: Body) -> str:
         """The same while the watches say nothing yet."""
-        watchers, self._watchers = self._watchers, []
-        token = self.bind(pod)
-        self._watchers = watchers
-        return token
-
-    def drop_unseen(self, pod: Body) -> None:
-        watchers, self._watchers = self._watchers, []
-        self.drop(pod)
-        self._watchers = watchers
+        with self.unseen():
+            return self.bind(pod)
 
     def drop(self, pod: Body) -> None:
         """Delete a pod."""
         self.remove(pod_path(pod["metadata"]["name"], pod["metadata"]["namespace"]))
 
-    def expire_watches(self) -> None:
-        """As a compaction does: whoever watches must list again."""
-        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
-        for _, _, queue in self._watchers:
-            queue.put_nowait({"type": "ERROR", "object": gone})
+    def drop_unseen(self, pod: Body) -> None:
+        with self.unseen():
+            self.drop(pod)
 
     def run(self, name: str = RUN, namespace: str = NAMESPACE) -> Body:
         """The CheckpointRun; empty while there is none."""
@@ -261,7 +213,7 @@ async def reconciler(cluster: Cluster, directory: Path, *options: str) -> AsyncI
     directory.mkdir(exist_ok=True)
     trust = trusting(make_certificate(directory))
     options = ("reconcile", "--namespace", SYSTEM, "--tls-dir", str(directory), *options)
-    async with cluster.serving():
+    async with cluster.running():
         config = kubeconfig(cluster, directory / "kubeconfig")
         async with _process(options, config, trust) as operator:
             await until(operator.ready, what="reconcile's readiness")
@@ -649,7 +601,7 @@ class Identities:
 
 def dead_watch_noticed_after_s() -> float:
     """When a watch is given up that says nothing, not even by a bookmark."""
-    return float(kube_client.SILENT_S)
+    return kopf_settings([], lambda: None).watching.inactivity_timeout
 
 
 def ends_when_its_kind_may_not_be_read(days: int) -> bool:

@@ -21,13 +21,13 @@ from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile import main  # all that the process imports
-from keepstep_operator.reconcile.parsing import lean_pod, parse_pod_record, parse_policy_record
+from keepstep_operator.reconcile.parsing import parse_pod_record, parse_policy_record
 from keepstep_operator.reconcile.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent, WriteStatus
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.status.render import status_of
+from tests.operator.reconcile.pod_bodies import pod_body
 from tests.operator.reconcile.samples import FIRST, T0
-from tests.operator.reconcile.standin import pod_body
 
 SECONDS = 60
 
@@ -90,7 +90,7 @@ def simulate(runs: int, pods: int, ranks: int, *, seconds: int = SECONDS) -> dic
     uids = []
     for run in range(runs):
         for index in range(pods):
-            record = parse_pod_record(lean_pod(body_of(run, index)))
+            record = parse_pod_record(body_of(run, index))
             assert record is not None
             registry.pod_seen(record, at=T0)
             uids.append((record.uid, index))

@@ -20,11 +20,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.feed import PodClient
 from keepstep_operator.reconcile.main import Clock, Reconciler
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls
-from tests.operator.reconcile.standin import StandIn
+from tests.operator.apiserver import ApiServer
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Served:
     """A running reconciler, and how to reach it."""
 
     parts: Reconciler
-    cluster: StandIn
+    cluster: ApiServer
     tls: ServerTls
     session: aiohttp.ClientSession
     port: int
@@ -54,19 +53,18 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(cluster: StandIn, directory: Path) -> AsyncIterator[Served]:
+async def serving(cluster: ApiServer, directory: Path) -> AsyncIterator[Served]:
     """Everything that `keepstep-operator reconcile` runs, until the block ends."""
     authority = make_certificate(directory)
     tls = ServerTls(directory)
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
     async with (
-        cluster.serving(),
+        cluster.running(),
         Client(cluster.access) as client,
-        PodClient(cluster.access) as pod_client,
         aiohttp.ClientSession(connector=connector) as session,
         asyncio.TaskGroup() as group,
     ):
-        parts = Reconciler(client, pod_client, group=group, clock=Clock())
+        parts = Reconciler(client, group=group, clock=Clock())
         parts.start()
         async with listening(
             parts.reports.application(),

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_operator.api.model import NodeRecord
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.feed import NodeClient
+from keepstep_operator.kube import Client, follow
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.watch import Handlers
 from keepstep_operator.reconcile.writers.checkpoint_writer import AT_ONCE, CheckpointWriter
 from tests.harness import until
+from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import (
     IMAGE_BYTES,
     KEY,
@@ -26,7 +26,6 @@ from tests.operator.reconcile.samples import (
     run_object,
     step,
 )
-from tests.operator.reconcile.standin import StandIn
 from tests.operator.reconcile.test_tiers import ARCHIVE
 
 CHECKPOINTS = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpoints"
@@ -41,7 +40,7 @@ class Bench:
     """One pod, one rank, and an archive whose content the test sets."""
 
     registry: Registry
-    cluster: StandIn
+    cluster: ApiServer
     checkpoint_writer: CheckpointWriter
 
     def __post_init__(self) -> None:
@@ -64,12 +63,12 @@ class Bench:
 
 
 def play(
-    scene: Callable[[Bench], Coroutine[Any, Any, None]], cluster: StandIn | None = None
+    scene: Callable[[Bench], Coroutine[Any, Any, None]], cluster: ApiServer | None = None
 ) -> None:
     async def run() -> None:
         registry, loop = Registry(), asyncio.get_running_loop()
-        standin = cluster or StandIn()
-        async with standin.serving(), Client(standin.access) as client:
+        standin = cluster or ApiServer()
+        async with standin.running(), Client(standin.access) as client:
             checkpoint_writer = CheckpointWriter(
                 registry,
                 client,
@@ -78,7 +77,7 @@ def play(
                 pacer=Pacer(least_period_s=0.2, settle_s=0.05),
             )
             tasks = [
-                loop.create_task(checkpoint_writer.feed.run(client)),
+                loop.create_task(follow(client, [checkpoint_writer.feed])),
                 loop.create_task(checkpoint_writer.run()),
             ]
             try:
@@ -110,7 +109,7 @@ def test_archived_and_pinned_steps_become_objects_and_go_with_their_step() -> No
 
 
 def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> None:
-    cluster = StandIn()
+    cluster = ApiServer()
     theirs = f"{CHECKPOINTS}/mine"
     cluster.objects[theirs] = {
         "metadata": {
@@ -147,7 +146,7 @@ def test_a_step_that_stays_costs_no_further_write_and_many_come_a_few_at_a_time(
 
 
 def test_what_could_not_be_written_is_written_later() -> None:
-    cluster = StandIn(broken=1, broken_part=f"namespaces/{KEY.namespace}/checkpoints")
+    cluster = ApiServer(broken=1, broken_part=f"namespaces/{KEY.namespace}/checkpoints")
 
     async def scene(bench: Bench) -> None:
         bench.archive([80])
@@ -168,7 +167,7 @@ def test_nodes_are_followed_with_their_zone_and_whether_they_are_cordoned() -> N
         }
 
     async def run() -> None:
-        registry, cluster = Registry(), StandIn()
+        registry, cluster = Registry(), ApiServer()
         cluster.add("/api/v1/nodes/one", node("one"))
         cluster.add("/api/v1/nodes/two", node("two", unschedulable=True))
         seen: dict[str, NodeRecord] = registry._nodes
@@ -180,12 +179,12 @@ def test_nodes_are_followed_with_their_zone_and_whether_they_are_cordoned() -> N
             host_paths=(),
             clock=lambda: T0,
         )
-        async with cluster.serving(), NodeClient(cluster.access) as client:
-            task = asyncio.create_task(handlers.nodes().run(client))
+        async with cluster.running(), Client(cluster.access) as client:
+            task = asyncio.create_task(follow(client, [handlers.nodes()]))
             await until(lambda: len(seen) == 2)
             assert [seen[name].cordoned for name in ("one", "two")] == [False, True]
             assert seen["one"].labels == zone
-            await until(lambda: cluster._watchers)
+            await until(cluster.watches)
             taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
             cluster.add("/api/v1/nodes/one", node("one", taints=[taint]))
             await until(lambda: seen["one"].cordoned)

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.api.model import RunKey
-from keepstep_operator.kube import CONFIG_MAPS, PODS, Client
+from keepstep_operator.kube import CONFIG_MAPS, PODS, Client, follow
 from keepstep_operator.reconcile.helpers import cleanup
 from keepstep_operator.reconcile.helpers.cleanup import RunDirectories
 from keepstep_operator.reconcile.helpers.controller import (
@@ -96,12 +96,11 @@ async def _stage(
             server.put(CONFIG_MAPS, cleanup.render(grave, namespace=SYSTEM))
         stage = Stage(registry, server, client, grace_s=grace_s)
         feeds = (stage.helper_controller.pods, stage.helper_controller.records)
-        tasks = [group.create_task(feed.run(client)) for feed in feeds]
+        following = group.create_task(follow(client, feeds))
         for feed in feeds:
             await feed.loaded.wait()
         yield stage
-        for task in tasks:
-            task.cancel()
+        following.cancel()
 
 
 def test_a_helper_pod_is_made_once_and_deleted_when_nobody_needs_it() -> None:

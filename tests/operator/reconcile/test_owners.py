@@ -11,8 +11,8 @@ from keepstep_operator.api.model import Job, JobState
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.errands import asked, owner_of
 from keepstep_operator.reconcile.state.actions import AskJob, EmitEvent, FindOwner
+from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import JOB, KEY, Play, pod, run_object
-from tests.operator.reconcile.standin import StandIn
 
 JOB_SET = Job(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name="llama", uid="set-1")
 TRAIN_JOB = Job(
@@ -90,14 +90,14 @@ def _owner(job: Job, **more: Any) -> dict[str, Any]:
 async def test_what_made_a_job_set_is_its_controller(
     body: dict[str, Any], owner: Job | None
 ) -> None:
-    cluster = StandIn(objects={f"{SETS}/llama": body})
-    async with cluster.serving(), Client(cluster.access) as client:
+    cluster = ApiServer(objects={f"{SETS}/llama": body})
+    async with cluster.running(), Client(cluster.access) as client:
         assert await owner_of(client, FindOwner(KEY, JOB_SET)) == owner
 
 
 async def test_a_job_set_that_is_gone_or_may_not_be_read_has_no_owner() -> None:
-    cluster = StandIn()
-    async with cluster.serving(), Client(cluster.access) as client:
+    cluster = ApiServer()
+    async with cluster.running(), Client(cluster.access) as client:
         assert await owner_of(client, FindOwner(KEY, JOB_SET)) is None
         cluster.forbidden = "/jobsets"
         assert await owner_of(client, FindOwner(KEY, JOB_SET)) is None
@@ -106,8 +106,8 @@ async def test_a_job_set_that_is_gone_or_may_not_be_read_has_no_owner() -> None:
 async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
     over = {"conditions": [{"type": "Complete", "status": "True"}]}
     body = {"metadata": {"name": "llama", "uid": "train-1"}, "status": over}
-    cluster = StandIn(objects={f"{TRAIN_JOBS}/llama": body})
-    async with cluster.serving(), Client(cluster.access) as client:
+    cluster = ApiServer(objects={f"{TRAIN_JOBS}/llama": body})
+    async with cluster.running(), Client(cluster.access) as client:
         assert await asked(client, AskJob(KEY, TRAIN_JOB)) is JobState.FINISHED
         body["status"] = {"conditions": [{"type": "Suspended", "status": "True"}]}
         assert await asked(client, AskJob(KEY, TRAIN_JOB)) is JobState.ACTIVE

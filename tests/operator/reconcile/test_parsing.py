@@ -9,14 +9,12 @@ import pytest
 from keepstep_operator.api.model import JobState, RunKey, VolumeKind
 from keepstep_operator.reconcile.parsing import (
     job_state,
-    lean_node,
-    lean_pod,
     parse_node,
     parse_pod_record,
     parse_policy_record,
     parse_run_object,
 )
-from tests.operator.reconcile.standin import pod_body
+from tests.operator.reconcile.pod_bodies import pod_body
 
 
 def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:
@@ -28,14 +26,6 @@ def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:
     assert pod.training
     assert pod.job is not None
     assert (pod.job.kind, pod.job.name) == ("PyTorchJob", "gpt")
-
-
-@pytest.mark.parametrize("injected", [True, False])
-def test_a_lean_pod_says_the_same_and_is_smaller(injected: bool) -> None:
-    whole = pod_body(1, injected=injected)
-    assert parse_pod_record(lean_pod(whole)) == parse_pod_record(whole)
-    assert "managedFields" not in lean_pod(whole)["metadata"]
-    assert "command" not in lean_pod(whole)["spec"]["containers"][0]
 
 
 def test_a_pod_without_a_sidecar_belongs_to_the_run_that_it_would_have_been_given() -> None:
@@ -114,24 +104,6 @@ def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
     assert (object.pins, object.paused, object.fresh_start, object.policy) == ((), False, "", None)
 
 
-def test_a_lean_node_is_what_is_read_of_it() -> None:
-    body = {
-        "metadata": {"name": "a", "labels": {"zone": "z"}, "managedFields": [{}], "uid": "1"},
-        "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
-        "status": {
-            "images": [{}],
-            "conditions": [{"type": "Ready", "status": "Unknown", "message": "silent"}],
-        },
-    }
-    lean = lean_node(body)
-    assert set(lean) == {"metadata", "spec", "status"}
-    assert set(lean["status"]) == {"conditions"}
-    assert set(lean["metadata"]) == {"name", "labels"}
-    assert parse_node(lean) == parse_node(body)
-    assert parse_node(lean).cordoned
-    assert not parse_node(lean).ready
-
-
 def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -> None:
     body = {
         "metadata": {"name": "p", "namespace": "n"},
@@ -148,3 +120,13 @@ def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -
     assert (record.peers.replicas, record.archive.every) == (2, 50)
     assert "peers outlive the loss of a node" in record.advice
     assert "every 50 steps one goes to claim shared" in record.advice
+
+
+def test_a_node_whose_kubelet_is_silent_is_not_ready() -> None:
+    body = {
+        "metadata": {"name": "a", "labels": {"zone": "z"}},
+        "spec": {"unschedulable": True, "podCIDR": "10.0.0.0/24"},
+        "status": {"conditions": [{"type": "Ready", "status": "Unknown", "message": "silent"}]},
+    }
+    assert parse_node(body).cordoned
+    assert not parse_node(body).ready

@@ -14,16 +14,17 @@ import aiohttp
 import psutil
 import yaml
 
+from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.load import body_of
+from tests.operator.reconcile.pod_bodies import pod_path
 from tests.operator.reconcile.serving import make_certificate
-from tests.operator.reconcile.standin import StandIn, pod_path
 
 _PODS = 2000
 _PADDING = 10_000
 """Bytes of fields that nobody reads: a training pod with its managedFields has about that."""
 
 
-def kubeconfig(cluster: StandIn, path: Path) -> Path:
+def kubeconfig(cluster: ApiServer, path: Path) -> Path:
     config = {
         "current-context": "here",
         "contexts": [{"name": "here", "context": {"cluster": "one", "user": "me"}}],
@@ -35,7 +36,7 @@ def kubeconfig(cluster: StandIn, path: Path) -> Path:
 
 
 @asynccontextmanager
-async def process(cluster: StandIn, directory: Path) -> AsyncIterator[tuple[psutil.Process, int]]:
+async def process(cluster: ApiServer, directory: Path) -> AsyncIterator[tuple[psutil.Process, int]]:
     """`keepstep-operator reconcile` and the port of its metrics."""
     make_certificate(directory)
     config = kubeconfig(cluster, directory / "kubeconfig")
@@ -81,14 +82,14 @@ async def metric(port: int, name: str) -> float:
 def test_a_process_that_follows_2000_pods_fits_its_memory_and_ends_on_sigterm(
     tmp_path: Path,
 ) -> None:
-    cluster = StandIn()
+    cluster = ApiServer()
     for index in range(_PODS):
         body = body_of(index // 10, index % 10)
         body["metadata"]["managedFields"] = [{"fieldsV1": {"f:x": "x" * 100}}] * (_PADDING // 100)
         cluster.objects[pod_path(body["metadata"]["name"])] = body
 
     async def run() -> None:
-        async with cluster.serving(), process(cluster, tmp_path) as (child, port):
+        async with cluster.running(), process(cluster, tmp_path) as (child, port):
             async with asyncio.timeout(60):
                 while await metric(port, "keepstep_run_pods") < _PODS:  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
@@ -100,10 +101,10 @@ def test_a_process_that_follows_2000_pods_fits_its_memory_and_ends_on_sigterm(
 
 
 def test_a_process_without_an_api_server_waits_for_it_and_ends_on_sigterm(tmp_path: Path) -> None:
-    cluster = StandIn(broken=1_000_000)
+    cluster = ApiServer(broken=1_000_000)
 
     async def run() -> None:
-        async with cluster.serving(), process(cluster, tmp_path) as (_, port):
+        async with cluster.running(), process(cluster, tmp_path) as (_, port):
             url = f"http://127.0.0.1:{port}"
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"{url}/healthz") as response:

@@ -19,13 +19,15 @@ from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
 from keepstep_operator.kube import Client
+from keepstep_operator.reconcile import watch
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import AskJob
 from tests.harness import until
+from tests.operator.apiserver import ApiServer, bound_to
+from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.samples import Sidecar, later, step
 from tests.operator.reconcile.serving import Served, make_certificate, serving, trusting
-from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 
 GOOD = "good-token"
 RUN = "/apis/keepstep.dev/v1alpha1/namespaces/team/checkpointruns/gpt-1a2b3c4d"
@@ -46,15 +48,15 @@ POLICY = {
 POLICY_PATH = "/apis/keepstep.dev/v1alpha1/namespaces/team/checkpointpolicies/default"
 
 
-def cluster() -> StandIn:
+def cluster() -> ApiServer:
     """One injected pod and its token."""
-    made = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    made = ApiServer(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
     made.objects[pod_path("gpt-worker-0")] = pod_body(0)
     return made
 
 
 def play(
-    tmp_path: Path, scene: Callable[[Served], Awaitable[None]], at: StandIn | None = None
+    tmp_path: Path, scene: Callable[[Served], Awaitable[None]], at: ApiServer | None = None
 ) -> None:
     async def run() -> None:
         async with serving(at or cluster(), tmp_path) as served:
@@ -118,7 +120,7 @@ def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
 
 
 def test_a_pod_that_the_watch_has_not_shown_is_looked_up(tmp_path: Path) -> None:
-    late = StandIn(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    late = ApiServer(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
 
     async def scene(served: Served) -> None:
         assert (await served.post(whole(), token=GOOD))[0] == 404
@@ -149,7 +151,7 @@ FORGED = {
 }
 
 
-def forgeries() -> StandIn:
+def forgeries() -> ApiServer:
     made = cluster()
     good = bound_to("team", "gpt-worker-0", "pod-0")
     made.objects[pod_path("gpt-worker-9")] = pod_body(9, injected=False)
@@ -172,6 +174,7 @@ def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
     token, expected, code = FORGED[name]
 
     async def scene(served: Served) -> None:
+        await until(served.parts.pods.loaded.is_set)
         for _ in range(3):
             status, problem = await served.post(whole(), token=token)
             assert (status, problem["code"]) == (expected, code)
@@ -354,10 +357,14 @@ def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
     play(tmp_path, scene, at)
 
 
-def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(tmp_path: Path) -> None:
+def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "UNINJECTED_S", 0.1)
+
     async def scene(served: Served) -> None:
         selector = "!keepstep.dev/injected,training.kubeflow.org/job-name"
-        await until(lambda: served.cluster.watches(selector))
+        await until(lambda: served.cluster.lists(selector))
         served.cluster.add(pod_path("gpt-worker-1"), pod_body(1, injected=False))
         event, *_ = await until(lambda: served.cluster.asked("POST", "/events"))
         assert event.body["reason"] == "NotInjected"
@@ -371,7 +378,7 @@ def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(tmp_path: Path) -> 
 
 def test_pods_are_asked_for_by_label(tmp_path: Path) -> None:
     async def scene(served: Served) -> None:
-        await until(lambda: all(one.loaded.is_set() for one in served.parts.pods))
+        await until(lambda: served.parts.pods.loaded.is_set() and _jobs(served.cluster))
         selectors = {
             one.query.get("labelSelector") for one in served.cluster.asked("GET", "/api/v1/pods")
         }
@@ -382,6 +389,10 @@ def test_pods_are_asked_for_by_label(tmp_path: Path) -> None:
         }
 
     play(tmp_path, scene)
+
+
+def _jobs(cluster: ApiServer) -> bool:
+    return cluster.lists("!keepstep.dev/injected,batch.kubernetes.io/job-name")
 
 
 def test_a_pod_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
@@ -425,12 +436,12 @@ def test_a_job_that_may_not_be_read_is_not_over() -> None:
     """What it left on drives goes when its run does: it may only be suspended."""
     scaled = Job(api_version="apps/v1", kind="StatefulSet", name="gpt", uid="1a2b3c4d-0000")
 
-    async def scene(at: StandIn) -> JobState:
-        async with at.serving(), Client(at.access) as client:
+    async def scene(at: ApiServer) -> JobState:
+        async with at.running(), Client(at.access) as client:
             return await asked(client, AskJob(RunKey("team", "gpt"), scaled))
 
-    assert asyncio.run(scene(StandIn(forbidden="/statefulsets/"))) is JobState.UNKNOWN
-    assert asyncio.run(scene(StandIn())) is JobState.GONE
+    assert asyncio.run(scene(ApiServer(forbidden="/statefulsets/"))) is JobState.UNKNOWN
+    assert asyncio.run(scene(ApiServer())) is JobState.GONE
 
 
 def test_an_acknowledged_fresh_start_is_named_in_the_annotation(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from keepstep.core.vote import choose
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import RestoredRequest
 from tests.harness import eventually, until
+from tests.operator.apiserver import ApiServer, bound_to
+from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.serving import Served, serving
-from tests.operator.reconcile.standin import StandIn, bound_to, pod_body, pod_path
 from tests.sidecar.pods import Pod
 from tests.sidecar.trainer import FakeTrainer
 
@@ -23,8 +24,8 @@ RUN = "/apis/keepstep.dev/v1alpha1/namespaces/team/checkpointruns/gpt-1a2b3c4d"
 NODES = (0, 1)
 
 
-def cluster() -> StandIn:
-    made = StandIn()
+def cluster() -> ApiServer:
+    made = ApiServer()
     for node in NODES:
         made.objects[pod_path(f"gpt-worker-{node}")] = pod_body(node)
         made.tokens[f"node-{node}"] = bound_to("team", f"gpt-worker-{node}", f"pod-{node}")

@@ -15,8 +15,8 @@ from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 from tests.harness import until
+from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod
-from tests.operator.reconcile.standin import StandIn
 
 PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
 
@@ -97,7 +97,7 @@ def test_the_same_is_said_once_a_period_and_not_everything_at_once() -> None:
 @dataclass
 class Bench:
     registry: Registry
-    cluster: StandIn
+    cluster: ApiServer
     writer: StatusWriter
     now: float = T0
 
@@ -127,7 +127,7 @@ def play(scene: Callable[[Bench], object], *, period_s: float = 0.2) -> None:
 
     async def run() -> None:
         registry, loop = Registry(), asyncio.get_running_loop()
-        async with StandIn().serving() as cluster, Client(cluster.access) as client:
+        async with ApiServer().running() as cluster, Client(cluster.access) as client:
             pacer: Pacer[RunKey] = Pacer(least_period_s=period_s, settle_s=0.01)
             writer = StatusWriter(
                 registry,

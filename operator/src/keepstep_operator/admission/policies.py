@@ -15,15 +15,12 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import (
     POLICIES,
-    Change,
-    ChangeKind,
     Client,
-    KubeError,
-    Listing,
+    Feed,
     NotFound,
+    follow,
 )
 
 _LIVE_S: Final = 1.0
@@ -53,20 +50,32 @@ class PolicyCache:
         self._counted = counted
         self._known: dict[Key, Policy | PolicyError] = {}
         self._missed_at: dict[Key, float] = {}
-        self._changed = asyncio.Condition()
-        self.synced = False
+        self._changed = asyncio.Event()
+        self._feed = Feed[Key](
+            name="policies", resource=POLICIES, key_of=_key, seen=self._seen, gone=self._gone
+        )
+
+    @property
+    def synced(self) -> bool:
         """Whether all policies were seen once. It stays true when the API server goes away."""
+        return self._feed.loaded.is_set()
 
     async def run(self) -> None:
         """Follow the policies for ever."""
-        async for event in self._client.follow(POLICIES):
-            if isinstance(event, KubeError):
-                warn("policies not followed", reason=str(event), status=event.status)
-                continue
-            async with self._changed:
-                self._take(event)
-                self._changed.notify_all()
-            self._counted(len(self._known))
+        await follow(self._client, [self._feed])
+
+    def _seen(self, body: Body) -> None:
+        self._known[_key(body)] = _parsed(body)
+        self._tell()
+
+    def _gone(self, key: Key) -> None:
+        self._known.pop(key, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._counted(len(self._known))
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def get(self, namespace: str, name: str) -> Policy:
         """Raises PolicyError, PolicyAbsent, or KubeError when the API server does not answer."""
@@ -94,24 +103,14 @@ class PolicyCache:
         if now - self._missed_at.get(key, -_PATIENT_AGAIN_S) < _PATIENT_AGAIN_S:
             return None
         try:
-            async with asyncio.timeout(self._patience_s), self._changed:
-                await self._changed.wait_for(lambda: key in self._known)
+            async with asyncio.timeout(self._patience_s):
+                while key not in self._known:
+                    await self._changed.wait()
         except TimeoutError:
             if len(self._missed_at) >= _MOST_NAMES:
                 self._missed_at.clear()
             self._missed_at[key] = now
         return self._known.get(key)
-
-    def _take(self, event: Listing | Change) -> None:
-        if isinstance(event, Listing):
-            self._known = {_key(body): _parsed(body) for body in event.items}
-            if not self.synced:
-                say("policies known", count=len(self._known))
-            self.synced = True
-        elif event.kind is ChangeKind.DELETED:
-            self._known.pop(_key(event.body), None)
-        else:
-            self._known[_key(event.body)] = _parsed(event.body)
 
 
 def _key(body: Body) -> Key:

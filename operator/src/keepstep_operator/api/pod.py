@@ -265,7 +265,9 @@ def is_queued_by_template(pod: Pod) -> bool:
 def asked_node_rank(pod: Pod) -> str | None:
     """The node rank that its owner gave the pod; None: the label is not there, or ours."""
     said = injected_of(pod)
-    ours = names.INJECTED_LABEL in pod.labels and not (said is not None and said.ranked)
+    ours = pod.labels.get(names.INJECTED_LABEL) == names.INJECTED and not (
+        said is not None and said.ranked
+    )
     return None if ours else pod.labels.get(names.NODE_RANK_LABEL)
 
 
@@ -309,7 +311,7 @@ def placement_of(pod: Pod) -> Placement | None:
     labels that admission does not write."""
     key = pod.labels.get(names.RUN_KEY_LABEL)
     rank = _index(pod.labels.get(names.NODE_RANK_LABEL))
-    if rank is None or pod.labels.get(names.INJECTED_LABEL) != "true":
+    if rank is None or pod.labels.get(names.INJECTED_LABEL) != names.INJECTED:
         return None
     if key is None or not is_run_key(key):
         return None

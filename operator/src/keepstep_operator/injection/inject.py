@@ -29,6 +29,7 @@ from keepstep_operator.injection.settings import CONTRACT, Defaults
 from keepstep_operator.injection.volumes import file_system_group, volumes_of
 from keepstep_operator.names import (
     GROUP_ID,
+    INJECTED,
     INJECTED_LABEL,
     MEMORY_PATH,
     NODE_RANK_LABEL,
@@ -172,7 +173,7 @@ class _Injection:
 
     def _metadata(self, metadata: Body) -> Body:
         labels = {
-            INJECTED_LABEL: "true",
+            INJECTED_LABEL: INJECTED,
             RUN_KEY_LABEL: self.place.run_key,
             NODE_RANK_LABEL: str(self.place.node_rank),
         }

@@ -7,16 +7,16 @@ from copy import deepcopy
 
 from keepstep_operator.api.pod import Injected, parse_pod
 from keepstep_operator.bodies import Body
-from keepstep_operator.names import INJECTED_LABEL, STATUS_ANNOTATION
+from keepstep_operator.names import INJECTED_LABEL, REFUSED, STATUS_ANNOTATION
 
 
 def refuse(pod: Body, *, reason: str, message: str) -> Body:
-    """The pod with keepstep.dev/status saying why it has no sidecar, and otherwise unchanged."""
+    """The pod with keepstep.dev/status saying why it has no sidecar, and the label by which the
+    reconciler finds it; otherwise unchanged."""
     said = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)
     result = deepcopy(pod)
     metadata = result["metadata"] = {**(result.get("metadata") or {})}
     annotations = metadata.get("annotations") or {}
     metadata["annotations"] = {**annotations, STATUS_ANNOTATION: said.render()}
-    if INJECTED_LABEL in (metadata.get("labels") or {}):  # copied from a pod that has the sidecar
-        del metadata["labels"][INJECTED_LABEL]
+    metadata["labels"] = {**(metadata.get("labels") or {}), INJECTED_LABEL: REFUSED}
     return result

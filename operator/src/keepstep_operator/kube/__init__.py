@@ -4,7 +4,6 @@
       NotFound        404
       Conflict        409: somebody wrote meanwhile, or it exists already; read again, decide again
       Denied          401, 403: a role lacks a rule
-      Expired         410: a watch or a list is too old; list again
       Rejected        400, 422 and other 4xx: the request is wrong
       Unavailable     429, 5xx, no answer in time, no connection: try again later
 
@@ -27,13 +26,13 @@ from keepstep_operator.kube.client import (
 from keepstep_operator.kube.errors import (
     Conflict,
     Denied,
-    Expired,
     KubeError,
     NotFound,
     Rejected,
     Unavailable,
     error_of,
 )
+from keepstep_operator.kube.feed import Feed, follow
 from keepstep_operator.kube.resources import (
     CHECKPOINTS,
     CONFIG_MAPS,
@@ -45,9 +44,6 @@ from keepstep_operator.kube.resources import (
     SECRETS,
     TOKEN_REVIEWS,
     WEBHOOKS,
-    Change,
-    ChangeKind,
-    Listing,
     Patch,
     PatchType,
     Resource,
@@ -66,14 +62,11 @@ __all__ = [
     "TOKEN_REVIEWS",
     "WEBHOOKS",
     "Access",
-    "Change",
-    "ChangeKind",
     "Client",
     "Conflict",
     "Denied",
-    "Expired",
+    "Feed",
     "KubeError",
-    "Listing",
     "NotFound",
     "Patch",
     "PatchType",
@@ -82,6 +75,7 @@ __all__ = [
     "Unavailable",
     "error_of",
     "find_access",
+    "follow",
     "from_kubeconfig",
     "in_cluster",
 ]

@@ -37,10 +37,6 @@ class Denied(KubeError):
     """401 or 403: the service account lacks a rule, or the token is not accepted."""
 
 
-class Expired(KubeError):
-    """410: the resource version is too old; list again."""
-
-
 class Rejected(KubeError):
     """The request is wrong; trying again will not help."""
 
@@ -53,7 +49,14 @@ def error_of(
     status: int, message: str, reason: str = "", *, retry_after_s: float = 0.0
 ) -> KubeError:
     """The exception for an HTTP status."""
-    kinds = {401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 410: Expired, 429: Unavailable}
+    kinds = {
+        401: Denied,
+        403: Denied,
+        404: NotFound,
+        409: Conflict,
+        410: Unavailable,
+        429: Unavailable,
+    }
     kind = kinds.get(status, Unavailable if status >= 500 else Rejected)
     return kind(message, status=status, reason=reason, retry_after_s=retry_after_s)
 

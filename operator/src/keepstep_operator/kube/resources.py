@@ -50,32 +50,3 @@ class PatchType(str, enum.Enum):
     APPLY = "application/apply-patch+yaml"
     MERGE = "application/merge-patch+json"
     JSON = "application/json-patch+json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """All objects of a collection at one resource version, from which a watch goes on."""
-
-    items: tuple[Body, ...]
-    resource_version: str
-
-
-class ChangeKind(str, enum.Enum):
-    """What a watch says. A bookmark carries a resource version and nothing else."""
-
-    ADDED = "ADDED"
-    MODIFIED = "MODIFIED"
-    DELETED = "DELETED"
-    BOOKMARK = "BOOKMARK"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One event of a watch: the object as it is now, or was last when it is DELETED."""
-
-    kind: ChangeKind
-    body: Body
-
-    @property
-    def resource_version(self) -> str:
-        return str(self.body["metadata"]["resourceVersion"])

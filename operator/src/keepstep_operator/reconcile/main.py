@@ -16,10 +16,9 @@ from keepstep_operator import journal
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say
-from keepstep_operator.kube import Client, find_access
+from keepstep_operator.kube import Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
-from keepstep_operator.reconcile.feed import NodeClient, PodClient
 from keepstep_operator.reconcile.helpers.controller import HelperController
 from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.metrics import Metrics
@@ -28,7 +27,7 @@ from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.token_auth import TokenAuth
-from keepstep_operator.reconcile.watch import Handlers
+from keepstep_operator.reconcile.watch import Handlers, Uninjected
 from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
 from keepstep_operator.reconcile.writers.events import EventWriter
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
@@ -186,15 +185,14 @@ def reconcile(**options: Any) -> None:
 
 class Reconciler:
     """All parts of the process, wired. `group` owns every task; an exception in one ends it.
-    `node_client`: None where nodes are not followed. `authorities`: see `ReportsApi`."""
+    `authorities`: see `ReportsApi`."""
 
     def __init__(
         self,
         client: Client,
-        pod_client: Client,
         *,
         group: asyncio.TaskGroup,
-        node_client: Client | None = None,
+        watch_nodes: bool = False,
         host_paths: tuple[str, ...] = (),
         peer_ca_dir: Path | None = None,
         helpers: HelperDefaults | None = None,
@@ -204,8 +202,7 @@ class Reconciler:
     ) -> None:
         self.registry = Registry(helper_paths=host_paths if helpers is not None else ())
         self.metrics = Metrics(self.registry)
-        self._clients = client, pod_client
-        self._node_client = node_client
+        self._client = client
         self._group = group
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
@@ -236,7 +233,8 @@ class Reconciler:
             clock=clock,
         )
         self.objects, self.pods = handlers.objects(), handlers.pods()
-        self.nodes = handlers.nodes()
+        self.nodes = [handlers.nodes()] if watch_nodes else []
+        self._uninjected = Uninjected(handlers, client)
         self.reports = ReportsApi(
             self.registry,
             client,
@@ -246,7 +244,7 @@ class Reconciler:
             ready=self.ready,
             clock=clock,
             signing=PeerCertificates(peer_ca_dir),
-            shown=self.pods[0].shown,
+            shown=self.pods.shown,
             authorities=authorities,
         )
         self.helper_controller: HelperController | None = None
@@ -264,31 +262,19 @@ class Reconciler:
 
     def start(self) -> None:
         """Begin all tasks."""
-        client, pod_client = self._clients
-        for feed in self.objects:
-            self._spawn(feed.run(client), f"follow {feed.name}")
-        for feed in self.pods:
-            self._spawn(feed.run(pod_client), f"follow {feed.name}")
-        if self._node_client is not None:  # nothing waits for them: they may not be allowed to us
-            self._spawn(self.nodes.run(self._node_client), "follow nodes")
+        feeds: list[Feed[Any]] = [*self.objects, self.pods, *self.nodes]
+        seen = [feed.loaded for feed in feeds]
+        feeds.append(self.checkpoint_writer.feed)
         if self.helper_controller is not None:
-            self._start_helping(self.helper_controller, client)
+            feeds += [self.helper_controller.pods, self.helper_controller.records]
+            # only once all that is there was seen is anything made, or said to be gone
+            self._spawn(self.helper_controller.run(seen), "look after helper pods")
+        self._spawn(follow(self._client, feeds), "follow")
+        self._spawn(self._uninjected.run(), "look for pods without a sidecar")
         self._spawn(self.writer.run(), "write statuses")
-        self._spawn(self.checkpoint_writer.feed.run(client), "follow checkpoints")
         self._spawn(self.checkpoint_writer.run(), "write checkpoints")
         self._spawn(self.event_writer.run(), "write events")
         self._spawn(self._tick(), "tick")
-
-    def _start_helping(self, helper_controller: HelperController, client: Client) -> None:
-        """Only once all that is there was seen is anything made, or said to be gone."""
-        self._spawn(helper_controller.pods.run(client), f"follow {helper_controller.pods.name}")
-        self._spawn(
-            helper_controller.records.run(client), f"follow {helper_controller.records.name}"
-        )
-        seen = [feed.loaded for feed in (*self.objects, *self.pods)]
-        if self._node_client is not None:
-            seen.append(self.nodes.loaded)
-        self._spawn(helper_controller.run(seen), "look after helper pods")
 
     def stop(self) -> None:
         """End them. What was not written yet is known again after a restart."""
@@ -306,7 +292,7 @@ class Reconciler:
 
     async def _tick(self) -> None:
         """What becomes true by waiting; not before everything that is there has been seen."""
-        for feed in (*self.objects, *self.pods):
+        for feed in (*self.objects, self.pods):
             await feed.loaded.wait()
         while True:
             await asyncio.sleep(_TICK_S)
@@ -329,15 +315,12 @@ async def serve(settings: Settings) -> None:
     tls, access = ServerTls(settings.tls_dir), await find_access()
     async with (
         Client(access) as client,
-        PodClient(access) as pod_client,
-        NodeClient(access) as node_client,
         asyncio.TaskGroup() as group,
     ):
         parts = Reconciler(
             client,
-            pod_client,
             group=group,
-            node_client=node_client if settings.watch_nodes else None,
+            watch_nodes=settings.watch_nodes,
             host_paths=settings.host_paths,
             peer_ca_dir=settings.peer_ca_dir,
             helpers=settings.helpers(lambda: tls.authorities),

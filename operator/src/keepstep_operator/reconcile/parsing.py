@@ -41,18 +41,6 @@ from keepstep_operator.api.policy import (
 from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
 
-_METADATA = (
-    "name",
-    "namespace",
-    "uid",
-    "labels",
-    "annotations",
-    "ownerReferences",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "resourceVersion",
-)
-_STATUS = ("phase", "conditions", "containerStatuses", "initContainerStatuses")
 _HARMLESS = ("ContainerCreating", "PodInitializing")
 _DONE = {"Complete", "Succeeded", "Completed", "Finished"}
 
@@ -63,35 +51,6 @@ def asks(body: Body) -> bool:
     return names.POLICY_ANNOTATION in (
         metadata.get("annotations") or {}
     ) or names.INJECTED_LABEL in (metadata.get("labels") or {})
-
-
-def lean_pod(body: Body) -> Body | None:
-    """The pod without what nobody here reads: a tenth of its size, for thousands of them. None for
-    one that never asked."""
-    if not asks(body):
-        return None
-    spec, metadata = body.get("spec") or {}, body.get("metadata") or {}
-    status = body.get("status") or {}
-    return {
-        "metadata": {name: metadata[name] for name in _METADATA if name in metadata},
-        "spec": {
-            "nodeName": spec.get("nodeName"),
-            "containers": [_lean_container(one) for one in spec.get("containers") or []],
-            "initContainers": [
-                {"name": one.get("name")} for one in spec.get("initContainers") or []
-            ],
-            "volumes": [
-                {name: one[name] for name in ("name", *VolumeKind) if name in one}
-                for one in spec.get("volumes") or []
-                if str(one.get("name", "")).startswith(names.VOLUME_PREFIX)
-            ],
-        },
-        "status": {name: status[name] for name in _STATUS if name in status},
-    }
-
-
-def _lean_container(body: Body) -> Body:
-    return {"name": body.get("name"), "image": body.get("image"), "env": body.get("env") or []}
 
 
 def parse_pod_record(body: Body) -> PodRecord | None:
@@ -298,23 +257,6 @@ def job_state(body: Body) -> JobState:
 
 
 _TAINT = "node.kubernetes.io/unschedulable"
-
-
-def lean_node(body: Body) -> Body | None:
-    """The node without what nobody here reads, most of all its list of images."""
-    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
-    kept = ("name", "labels", "resourceVersion")
-    return {
-        "metadata": {name: metadata[name] for name in kept if name in metadata},
-        "spec": {name: spec[name] for name in ("unschedulable", "taints") if name in spec},
-        "status": {
-            "conditions": [
-                {"type": "Ready", "status": one.get("status")}
-                for one in (body.get("status") or {}).get("conditions") or []
-                if one.get("type") == "Ready"
-            ]
-        },
-    }
 
 
 def parse_node(body: Body) -> NodeRecord:

@@ -1,22 +1,32 @@
 """What is done when the cluster changes: the feeds put objects into the registry. Nothing waits
-inside a feed."""
+inside a feed.
+
+Pods come by one selection, the label that admission sets on all that it was asked about: whether it
+gave them a sidecar ("true") or refused ("refused"). Those that admission never saw have no label;
+`Uninjected` looks for them now and then, instead of following the pods of everybody's jobs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import (
     NODES,
     PODS,
     POLICIES,
     RUNS,
+    Client,
+    Feed,
+    KubeError,
+    NotFound,
 )
 from keepstep_operator.reconcile.errands import Errands
-from keepstep_operator.reconcile.feed import Feed
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import (
     asks,
@@ -29,13 +39,14 @@ from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.status.policy_status import policy_status, problem_event
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 
-INJECTED: Final = names.INJECTED_LABEL
-UNINJECTED: Final = (
+_UNINJECTED: Final = (
     f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",
     f"!{names.INJECTED_LABEL},batch.kubernetes.io/job-name",
 )
-"""Pods of the known kinds of job (a JobSet's and a TrainJob's are a Job's): a label selector cannot
-look at the annotation, so these are looked through."""
+"""Pods of the known kinds of job (a JobSet's and a TrainJob's are a Job's)."""
+_LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
+UNINJECTED_S: Final = 20.0
+_AGAIN_S: Final = 3.0
 
 
 class Handlers:
@@ -81,24 +92,17 @@ class Handlers:
             ),
         ]
 
-    def pods(self) -> list[Feed[str]]:
-        """Pods with a sidecar, and pods of jobs that should have one."""
-        return [
-            Feed[str](
-                name=name,
-                resource=PODS,
-                labels=labels,
-                key_of=_uid_if_ours,
-                seen=self._pod_seen,
-                gone=self._pod_gone,
-                told=self._metrics.following,
-            )
-            for name, labels in (
-                ("pods", INJECTED),
-                ("pods of PyTorchJobs", UNINJECTED[0]),
-                ("pods of Jobs", UNINJECTED[1]),
-            )
-        ]
+    def pods(self) -> Feed[str]:
+        """Pods that admission was asked about."""
+        return Feed[str](
+            name="pods",
+            resource=PODS,
+            labels=names.INJECTED_LABEL,
+            key_of=_uid_if_ours,
+            seen=self.pod_seen,
+            gone=self.pod_gone,
+            told=self._metrics.following,
+        )
 
     def nodes(self) -> Feed[str]:
         """Which zone a node is in, and whether it is about to go."""
@@ -111,12 +115,14 @@ class Handlers:
             told=self._metrics.following,
         )
 
-    def _pod_seen(self, body: Body) -> None:
+    def pod_seen(self, body: Body) -> None:
+        """A pod is there, or has changed."""
         pod = parse_pod_record(body)
         if pod is not None:
             self._errands.carry_out(self._registry.pod_seen(pod, at=self._clock()))
 
-    def _pod_gone(self, uid: str) -> None:
+    def pod_gone(self, uid: str) -> None:
+        """It is not any more."""
         self._errands.carry_out(self._registry.pod_gone(uid, at=self._clock()))
 
     def _policy_seen(self, body: Body) -> None:
@@ -139,6 +145,49 @@ class Handlers:
     def _run_gone(self, key: RunKey) -> None:
         self._writer.forget(key)
         self._errands.carry_out(self._registry.object_gone(key))
+
+
+class Uninjected:
+    """Pods that ask for keepstep, belong to a job that goes on, and were created while admission
+    did not answer. Asked for by name, so that the pods of others cost no memory."""
+
+    def __init__(self, handlers: Handlers, client: Client) -> None:
+        self._handlers = handlers
+        self._client = client
+        self._known: set[str] = set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            wait_s = UNINJECTED_S
+            try:
+                await self._look()
+            except KubeError as error:
+                warn("pods without a sidecar not looked for", reason=str(error))
+                wait_s = max(_AGAIN_S, error.retry_after_s)
+            except Exception:  # one pod that is not as expected must not end the process
+                crash("pods without a sidecar not looked for")
+            await asyncio.sleep(wait_s)
+
+    async def _look(self) -> None:
+        found: dict[str, Body] = {}
+        for labels in _UNINJECTED:
+            async for one in self._client.names(PODS, labels=labels, fields=_LIVING):
+                if (uid := _uid_if_ours(one)) is not None:
+                    found[uid] = one["metadata"]
+        for uid in self._known - set(found):
+            self._handlers.pod_gone(uid)
+        self._known &= set(found)
+        for uid in set(found) - self._known:
+            await self._show(found[uid])
+            self._known.add(uid)
+
+    async def _show(self, metadata: Body) -> None:
+        name, namespace = str(metadata["name"]), str(metadata["namespace"])
+        try:
+            self._handlers.pod_seen(await self._client.get(PODS, name, namespace=namespace))
+        except NotFound:
+            return  # gone since: the next look tells
 
 
 def _named(body: Body) -> RunKey:

@@ -20,10 +20,10 @@ from keepstep_operator.kube import (
     PODS,
     Client,
     Conflict,
+    Feed,
     KubeError,
     NotFound,
 )
-from keepstep_operator.reconcile.feed import Feed
 from keepstep_operator.reconcile.helpers import cleanup, pod_spec
 from keepstep_operator.reconcile.helpers.cleanup import RunDirectories
 from keepstep_operator.reconcile.helpers.pod_spec import CLEANS, HelperDefaults
@@ -195,8 +195,8 @@ class HelperController:
             return
         release, left = self._defaults.release, False
         try:
-            found = await self._client.list(CONFIG_MAPS, namespace=release, labels=cleanup.LABEL)
-            for body in found.items:
+            found = self._client.list(CONFIG_MAPS, namespace=release, labels=cleanup.LABEL)
+            async for body in found:
                 left = await self._take_over_one(body) or left
         except KubeError as error:
             warn("earlier records of directories not taken over", reason=str(error))
@@ -259,7 +259,8 @@ class HelperController:
         self._metrics.wrote("other")
         self._written[grave.run] = grave
         if not grave.nodes:
-            del self._graves[grave.run], self._written[grave.run]
+            for known in (self._graves, self._written):  # the feed may have been faster
+                known.pop(grave.run, None)
             say("directories of a run are gone", run=str(grave.run))
 
     # --- pods --------------------------------------------------------------------------------

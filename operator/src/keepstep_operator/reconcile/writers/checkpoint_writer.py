@@ -17,11 +17,11 @@ from keepstep_operator.kube import (
     CHECKPOINTS,
     Client,
     Conflict,
+    Feed,
     KubeError,
     NotFound,
     PatchType,
 )
-from keepstep_operator.reconcile.feed import Feed
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
