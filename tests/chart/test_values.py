@@ -52,7 +52,7 @@ def test_every_value_of_the_schema_has_a_default_in_values_yaml() -> None:
         ({"admission": {"replica": 3}}, "replica"),
         ({"admission": {"failurePolicy": "ignore"}}, "failurePolicy"),
         ({"images": {"sidecar": {"version": "1"}}}, "version"),
-        ({"reconcile": {"replicas": 2}}, "replicas"),
+        ({"certificates": {"replicas": 2}}, "replicas"),
         ({"prometheusRule": {"enable": True}}, "enable"),
         ({"crds": {"install": "yes"}}, "install"),
     ],

@@ -99,7 +99,7 @@ def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) ->
 def doomed(cluster: Cluster) -> Iterator[str]:
     """A worker that the test may stop, without the reconciler; it is started again."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
     node = next(one for one in cluster.workers() if one != pod["spec"]["nodeName"])
     yield node
     subprocess.run(["docker", "start", node], check=True, capture_output=True)

@@ -26,7 +26,7 @@ def scale_reconciler(cluster: Cluster) -> Iterator[Callable[[int], None]]:
         )
 
     yield scale
-    scale(1)
+    scale(2)
 
 
 def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
@@ -53,7 +53,7 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     scale_reconciler(0)  # as etcd goes with all that was written there, and nobody writes it again
     for kind in ("checkpoints", "checkpointruns", "checkpointpolicies"):
         namespace("delete", kind, "--all", "--wait=true")
-    scale_reconciler(1)
+    scale_reconciler(2)
     assert not namespace.list("checkpoints")
     namespace.apply(policy, job)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.cluster import NAMESPACE, Cluster, run
+from tests.e2e.kubectl import Kubectl, Object
 
 
 def test_pods_restart_by_agreement_while_the_operator_is_down(
@@ -35,7 +38,7 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
         assert killed is not None
         record_property("lost_steps", runs.lost(killed, life))
     finally:
-        system("scale", "deployment/keepstep-reconcile", "--replicas=1")
+        system("scale", "deployment/keepstep-reconcile", "--replicas=2")
     after = runs.committed_beyond(namespace, life.first)
     assert after > committed
     namespace.eventually(
@@ -82,7 +85,7 @@ def test_writes_are_bounded_by_time_not_by_steps(cluster: Cluster, namespace: Ku
 def _status_writes(cluster: Cluster) -> float:
     """Writes of any run's status since the reconciler started."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:9090/proxy/metrics"
     lines = system("get", "--raw", path).splitlines()
     counted = [line for line in lines if line.startswith("keepstep_api_writes_total{")]
@@ -94,7 +97,9 @@ def _kill_reconciler(cluster: Cluster) -> None:
     (pod,) = system.eventually(
         lambda: [
             one
-            for one in system.list("pods", "app.kubernetes.io/component=reconcile")
+            for one in system.list(
+                "pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
+            )
             if one["status"]["containerStatuses"][0]["state"].get("running")
         ],
         within_s=120,
@@ -102,6 +107,45 @@ def _kill_reconciler(cluster: Cluster) -> None:
     )
     (container,) = [one["name"] for one in pod["spec"]["containers"]]
     cluster.kill_container(pod, container)
+
+
+@pytest.fixture
+def leaders_node(cluster: Cluster) -> Iterator[str]:
+    """The worker that the reconciler that leads is on; it is started again."""
+    (pod,) = cluster.kubectl.namespaced(NAMESPACE).eventually(
+        lambda: _leaders(cluster), what="a reconciler leads"
+    )
+    node = str(pod["spec"]["nodeName"])
+    yield node
+    run("docker", "start", node)
+    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=120s",
+                    timeout_s=130)  # fmt: skip
+
+
+def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
+    cluster: Cluster, namespace: Kubectl, leaders_node: str, record_property: runs.Record
+) -> None:
+    """Another replica takes the Lease, and the sidecars find it."""
+    safe = next(one for one in cluster.workers() if one != leaders_node)
+    job = jobs.pytorch_job()
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        replica["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": safe}
+    namespace.apply(jobs.policy(), job)
+    runs.committed_beyond(namespace, 5)
+    lost_at = time.monotonic()
+    run("docker", "stop", "--time=0", leaders_node)
+    last = runs.training_beyond(namespace, 0).last
+    runs.committed_beyond(namespace, last)
+    away_s = time.monotonic() - lost_at
+    record_property("seconds", round(away_s, 1))
+    assert away_s <= 30 + 5, "kubectl and the status' own pace are in it"
+    assert runs.training_beyond(namespace, last).first == 0, "the trainers never ended"
+
+
+def _leaders(cluster: Cluster) -> list[Object]:
+    return cluster.kubectl.namespaced(NAMESPACE).list(
+        "pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
+    )
 
 
 def test_etcd_and_the_api_server_are_killed_and_nothing_stops(

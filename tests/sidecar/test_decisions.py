@@ -42,6 +42,20 @@ def test_failures_are_retried_after_half_a_minute_at_the_latest(
     assert 0.5 <= Rhythm().backoff_s(failures, urgent=True, chance=chance) <= 4.0, "it is awaited"
 
 
+@given(chances)
+def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found_in_half_a_minute(
+    chance: float,
+) -> None:
+    rhythm = Rhythm()
+    tried_at_s = [0.0]
+    for failures in range(1, 16):
+        pause_s = rhythm.backoff_s(failures, broken=True, chance=chance)
+        tried_at_s.append(tried_at_s[-1] + pause_s)
+    assert tried_at_s[1] <= 0.5
+    led_at_s = 17.0  # the Lease's end, and the standby's look
+    assert min(one for one in tried_at_s if one >= led_at_s) <= 25.0
+
+
 def test_an_answer_that_somebody_waits_for_is_asked_for_every_second() -> None:
     assert Rhythm(interval_s=30.0, least_gap_s=0.2).silence_s(urgent=True, chance=0.5) == 1.0
 

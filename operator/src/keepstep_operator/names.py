@@ -36,6 +36,8 @@ REFUSED = "refused"
 RUN_KEY_LABEL = "keepstep.dev/run-key"
 """The run's directory name and the name of its CheckpointRun."""
 NODE_RANK_LABEL = "keepstep.dev/node-rank"
+LEADER_LABEL = "keepstep.dev/leader"
+"""On the pod of reconcile that leads."""
 STATUS_ANNOTATION = "keepstep.dev/status"
 """JSON: policy, generation, sidecar image and version, training container, job."""
 

@@ -269,7 +269,7 @@ def test_the_token_is_for_the_reports_api_alone() -> None:
         {
             "serviceAccountToken": {
                 "audience": "reports.keepstep.dev",
-                "expirationSeconds": 3600,
+                "expirationSeconds": 21600,
                 "path": "token",
             }
         }

@@ -7,6 +7,8 @@ import base64
 import json
 from pathlib import Path
 
+from keepstep_operator.injection import inject
+from tests.operator.injection import pods
 from tests.operator.promises.surface import (
     Cluster,
     Identities,
@@ -43,6 +45,20 @@ async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
 def _token(expires: float) -> str:
     claims = base64.urlsafe_b64encode(json.dumps({"exp": expires}).encode()).decode()
     return f"good.{claims}.signature"
+
+
+async def test_an_hour_without_the_api_server_ends_no_injected_pods_identity() -> None:
+    """The kubelet, which renews a token after four fifths of its life, is cut off, too."""
+    identities = Identities()
+    injected = inject(pods.pytorch_job(rank=0), pods.policy(), pods.DEFAULTS)
+    (volume,) = [one for one in injected["spec"]["volumes"] if one["name"] == "keepstep-token"]
+    life_s = volume["projected"]["sources"][0]["serviceAccountToken"]["expirationSeconds"]
+    token = _token(identities.now + life_s / 5)
+    assert await identities.known(token)
+    identities.server.away = True
+    for _ in range(120):
+        identities.now += 30.0
+        assert await identities.known(token)
 
 
 async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:

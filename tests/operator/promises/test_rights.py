@@ -43,12 +43,6 @@ def test_with_host_paths_a_policy_bounds_the_pods_that_reconcile_creates(chart: 
     assert any("pods" in rule["resources"] for rule in bounded)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="when the node of reconcile is lost, another replica takes over by a Lease; mended with"
-    " the operator's rebuild",
-)
 def test_reconcile_has_a_second_replica_and_the_right_to_a_lease(chart: Chart) -> None:
     objects = chart.render()
     assert of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["replicas"] >= 2

@@ -32,7 +32,8 @@ from keepstep_operator.names import (
 
 _BESIDE_SLOTS_BYTES: Final = 16 << 20
 """Socket, records and the slots' own pages of metadata."""
-_TOKEN_S: Final = 3600
+_TOKEN_S: Final = 6 * 3600
+"""The kubelet renews it after four fifths, so with the API server away it lasts for an hour."""
 _READABLE: Final = 0o444
 """The kubelet narrows it to 0600 or 0640 where the pod has one user, or an fsGroup."""
 _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")

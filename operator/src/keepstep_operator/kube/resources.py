@@ -38,6 +38,7 @@ NODES: Final = Resource(group="", version="v1", plural="nodes")
 SECRETS: Final = Resource(group="", version="v1", plural="secrets")
 CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
 EVENTS: Final = Resource(group="events.k8s.io", version="v1", plural="events")
+LEASES: Final = Resource(group="coordination.k8s.io", version="v1", plural="leases")
 TOKEN_REVIEWS: Final = Resource(group="authentication.k8s.io", version="v1", plural="tokenreviews")
 WEBHOOKS: Final = Resource(
     group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from keepstep_operator import journal
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say
-from keepstep_operator.kube import Client, Feed, find_access, follow
+from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
 from keepstep_operator.reconcile.helpers.controller import HelperController
 from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
+from keepstep_operator.reconcile.leadership import FencedClient, Leadership
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.ratelimit import Throttle
@@ -65,6 +67,8 @@ class Settings:
     helper_priority_class: str
     helper_resources: Body | None
     reports_url: str
+    lease: str
+    pod_name: str
     clean_after: float | None
 
     def helpers(self, reports_ca: Callable[[], str]) -> HelperDefaults | None:
@@ -159,6 +163,14 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @option("--reports-url", default="", metavar="URL", help="Where helper pods report.")
 @option(
+    "--lease",
+    default="",
+    metavar="NAME",
+    help="Lease of NAMESPACE: of several replicas the one that holds it works, the others stand by."
+    "  [default: this is the only one]",
+)
+@option("--pod-name", default="", metavar="NAME", help="Of this replica, as holder of the Lease.")
+@option(
     "--clean-after",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
@@ -171,8 +183,8 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
 def reconcile(**options: Any) -> None:
     """Watch runs, take their sidecars' reports, tell what is protected.
 
-    Run one of it. While it is down training, saving and restarts go on; what it knows it learns
-    again from pods and reports.
+    Run one of it, or several with a --lease. While none works training, saving and restarts go on;
+    what it knows it learns again from pods and reports.
 
     \b
     Examples:
@@ -311,38 +323,81 @@ class Reconciler:
 
 
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM."""
+    """Until SIGTERM, or until another replica leads."""
     tls, access = ServerTls(settings.tls_dir), await find_access()
-    async with (
-        Client(access) as client,
-        asyncio.TaskGroup() as group,
-    ):
-        parts = Reconciler(
-            client,
-            group=group,
-            watch_nodes=settings.watch_nodes,
-            host_paths=settings.host_paths,
-            peer_ca_dir=settings.peer_ca_dir,
-            helpers=settings.helpers(lambda: tls.authorities),
-            clean_after_s=settings.clean_after,
-            clock=Clock(),
-            authorities=lambda: tls.authorities,
-        )
-        parts.start()
-        reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")
-        await _listen(parts, settings, tls)
-        parts.stop()
-        reloading.cancel()
+    async with Client(access) as lease_client:
+        role = _role(lease_client, settings)
+        async with _writing(access, role) as client, asyncio.TaskGroup() as group:
+            parts = Reconciler(
+                client,
+                group=group,
+                watch_nodes=settings.watch_nodes,
+                host_paths=settings.host_paths,
+                peer_ca_dir=settings.peer_ca_dir,
+                helpers=settings.helpers(lambda: tls.authorities),
+                clean_after_s=settings.clean_after,
+                clock=Clock(),
+                authorities=lambda: tls.authorities,
+            )
+            reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")
+            ended = group.create_task(until_signal(), name="wait for a signal")
+            await _work(parts, settings, tls, role, ended=ended)
+            parts.stop()
+            reloading.cancel()
+            ended.cancel()
+        if role is not None and role.leads:
+            await role.release()
     say("ended")
 
 
-async def _listen(parts: Reconciler, settings: Settings, tls: ServerTls) -> None:
-    """Serve both ports until a signal comes."""
-    seen = observed(parts.metrics.registry, parts.ready)
-    reports = parts.reports.application()
-    async with (
-        listening(seen, port=settings.metrics_port) as metrics_port,
-        listening(reports, port=settings.port, ssl_context=tls.context) as port,
-    ):
-        say("listening", port=port, metrics_port=metrics_port)
-        await until_signal()
+def _role(client: Client, settings: Settings) -> Leadership | None:
+    """None for the only replica."""
+    if not settings.lease:
+        return None
+    return Leadership(
+        client,
+        name=settings.lease,
+        namespace=settings.namespace,
+        identity=settings.pod_name or socket.gethostname(),
+    )
+
+
+def _writing(access: Access, role: Leadership | None) -> Client:
+    return Client(access) if role is None else FencedClient(access, may_write=role.may_write)
+
+
+async def _work(
+    parts: Reconciler,
+    settings: Settings,
+    tls: ServerTls,
+    role: Leadership | None,
+    *,
+    ended: asyncio.Task[str],
+) -> None:
+    """Stand by, then lead. A replica that stands by is ready: it takes over within seconds."""
+
+    def ready() -> str:
+        return parts.ready() if role is None or role.leads else ""
+
+    observing = observed(parts.metrics.registry, ready)
+    async with listening(observing, port=settings.metrics_port) as metrics_port:
+        if role is not None:
+            say("standing by", lease=settings.lease, metrics_port=metrics_port)
+            await _either(ended, role.acquire())
+        if ended.done():
+            return
+        parts.start()
+        reports = parts.reports.application()
+        async with listening(reports, port=settings.port, ssl_context=tls.context) as port:
+            say("listening", port=port, metrics_port=metrics_port)
+            await (ended if role is None else _either(ended, role.hold()))
+
+
+async def _either(ended: asyncio.Task[str], work: Coroutine[Any, Any, None]) -> None:
+    """Until the work is done, or the process is to end."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait((ended, task), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    else:
+        task.cancel()

@@ -34,6 +34,11 @@ _log = logging.getLogger("keepstep.sidecar")
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
+_FIRST_BACKOFF_S = 5.0
+_FIRST_FAILURES = 15
+"""Another replica of the operator leads within half a minute: it is looked for that often first."""
+_AT_ONCE_S = 0.5
+"""Within that it is tried again when a connection breaks: the next one may lead elsewhere."""
 _LONGEST_URGENT_BACKOFF_S = 4.0
 """An operator that was made anew must hear of all pods before it can introduce them."""
 
@@ -84,10 +89,19 @@ class Rhythm:
             return max(self.least_gap_s, _URGENT_S)
         return self.interval_s * (0.8 + 0.4 * chance)
 
-    def backoff_s(self, failures: int, *, urgent: bool = False, chance: float) -> float:
-        """How long to wait after the `failures`-th failure in a row."""
+    def backoff_s(
+        self, failures: int, *, urgent: bool = False, broken: bool = False, chance: float
+    ) -> float:
+        """How long to wait after the `failures`-th failure in a row. `broken`: it was one of the
+        connection."""
+        if broken and failures == 1:
+            return _AT_ONCE_S * chance
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
-        longest = _LONGEST_URGENT_BACKOFF_S if urgent else _LONGEST_BACKOFF_S
+        longest = _LONGEST_BACKOFF_S
+        if urgent:
+            longest = _LONGEST_URGENT_BACKOFF_S
+        elif failures <= _FIRST_FAILURES:
+            longest = max(_FIRST_BACKOFF_S, self.least_gap_s)
         return min(exponential, longest) * (0.5 + 0.5 * chance)
 
 
@@ -116,6 +130,7 @@ class Reporter:
         self._rhythm = Rhythm()
         self._sequence = 0
         self._failures = 0
+        self._broken = False
         self._logged: set[str] = set()
         self._tried_at = -_BOUNDS_INTERVAL_S[1]
         self._seen = -1
@@ -160,11 +175,13 @@ class Reporter:
 
         def is_over() -> bool:
             urgent = self._look.urgent()
-            pause_s = self._rhythm.backoff_s(self._failures, urgent=urgent, chance=chance)
+            pause_s = self._rhythm.backoff_s(
+                self._failures, urgent=urgent, broken=self._broken, chance=chance
+            )
             return self._operator.finishing or time.monotonic() - failed_at >= pause_s
 
         while not is_over():
-            await self._changes.until(is_over, timeout_s=1.0)
+            await self._changes.until(is_over, timeout_s=0.2 if self._failures == 1 else 1.0)
 
     async def _pause(self, seconds: float) -> None:
         await self._changes.until(lambda: self._operator.finishing, timeout_s=seconds)
@@ -264,6 +281,7 @@ class Reporter:
 
     def _failed(self, failure: _Failed) -> None:
         self._failures += 1
+        self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
             warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
