@@ -10,6 +10,8 @@ KILLS ?= 500
 MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
 JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
+# end-to-end tests side by side, 0 for one after the other: they share one cluster on this machine
+E2E_JOBS ?= 4
 
 .PHONY: demo test check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
@@ -37,7 +39,8 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
 
 e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker, kind, kubectl, helm)
-	$(BIN)/python -m pytest -m e2e tests/e2e --durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m e2e tests/e2e -n $(E2E_JOBS) --dist load --maxschedchunk 1 \
+		--durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
 
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
 	$(BIN)/python scripts/chart_reference.py package
@@ -59,7 +62,7 @@ soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results 
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
 	$(BIN)/python -m tests.faults.kills --page
 
-soak-tiers: $(READY) ## 200 random faults over all tiers on a kind cluster
+soak-tiers: $(READY) ## on a kind cluster: 200 random faults over all tiers, and what is long and rare
 	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)
 
 attacks: $(READY) ## make the hostile files in attacks/ again

@@ -17,7 +17,10 @@ warm.begin()  # before xdist starts its workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of xdist are forked, too: each would import torch for as long as tests take."""
+    """The workers of xdist are forked, too: each would import torch for as long as tests take.
+    Those of the end-to-end tests need no torch."""
+    if str(config.getoption("markexpr")).startswith("e2e"):
+        return
     if not hasattr(config, "workerinput") and "popen" in (config.getoption("tx", None) or ()):
         config.option.tx = [f"popen//python={warm.python()}" for _ in config.option.tx]
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.e2e.kubectl import Kubectl
@@ -48,10 +49,10 @@ def run(*command: str, timeout_s: float = 600.0, input: str | None = None) -> st
 
 
 class Cluster:
-    """One kind cluster. Making it takes about a minute, images included two."""
+    """One kind cluster. `name`: of one that another process makes and deletes."""
 
-    def __init__(self, scratch: Path) -> None:
-        given = os.environ.get("KEEPSTEP_E2E_CLUSTER", "")
+    def __init__(self, scratch: Path, *, name: str = "") -> None:
+        given = name or os.environ.get("KEEPSTEP_E2E_CLUSTER", "")
         self.name = given or f"keepstep-e2e-{os.getpid()}"
         self.kept = bool(given)
         self.scratch = scratch
@@ -69,19 +70,31 @@ class Cluster:
         if self.name in run("kind", "get", "clusters").split():
             run("kind", "export", "kubeconfig", "--name", self.name, *self._kubeconfig())
             return  # what runs in it is the developer's affair
+        beside = ThreadPoolExecutor()
+        try:
+            ours, trainer = beside.submit(_build_ours), beside.submit(_build_trainer)
+            self._create()
+            job_kinds = beside.submit(self._install_job_kinds)
+            self.load(ours.result())
+            self._say("keepstep's images are loaded")
+            release = beside.submit(self.install)
+            self.load(trainer.result())
+            self._say("the training image is loaded")
+            job_kinds.result()
+            release.result()
+        finally:
+            beside.shutdown(wait=False, cancel_futures=True)
+        self._say("all is installed")
+
+    def _create(self) -> None:
         config = Path(__file__).with_name("kind.yaml")
         run("kind", "create", "cluster", "--name", self.name, "--config", str(config),
             "--wait", "180s", *self._kubeconfig())  # fmt: skip
-        self._say("cluster is up")
-        self.load(self._build())
-        self._say("images are loaded")
-        self._install_job_kinds()
-        self.install()
-        self._say("keepstep is installed")
+        self._say("the cluster is up")
 
     def down(self) -> None:
         """Delete the cluster, unless it was given."""
-        if not self.kept:
+        if not self.kept and shutil.which("kind"):
             run("kind", "delete", "cluster", "--name", self.name)
 
     def _kubeconfig(self) -> tuple[str, str]:
@@ -92,20 +105,10 @@ class Cluster:
 
     # --- images ------------------------------------------------------------------------------
 
-    def _build(self) -> list[str]:
-        run("docker", "build", "--target", "operator", "-t", OPERATOR, ".", timeout_s=900)
-        run("docker", "build", "--target", "sidecar", "-t", SIDECAR, ".", timeout_s=900)
-        base = os.environ.get("KEEPSTEP_E2E_TORCH_IMAGE") or _image_with_wheels()
-        build = ("--build-arg", f"BUILD_IMAGE={base}") if base else ()
-        file = "examples/kubernetes/Dockerfile"
-        run("docker", "build", "-f", file, "-t", TRAINER, *build, ".", timeout_s=1800)
-        return [OPERATOR, SIDECAR, TRAINER]
-
     def load(self, images: Sequence[str]) -> None:
-        """Put images onto the nodes; those that a node has already are skipped."""
+        """Put images onto the nodes, what they share once; those that a node has are skipped."""
         workers = ",".join(self.workers())
-        for image in images:
-            run("kind", "load", "docker-image", image, "--name", self.name, "--nodes", workers)
+        run("kind", "load", "docker-image", *images, "--name", self.name, "--nodes", workers)
 
     # --- what runs in it ---------------------------------------------------------------------
 
@@ -166,6 +169,20 @@ class Cluster:
         """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""
         node, pid = self.process(pod, container)
         self.on_node(node, "kill", "-9", pid)
+
+
+def _build_ours() -> list[str]:
+    for target, image in (("operator", OPERATOR), ("sidecar", SIDECAR)):
+        run("docker", "build", "--target", target, "-t", image, ".", timeout_s=900)
+    return [OPERATOR, SIDECAR]
+
+
+def _build_trainer() -> list[str]:
+    base = os.environ.get("KEEPSTEP_E2E_TORCH_IMAGE") or _image_with_wheels()
+    build = ("--build-arg", f"BUILD_IMAGE={base}") if base else ()
+    file = "examples/kubernetes/Dockerfile"
+    run("docker", "build", "-f", file, "-t", TRAINER, *build, ".", timeout_s=1800)
+    return [TRAINER]
 
 
 def _manifests() -> Path | None:

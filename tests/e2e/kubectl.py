@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.api import Api
 from tests.harness import eventually
 
 Object = dict[str, Any]
+
+_PATIENCE = 3.0
+"""Tests run beside others, on machines that may be half as fast."""
+
+
+@functools.cache
+def _api(kubeconfig: Path) -> Api:
+    return Api(kubeconfig)
 
 
 class Kubectl:
@@ -22,6 +33,10 @@ class Kubectl:
 
     def namespaced(self, namespace: str) -> Kubectl:
         return Kubectl(self.kubeconfig, namespace)
+
+    @property
+    def _api(self) -> Api:
+        return _api(self.kubeconfig)
 
     def __call__(self, *arguments: str, input: str | None = None, timeout_s: float = 60.0) -> str:
         """Standard output. Raises RuntimeError with what it said."""
@@ -54,26 +69,52 @@ class Kubectl:
 
     def get(self, kind: str, name: str) -> Object | None:
         """One object, or None."""
-        done = self.attempt("get", kind, name, "-o", "json", "--ignore-not-found")
-        if done.returncode:
-            raise RuntimeError(f"kubectl get {kind} {name}: {done.stderr.strip()[-1000:]}")
-        return json.loads(done.stdout) if done.stdout.strip() else None
+        said = self._api.get(f"{self._api.path(kind, self.namespace)}/{name}")
+        return json.loads(said) if said else None
 
     def list(self, kind: str, *selector: str) -> list[Object]:
         """Objects of a kind, those with these labels."""
-        chosen = ("-l", ",".join(selector)) if selector else ()
-        items: list[Object] = json.loads(self("get", kind, *chosen, "-o", "json"))["items"]
+        query = {"labelSelector": ",".join(selector)} if selector else {}
+        said = self._api.get(self._api.path(kind, self.namespace), **query)
+        items: list[Object] = json.loads(said or "{}").get("items", [])
         return items
+
+    def logs(self, pod: str, container: str, *, previous: bool = False) -> str:
+        """What a container of a pod wrote, in its present life or the one before. Raises
+        RuntimeError where there is none."""
+        path = f"{self._api.path('pods', self.namespace)}/{pod}/log"
+        before = {"previous": "true"} if previous else {}
+        said = self._api.get(path, container=container, **before)
+        if said is None:
+            raise RuntimeError(f"no logs of {container} of pod {pod}")
+        return said
 
     def events(self, reason: str) -> list[Object]:
         """Events of the namespace with this reason, oldest first."""
         found = [one for one in self.list("events") if one.get("reason") == reason]
         return sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"]))
 
+    @contextmanager
+    def watching(self, kind: str, name: str) -> Iterator[list[str]]:
+        """The versions that an object has: now, and on every change. All are there at the end."""
+        versions: list[str] = []
+        process = subprocess.Popen(
+            ["kubectl", "--kubeconfig", str(self.kubeconfig), "-n", self.namespace, "get", kind,
+             name, "--watch", "-o", 'jsonpath={.metadata.resourceVersion}{"\\n"}'],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            yield versions
+        finally:
+            process.terminate()
+            said, _ = process.communicate(timeout=30)
+            versions += said.split()
+
     def eventually(
         self, look: Callable[[], Any], *, within_s: float = 120.0, what: str = ""
     ) -> Any:
-        """The first true answer of `look`, which may fail while the API server is away."""
+        """The first true answer of `look`, which may fail while the API server is away. In
+        `within_s` where nothing else runs, in `_PATIENCE` times that anywhere."""
 
         def answer() -> Any:
             try:
@@ -81,4 +122,4 @@ class Kubectl:
             except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError):
                 return None
 
-        return eventually(answer, within_s=within_s, what=what, every_s=0.5)
+        return eventually(answer, within_s=_PATIENCE * within_s, what=what, every_s=0.5)

@@ -75,7 +75,7 @@ def start(kubectl: Kubectl, **spec: Any) -> None:
     deployment, *others = objects()
     deployment["spec"]["template"]["spec"] |= spec
     kubectl.apply(deployment, *others)
-    kubectl("rollout", "status", "deployment/s3", "--timeout=90s", timeout_s=100)
+    kubectl("rollout", "status", "deployment/s3", "--timeout=240s", timeout_s=250)
 
 
 def archive(*, every: int = 10) -> Object:

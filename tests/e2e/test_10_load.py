@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 
-import pytest
-
-from tests.e2e import jobs, runs
+from tests.e2e import jobs
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.kubectl import Kubectl
 
 _PODS = 500
-_MANY, _RUNS = 2000, 200
 _BUCKET = re.compile(r'^keepstep_admission_seconds_bucket\{(?:.*,)?le="([^"]+)"(?:,.*)?\} (\S+)$')
 
 
 def test_five_hundred_pods_in_a_burst_are_injected(
-    cluster: Cluster, namespace: Kubectl, measured: dict[str, float]
+    cluster: Cluster, namespace: Kubectl, cluster_alone: None, measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
@@ -47,34 +43,3 @@ def _histogram(cluster: Cluster) -> dict[float, float]:
             if match := _BUCKET.match(line):
                 sums[float(match[1])] = sums.get(float(match[1]), 0.0) + float(match[2])
     return sums
-
-
-@pytest.mark.timeout(700, func_only=True)
-def test_two_thousand_pods_of_two_hundred_runs_fit_into_the_reconciler(
-    cluster: Cluster, namespace: Kubectl, measured: dict[str, float]
-) -> None:
-    """Real objects, which no node takes: their reports are simulated elsewhere, in
-    tests/operator/reconcile/load.py."""
-    namespace.apply(jobs.policy())
-    owner = jobs.owner(namespace)
-    pods = [jobs.owned_pod(f"p{number}", owner) for number in range(_MANY)]
-    for number, pod in enumerate(pods):
-        pod["metadata"]["labels"] = {"keepstep.dev/run": f"r{number % _RUNS}"}
-        pod["spec"]["nodeSelector"] = {"keepstep.dev/nowhere": "true"}
-    body = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
-    namespace("create", "-f", "-", "-o", "name", input=body, timeout_s=400)
-
-    found = namespace.eventually(
-        lambda: len(namespace.list("ckrun")) == _RUNS and _resident_mib(cluster),
-        within_s=200,
-        what="every run has its object",
-    )
-    measured[f"reconciler with {_MANY} pods: MiB resident"] = found
-    assert found < 200 * 1e6 / 2**20, "the bar of 200 MB"
-
-
-def _resident_mib(cluster: Cluster) -> float:
-    """Of the reconciler's process."""
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
-    return runs.resident_mib(cluster, *cluster.process(pod, "reconcile"))

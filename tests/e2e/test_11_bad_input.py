@@ -7,7 +7,7 @@ from tests.e2e.kubectl import Kubectl, Object
 
 _PATCHED = """
 import runpy, sys, keepstep, keepstep.wire.trainer
-sys.argv = ["/train_gpt.py", "--steps", "100000", "--log-file", "-", "--step-seconds", "0.25"]
+sys.argv = ["/train_gpt.py", *{arguments}]
 {change}
 runpy.run_path("/train_gpt.py", run_name="__main__")
 """
@@ -15,7 +15,8 @@ runpy.run_path("/train_gpt.py", run_name="__main__")
 
 def _library(change: str) -> Object:
     """A training image whose library is another one."""
-    command = ["python3", "-c", _PATCHED.format(change=change)]
+    arguments = jobs.trainer(steps=100_000)["args"]
+    command = ["python3", "-c", _PATCHED.format(change=change, arguments=arguments)]
     return jobs.pytorch_job(workers=0, command=command, args=[])
 
 

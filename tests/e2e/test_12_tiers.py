@@ -22,7 +22,7 @@ def test_a_job_made_anew_goes_on_from_the_archive(
     job = jobs.pytorch_job(run=run)
     namespace.apply(jobs.policy(archive=stores.archive()), job)
     archived = _archived_beyond(namespace, 20)
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(
         lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
     )
@@ -92,19 +92,19 @@ def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) ->
     return found
 
 
-# --- a node is lost: last in the suite, as it takes a node from the cluster ---------------------
+# --- a node is lost -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def doomed(cluster: Cluster) -> Iterator[str]:
+def doomed(cluster: Cluster, cluster_alone: None) -> Iterator[str]:
     """A worker that the test may stop, without the reconciler; it is started again."""
     system = cluster.kubectl.namespaced(NAMESPACE)
     (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
     node = next(one for one in cluster.workers() if one != pod["spec"]["nodeName"])
     yield node
     subprocess.run(["docker", "start", node], check=True, capture_output=True)
-    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=120s",
-                    timeout_s=130)  # fmt: skip
+    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=240s",
+                    timeout_s=250)  # fmt: skip
 
 
 def test_a_lost_node_with_a_buddy_costs_no_committed_step(
@@ -180,8 +180,8 @@ def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
     assert body is not None
     assert body["spec"]["nodeName"] == node
     subprocess.run(["docker", "stop", "-t", "1", node], check=True, capture_output=True)
-    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready=Unknown", "--timeout=120s",
-                    timeout_s=130)  # fmt: skip
+    cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready=Unknown", "--timeout=240s",
+                    timeout_s=250)  # fmt: skip
     kubectl("delete", "pod", pod, "--force", "--grace-period=0")
 
 

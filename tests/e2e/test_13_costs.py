@@ -14,7 +14,7 @@ _IDLE_S = 20.0
 
 
 def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(
-    namespace: Kubectl, measured: dict[str, float]
+    namespace: Kubectl, cluster_alone: None, measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
@@ -35,7 +35,7 @@ def test_an_idle_sidecar_costs_next_to_nothing(
     pod = jobs.owned_pod("idle", jobs.owner(namespace))
     _container(pod).update({"command": ["sleep", "600"], "args": []})
     namespace.apply(pod)
-    namespace("wait", "pod/idle", "--for=condition=Ready", "--timeout=90s", timeout_s=100)
+    namespace("wait", "pod/idle", "--for=condition=Ready", "--timeout=240s", timeout_s=250)
     body = namespace.get("pod", "idle")
     assert body is not None
     node, pid = cluster.process(body, "keepstep-sidecar")
@@ -69,7 +69,7 @@ def _start_s(kubectl: Kubectl, pod: Object) -> float:
     asked = time.time()
     kubectl.apply(pod)
     said = kubectl.eventually(
-        lambda: kubectl("logs", name, "-c", "pytorch").strip(), within_s=90, what=f"{name} ran"
+        lambda: kubectl.logs(name, "pytorch").strip(), within_s=90, what=f"{name} ran"
     )
     return float(said) - asked
 

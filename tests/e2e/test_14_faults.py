@@ -56,7 +56,7 @@ def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
         within_s=120,
         what="the new line is archived",
     )
-    namespace("delete", "pods", "-l", "keepstep.dev/injected", "--wait=true", timeout_s=180)
+    namespace("delete", "pods", "-l", "keepstep.dev/injected", "--wait=true", timeout_s=400)
     again = runs.restarted(namespace, within_s=180)
     assert again.first > target + 1
     runs.same_losses(again, reference)
@@ -121,14 +121,17 @@ def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_br
     measured["a step with a buddy"] = usual
     measured["a step while the buddy stands still"] = slowed
     # who waits for a buddy waits for seconds: the rest is left to what else the machine does
-    assert slowed < 3 * usual
+    assert slowed < max(3 * usual, 2.0)
     tiers.beyond(namespace, "peer", during.last)
 
     tiers.delete_copies(cluster, two, _directory(namespace, run, 1))
     runs.kill_trainer(cluster, namespace, WORKER, tiers.SIDECAR)
     at = runs.training_beyond(namespace, 0).last
     tiers.beyond(namespace, "peer", at)
-    assert tiers.shards(cluster, two, _directory(namespace, run, 1), copies=True)
+    namespace.eventually(
+        lambda: tiers.shards(cluster, two, _directory(namespace, run, 1), copies=True),
+        what="copies lie there again",
+    )
     assert runs.training_beyond(namespace, at).first == 0, "the trainers never ended"
 
 

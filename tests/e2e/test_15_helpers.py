@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,19 +19,32 @@ from tests.e2e import jobs, runs
 from tests.e2e.cluster import HELPERS, HOST_PATH, NAMESPACE, SIDECAR, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
-pytestmark = pytest.mark.timeout(600, func_only=True)
+
+@pytest.fixture
+def spread(cluster: Cluster, namespace: Kubectl, turn_alone: None) -> tuple[str, str]:
+    """The nodes of the master and of the worker of a job of which some steps are committed."""
+    stays, left = cluster.workers()
+    namespace.apply(jobs.policy("node-local", host_path=True), _spread(stays, left))
+    runs.committed_beyond(namespace, 20)
+    return stays, left
 
 
 @pytest.fixture
-def left(cluster: Cluster) -> Iterator[str]:
-    """A worker that the test may cordon."""
-    node = cluster.workers()[-1]
-    yield node
-    cluster.kubectl("uncordon", node)
+def cordons(cluster: Cluster, turn_alone: None) -> Iterator[Callable[[str], None]]:
+    """Takes no more pods onto a node, until the test is over."""
+    taken: list[str] = []
+
+    def cordon(node: str) -> None:
+        taken.append(node)
+        cluster.kubectl("cordon", node)
+
+    yield cordon
+    for node in taken:
+        cluster.kubectl("uncordon", node)
 
 
 @pytest.fixture
-def cleaning_at_once(cluster: Cluster) -> Iterator[None]:
+def cleaning_at_once(cluster: Cluster, turn_alone: None) -> Iterator[None]:
     """Gone is gone: no day of grace."""
     cluster.install("--set", "helpers.cleanAfterSeconds=0")
     yield
@@ -42,17 +55,17 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     cluster: Cluster,
     namespace: Kubectl,
     reference: dict[int, str],
-    left: str,
+    spread: tuple[str, str],
+    cordons: Callable[[str], None],
     cleaning_at_once: None,
     record_property: runs.Record,
 ) -> None:
-    stays = next(one for one in cluster.workers() if one != left)
-    namespace.apply(jobs.policy("node-local", host_path=True), _spread(stays, left))
+    stays, left = spread
     committed = runs.committed_beyond(namespace, 20)
     run = str(runs.the_run(namespace)["metadata"]["name"])
     assert _directories(cluster, namespace.namespace, run) == {stays: ["0"], left: ["1"]}
 
-    cluster.kubectl("cordon", left)
+    cordons(left)
     moved_at = time.monotonic()
     namespace("delete", "pod", "gpt-worker-0", "--wait=false")
     life = runs.restarted(namespace, within_s=240)
@@ -73,7 +86,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     runs.committed_beyond(namespace, life.first)
     _no_helpers(cluster)
 
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
     namespace("delete", "ckrun", run)

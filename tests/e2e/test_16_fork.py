@@ -20,7 +20,7 @@ def test_a_new_job_begins_from_a_step_of_anothers_archive(
     namespace.eventually(
         lambda: len(_steps(namespace, first)) >= 2, within_s=180, what="two steps are archived"
     )
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(
         lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
     )

@@ -14,7 +14,20 @@ from tests.e2e.kubectl import Kubectl, Object
 
 
 @pytest.fixture
-def scale_reconciler(cluster: Cluster) -> Iterator[Callable[[int], None]]:
+def shelf(namespace: Kubectl, turn_alone: None) -> tuple[Object, Object]:
+    """The policy and the job of which two steps are in the archive."""
+    stores.start(namespace)
+    policy = jobs.policy(archive=stores.archive(), retention={"archive": {"last": 1000}})
+    job = jobs.pytorch_job(run=f"shelf-{int(time.time())}")
+    namespace.apply(policy, job)
+    namespace.eventually(
+        lambda: len(_archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
+    )
+    return policy, job
+
+
+@pytest.fixture
+def scale_reconciler(cluster: Cluster, turn_alone: None) -> Iterator[Callable[[int], None]]:
     """Stops and starts the operator's reconciler; it runs again when the test is over."""
     system = cluster.kubectl.namespaced(NAMESPACE)
 
@@ -30,18 +43,15 @@ def scale_reconciler(cluster: Cluster) -> Iterator[Callable[[int], None]]:
 
 
 def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
-    cluster: Cluster, namespace: Kubectl, scale_reconciler: Callable[[int], None]
+    cluster: Cluster,
+    namespace: Kubectl,
+    shelf: tuple[Object, Object],
+    scale_reconciler: Callable[[int], None],
 ) -> None:
-    stores.start(namespace)
-    policy = jobs.policy(archive=stores.archive(), retention={"archive": {"last": 1000}})
-    job = jobs.pytorch_job(run=f"shelf-{int(time.time())}")
-    namespace.apply(policy, job)
-    namespace.eventually(
-        lambda: len(_archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
-    )
+    policy, job = shelf
     pinned = _archived(namespace)[-1]["spec"]["step"]
     _pin(namespace, pinned)
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(
         lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
     )

@@ -102,4 +102,4 @@ def _restarts(kubectl: Kubectl, pod: str, container: str) -> int:
 
 
 def _sidecar_log(kubectl: Kubectl, pod: str) -> str:
-    return kubectl("logs", pod, "-c", "keepstep-sidecar")
+    return kubectl.logs(pod, "keepstep-sidecar")

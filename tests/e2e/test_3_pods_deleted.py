@@ -50,7 +50,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     named = jobs.pytorch_job(**_HOST, spec=_on(node), run=_RUN)
     namespace.apply(jobs.policy("node-local", host_path=True), named)
     runs.committed_beyond(namespace, 20)
-    namespace("delete", "pods", "--all", "--wait=true", timeout_s=180)
+    namespace("delete", "pods", "--all", "--wait=true", timeout_s=400)
     life = runs.restarted(namespace, within_s=180)
     runs.same_losses(life, reference)
 
@@ -72,7 +72,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
 
 
 def _delete_job(kubectl: Kubectl) -> None:
-    kubectl("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=180)
+    kubectl("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     kubectl.eventually(lambda: not kubectl.list("pods"), within_s=150, what="the pods are gone")
 
 

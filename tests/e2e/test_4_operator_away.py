@@ -15,11 +15,12 @@ from tests.e2e.kubectl import Kubectl, Object
 
 def test_pods_restart_by_agreement_while_the_operator_is_down(
     cluster: Cluster,
-    namespace: Kubectl,
+    turn_alone: None,
+    training: Kubectl,
     reference: dict[int, str],
     record_property: runs.Record,
 ) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    namespace = training
     committed = runs.committed_beyond(namespace, 10)
     system = cluster.kubectl.namespaced(NAMESPACE)
     system("scale", "deployment/keepstep-reconcile", "--replicas=0")
@@ -47,9 +48,9 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
 
 
 def test_a_reconciler_killed_again_and_again_mid_write_converges(
-    cluster: Cluster, namespace: Kubectl
+    cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    namespace = training
     committed = runs.committed_beyond(namespace, 5)
     before = runs.status(namespace)
     chance = random.Random(4)
@@ -71,25 +72,16 @@ def test_a_reconciler_killed_again_and_again_mid_write_converges(
     assert len(namespace.list("ckrun")) == 1
 
 
-def test_writes_are_bounded_by_time_not_by_steps(cluster: Cluster, namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
-    runs.committed_beyond(namespace, 5)
-    began, before = time.monotonic(), _status_writes(cluster)
-    first = runs.training_beyond(namespace, 0).last
-    last = runs.training_beyond(namespace, first + 80).last
-    wrote, seconds = _status_writes(cluster) - before, time.monotonic() - began
+def test_writes_are_bounded_by_time_not_by_steps(training: Kubectl) -> None:
+    namespace = training
+    name = runs.the_run(namespace)["metadata"]["name"]
+    began = time.monotonic()
+    with namespace.watching("ckrun", name) as versions:
+        first = runs.training_beyond(namespace, 0).last
+        last = runs.training_beyond(namespace, first + 80).last
+    seconds, wrote = time.monotonic() - began, len(versions) - 1  # the first is what was there
     assert last - first >= 80
     assert 1 <= wrote <= seconds / 2 + 2, f"{wrote} writes in {seconds:.0f} s"
-
-
-def _status_writes(cluster: Cluster) -> float:
-    """Writes of any run's status since the reconciler started."""
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:9090/proxy/metrics"
-    lines = system("get", "--raw", path).splitlines()
-    counted = [line for line in lines if line.startswith("keepstep_api_writes_total{")]
-    return sum(float(line.split()[-1]) for line in counted if 'what="status"' in line)
 
 
 def _kill_reconciler(cluster: Cluster) -> None:
@@ -123,7 +115,11 @@ def leaders_node(cluster: Cluster) -> Iterator[str]:
 
 
 def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
-    cluster: Cluster, namespace: Kubectl, leaders_node: str, record_property: runs.Record
+    cluster: Cluster,
+    namespace: Kubectl,
+    cluster_alone: None,
+    leaders_node: str,
+    record_property: runs.Record,
 ) -> None:
     """Another replica takes the Lease, and the sidecars find it."""
     safe = next(one for one in cluster.workers() if one != leaders_node)
@@ -149,9 +145,9 @@ def _leaders(cluster: Cluster) -> list[Object]:
 
 
 def test_etcd_and_the_api_server_are_killed_and_nothing_stops(
-    cluster: Cluster, namespace: Kubectl
+    cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    namespace = training
     committed = runs.committed_beyond(namespace, 5)
     before = runs.training_beyond(namespace, 0).last
     (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
@@ -163,9 +159,9 @@ def test_etcd_and_the_api_server_are_killed_and_nothing_stops(
 
 
 def test_an_api_server_that_stands_still_for_a_minute_stops_nothing(
-    cluster: Cluster, namespace: Kubectl
+    cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    namespace = training
     committed = runs.committed_beyond(namespace, 5)
     (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
     first = runs.training_beyond(namespace, 0).last

@@ -20,6 +20,8 @@ from tests.e2e.cluster import NAMESPACE, OPERATOR, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 from tests.harness import eventually
 
+pytestmark = pytest.mark.usefixtures("turn_alone")
+
 _COMPONENT = "app.kubernetes.io/component=admission"
 _TARPIT = textwrap.dedent("""
     import socket, time
@@ -66,7 +68,7 @@ def _tarpit(cluster: Cluster) -> Iterator[None]:
         }
     )
     try:
-        system("wait", "pod/tarpit", "--for=condition=Ready", "--timeout=60s", timeout_s=70)
+        system("wait", "pod/tarpit", "--for=condition=Ready", "--timeout=240s", timeout_s=250)
         _select(system, {**dict.fromkeys(own), "app": "tarpit"})
         system.eventually(lambda: _endpoints(system) == ["tarpit"], what="the Service leads there")
         yield
@@ -88,7 +90,7 @@ def _endpoints(system: Kubectl) -> list[str]:
 
 def _rolled_out(cluster: Cluster) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
-    system("rollout", "status", "deployment/keepstep-admission", "--timeout=90s", timeout_s=100)
+    system("rollout", "status", "deployment/keepstep-admission", "--timeout=240s", timeout_s=250)
 
 
 def _starts_without_us(kubectl: Kubectl) -> str:

@@ -8,9 +8,9 @@ from tests.e2e.kubectl import Kubectl
 
 
 def test_upgrade_rollback_and_uninstall_leave_the_job_training(
-    cluster: Cluster, namespace: Kubectl
+    cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    namespace = training
     committed = runs.committed_beyond(namespace, 5)
 
     cluster.install("--set", "admission.replicas=3")
@@ -30,7 +30,7 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
         cluster.kubectl("create", "namespace", "goes-away")
         gone = cluster.kubectl.namespaced("goes-away")
         gone.apply(jobs.policy(), _run_without_job())
-        cluster.kubectl("delete", "namespace", "goes-away", "--wait=true", timeout_s=60)
+        cluster.kubectl("delete", "namespace", "goes-away", "--wait=true", timeout_s=200)
     finally:
         cluster.install()
     assert runs.committed_beyond(namespace, committed) > committed

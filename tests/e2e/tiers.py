@@ -61,14 +61,13 @@ def beyond(
 
 def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
     """What a pod's sidecar logged."""
-    which = ("--previous",) if previous else ()
-    log = kubectl("logs", pod, "-c", SIDECAR, *which)
+    log = kubectl.logs(pod, SIDECAR, previous=previous)
     return [json.loads(line) for line in log.splitlines() if line.startswith("{")]
 
 
 def went(kubectl: Kubectl, job: str = "gpt") -> None:
     """Delete the job and wait until its pods have flushed and are gone."""
-    kubectl("delete", "pytorchjob", job, "--wait=true", timeout_s=180)
+    kubectl("delete", "pytorchjob", job, "--wait=true", timeout_s=400)
     kubectl.eventually(
         lambda: not kubectl.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
     )

@@ -67,7 +67,7 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
 def _teams(cluster: Cluster, seed: int) -> Iterator[list[Team]]:
     """Jobs that train; the first one's drive on the first node is small."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
     first = pod["spec"]["nodeName"]  # this node stays; the other one is switched off at times
     (second,) = [one for one in cluster.workers() if one != first]
     stamp = f"{int(time.time()) % 10**6:06d}"
