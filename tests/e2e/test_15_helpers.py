@@ -78,7 +78,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     killed = jobs.life(namespace, "gpt-master-0", previous=True)
     assert killed is not None
     record_property("lost_steps", runs.lost(killed, life))
-    (said,) = namespace.eventually(
+    (said, *_) = namespace.eventually(
         lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"
     )
     assert left in said["message"]
@@ -140,7 +140,7 @@ def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(
 ) -> None:
     good = _helper_pod()
     assert _refused(cluster, HELPERS, good) == ""
-    volumes = good["spec"]["volumes"]
+    volumes, (container,) = good["spec"]["volumes"], good["spec"]["containers"]
 
     def at(path: str) -> dict[str, str]:
         return {"path": path, "type": "Directory"}
@@ -151,11 +151,10 @@ def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(
         ("hostPaths", {"volumes": [*volumes, {"name": "v", "secret": {"secretName": "s"}}]}),
         ("service account", {"serviceAccountName": "default"}),
         ("namespace of its node", {"hostPID": True}),
-        ("sidecar image", {"initContainers": good["spec"]["containers"]}),
+        ("sidecar image", {"initContainers": [{**container, "name": "first"}]}),
     ]
     for said, spec in bad:
         assert said in _refused(cluster, HELPERS, {**good, "spec": {**good["spec"], **spec}})
-    (container,) = good["spec"]["containers"]
     security = container["securityContext"]
     worse: list[tuple[str, dict[str, object]]] = [
         ("sidecar image", {"image": "busybox"}),

@@ -98,8 +98,12 @@ def _starts_without_us(kubectl: Kubectl) -> str:
     kubectl.apply(jobs.policy(), jobs.pytorch_job(workers=0))
     pod = kubectl.eventually(lambda: kubectl.get("pod", "gpt-master-0"), what="the pod")
     assert "keepstep.dev/injected" not in pod["metadata"].get("labels", {})
-    events = kubectl.eventually(lambda: kubectl.events("NotInjected"), what="an event")
-    assert "PyTorchJob" in {one["involvedObject"]["kind"] for one in events}
+    kubectl.eventually(
+        lambda: (
+            "PyTorchJob" in {one["involvedObject"]["kind"] for one in kubectl.events("NotInjected")}
+        ),
+        what="an event on the job",
+    )
     missing = kubectl.eventually(
         lambda: (one := runs.condition(kubectl, "FullyInjected"))["status"] == "False" and one,
         what="FullyInjected=False",
