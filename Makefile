@@ -11,7 +11,7 @@ MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
 JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 # end-to-end tests side by side, 0 for one after the other: they share one cluster on this machine
-E2E_JOBS ?= 4
+E2E_JOBS ?= 3
 
 .PHONY: demo test check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
