@@ -6,6 +6,7 @@ and left when the tests end. Without it, one is made for the suite and always de
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -118,13 +119,20 @@ class Cluster:
             local = manifests / name if manifests else None
             source = ("-f", str(local)) if local and local.exists() else upstream
             self.kubectl("apply", "--server-side", "--force-conflicts", *source)
-        for namespace, name in (("kubeflow", "training-operator"), ("jobset-system", "")):
-            what = f"deployment/{name}" if name else "deployment"
-            all_of = () if name else ("--all",)
-            self.kubectl(
-                "-n", namespace, "wait", what, *all_of, "--for=condition=Available",
-                "--timeout=180s", timeout_s=200,
-            )  # fmt: skip
+        for namespace in ("kubeflow", "jobset-system"):
+            for deployment in self.kubectl.namespaced(namespace).list("deployments"):
+                self._keep(namespace, deployment["metadata"]["name"])
+
+    def _keep(self, namespace: str, deployment: str) -> None:
+        """Move it to the node that no test takes away, and wait until it is there."""
+        place = {
+            "nodeSelector": {"node-role.kubernetes.io/control-plane": ""},
+            "tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}],
+        }
+        patch = json.dumps({"spec": {"template": {"spec": place}}})
+        self.kubectl("-n", namespace, "patch", "deployment", deployment, "--patch", patch)
+        self.kubectl("-n", namespace, "rollout", "status", f"deployment/{deployment}",
+                     "--timeout=180s", timeout_s=200)  # fmt: skip
 
     def install(self, *values: str) -> None:
         """`helm upgrade --install` of this checkout's chart, and wait until all of it is ready."""

@@ -132,13 +132,18 @@ def source(
     )
 
 
+_Key = tuple[str, str]
+"""A record's name and etag."""
+_Found = StepRecord | ImageError
+
+
 @dataclass
 class Surveyor:
     """Lists the run's directory; records are read again only when they changed."""
 
     store: Store
     run: str
-    _known: dict[tuple[str, str], StepRecord | ImageError] = field(default_factory=dict)
+    _known: dict[_Key, _Found] = field(default_factory=dict)
 
     async def survey(self, own: Iterable[Epoch] = ()) -> Survey:
         """`own`: epochs that the run itself knows. Raises StorageError."""
@@ -150,26 +155,28 @@ class Surveyor:
                 by_step[StepId.parse(directory)][name] = stored
         records_there = filter(None, map(_record_in, by_step.values()))
         reads = [functools.partial(self._read, stored) for stored in records_there]
-        await few_at_once(reads, most=IN_FLIGHT)
-        keys = {(one.name, one.etag) for one in listed}
-        self._known = {key: one for key, one in self._known.items() if key in keys}
-        steps = tuple(self.judge(id, files) for id, files in sorted(by_step.items()))
+        # of this listing alone: another survey may be under way, with an older one
+        found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
+        steps = tuple(self._judge(id, files, found) for id, files in sorted(by_step.items()))
         return Survey(steps=steps, conflict=self._conflict(steps, own))
 
-    async def _read(self, stored: Stored) -> None:
-        if (key := (stored.name, stored.etag)) in self._known:
-            return
+    async def _read(self, stored: Stored) -> tuple[_Key, _Found]:
+        key = stored.name, stored.etag
+        if (known := self._known.get(key)) is not None:
+            return key, known
         path = f"{self.store.where}/{stored.name}"
         data = bytearray(min(stored.bytes, records.LIMIT_BYTES))
         await self.store.read(stored.name, 0, memoryview(data))
         parse = functools.partial(_parsed, bytes(data), path)
-        self._known[key] = await blocking(None, parse)
+        return key, await blocking(None, parse)
 
-    def judge(self, id: StepId, files: Mapping[str, Stored]) -> ArchivedStep:
+    def _judge(
+        self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
+    ) -> ArchivedStep:
         """A directory whose record, if there is one, was read."""
         if (stored := _record_in(files)) is None:
             return ArchivedStep(id=id, files=files)
-        found = self._known[stored.name, stored.etag]
+        found = known[stored.name, stored.etag]
         if isinstance(found, ImageError):
             return ArchivedStep(id=id, files=files, fault=str(found))
         fault = self._fault(id, files, found)
