@@ -217,11 +217,25 @@ def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
     spec = of_kind(plain, "Deployment")["keepstep-admission"]["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
-    constraints = spec["template"]["spec"]["topologySpreadConstraints"]
-    assert {one["topologyKey"] for one in constraints} >= {"kubernetes.io/hostname"}
     budget = of_kind(plain, "PodDisruptionBudget")["keepstep-admission"]["spec"]
     assert budget["maxUnavailable"] == 1
     assert budget["selector"]["matchLabels"] == spec["selector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("component", ["admission", "reconcile"])
+def test_replicas_are_apart_also_where_nodes_have_no_zone(chart: Chart, component: str) -> None:
+    def affinity(values: dict[str, object]) -> Object:
+        deployment = of_kind(chart.render(values), "Deployment")[f"keepstep-{component}"]["spec"]
+        found: Object = deployment["template"]["spec"]["affinity"]
+        return found
+
+    avoided = affinity({})["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    terms = [one["podAffinityTerm"] for one in avoided]
+    keys = {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    assert {one["topologyKey"] for one in terms} == keys
+    for one in terms:
+        assert one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    assert affinity({component: {"affinity": {"nodeAffinity": {}}}}) == {"nodeAffinity": {}}
 
 
 def test_certificates_never_run_twice(plain: list[Object]) -> None:

@@ -4,7 +4,6 @@ of a core, and tests look twice a second. What tests do is done by kubectl, as u
 from __future__ import annotations
 
 import base64
-import functools
 import http.client
 import json
 import ssl
@@ -40,6 +39,7 @@ class Api:
     """The API server that a kubeconfig names, with the certificates in it."""
 
     def __init__(self, kubeconfig: Path) -> None:
+        self._known: dict[str, Kind] = {}
         body = yaml.safe_load(kubeconfig.read_text())
         (cluster,), (user,) = body["clusters"], body["users"]
         self._server = str(cluster["cluster"]["server"])
@@ -71,12 +71,12 @@ class Api:
 
     def path(self, kind: str, namespace: str) -> str:
         """Of all objects of a kind, by any of the names that kubectl takes."""
-        try:
-            return self._kinds[kind].path(namespace)
-        except KeyError:
-            raise RuntimeError(f"the API server has no {kind}") from None
+        if kind not in self._known:
+            self._known = self._kinds()  # it may have come since
+        if kind not in self._known:
+            raise RuntimeError(f"the API server has no {kind}")
+        return self._known[kind].path(namespace)
 
-    @functools.cached_property
     def _kinds(self) -> dict[str, Kind]:
         """Every name of every kind, the first group's where two have the same, as kubectl does."""
         found: dict[str, Kind] = {}

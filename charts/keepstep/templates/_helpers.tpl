@@ -110,6 +110,27 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{- /*
+Replicas on nodes, and in zones, of their own where there are such. Not topologySpreadConstraints: of
+two, the scheduler leaves both aside where nodes have no zone.
+*/}}
+{{- define "keepstep.apart" -}}
+{{- if not (index .root.Values .component).affinity }}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      {{- range $key, $weight := dict "kubernetes.io/hostname" 100 "topology.kubernetes.io/zone" 50 }}
+      - weight: {{ $weight }}
+        podAffinityTerm:
+          topologyKey: {{ $key }}
+          labelSelector:
+            matchLabels:
+              {{- include "keepstep.selector" $.root | nindent 14 }}
+              app.kubernetes.io/component: {{ $.component }}
+      {{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "keepstep.pullSecrets" -}}
 {{- with .Values.images.pullSecrets }}
 imagePullSecrets:
