@@ -113,7 +113,8 @@ def _starts_without_us(kubectl: Kubectl) -> str:
 
 def _is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:
     (made,) = jobs.admitted(kubectl, jobs.owned_pod(name, owner))
-    return bool(made["metadata"]["labels"].get("keepstep.dev/injected") == "true")
+    labels: dict[str, str] = made["metadata"].get("labels", {})
+    return labels.get("keepstep.dev/injected") == "true"
 
 
 def test_without_admission_pods_start_and_the_run_says_what_is_missing(
