@@ -103,7 +103,12 @@ def _kill_reconciler(cluster: Cluster) -> None:
 
 @pytest.fixture
 def leaders_node(cluster: Cluster) -> Iterator[str]:
-    """The worker that the reconciler that leads is on; it is started again."""
+    """The worker that the reconciler that leads is on, and no other one; it is started again."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    # replicas that met on one node, when another one was lost, stay there until they are made anew
+    system("rollout", "restart", "deployment/keepstep-reconcile")
+    system("rollout", "status", "deployment/keepstep-reconcile", "--timeout=240s", timeout_s=250)
+    system.eventually(lambda: _apart(system), what="two reconcilers on two nodes")
     (pod,) = cluster.kubectl.namespaced(NAMESPACE).eventually(
         lambda: _leaders(cluster), what="a reconciler leads"
     )
@@ -136,6 +141,11 @@ def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
     record_property("seconds", round(away_s, 1))
     assert away_s <= 30 + 5, "kubectl and the status' own pace are in it"
     assert runs.training_beyond(namespace, last).first == 0, "the trainers never ended"
+
+
+def _apart(system: Kubectl) -> bool:
+    pods = system.list("pods", "app.kubernetes.io/component=reconcile")
+    return len(pods) == 2 == len({pod["spec"].get("nodeName") for pod in pods})
 
 
 def _leaders(cluster: Cluster) -> list[Object]:
