@@ -133,10 +133,7 @@ def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
     """A JobSet of one Indexed Job; JobSet itself makes the headless Service."""
     job = indexed_job(name, pods=pods, **of_template)
     spec = job["spec"]
-    environment = spec["template"]["spec"]["containers"][0]["env"]
-    for one in environment:
-        if one["name"] == "MASTER_ADDR":
-            one["value"] = f"{name}-trainers-0-0.{name}"
+    _variable(spec["template"], "MASTER_ADDR")["value"] = f"{name}-trainers-0-0.{name}"
     del spec["template"]["spec"]["subdomain"]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -154,10 +151,8 @@ def stateful_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Obj
     body = indexed_job(name, pods=pods, **of_template)["spec"]["template"]
     body["metadata"]["labels"] = body["metadata"].get("labels", {}) | {"job-name": name}
     body["spec"]["restartPolicy"] = "Always"
-    for one in body["spec"]["containers"][0]["env"]:
-        if one["name"] == "RANK":
-            field = {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}
-            one["valueFrom"] = {"fieldRef": field}
+    field = {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}
+    _variable(body, "RANK")["valueFrom"] = {"fieldRef": field}
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -170,6 +165,13 @@ def stateful_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Obj
             "template": body,
         },
     }
+
+
+def _variable(of_template: Object, name: str) -> Object:
+    """A variable of the training container, to be changed."""
+    (found,) = [one for one in of_template["spec"]["containers"][0]["env"] if one["name"] == name]
+    variable: Object = found
+    return variable
 
 
 def owner(kubectl: Kubectl) -> Object:

@@ -183,7 +183,8 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     life = runs.restarted(namespace, within_s=240)
     restored = life.first - 1
     # the last step before both left is archived although it is not due; or one is on its way there
-    whole = {step for step in (rotten, restored) if step % 10 == 0} | _archived(namespace)
+    whole = {_step(str(one["spec"]["step"])) for one in tiers.archived(namespace)}
+    whole |= {step for step in (rotten, restored) if step % 10 == 0}
     assert archived - 1 <= restored < rotten + (rotten in whole), "the newest step that verifies"
     if restored in copies or restored in whole:  # else a twin's, whose generators are its own
         runs.same_losses(life, reference)
@@ -191,15 +192,6 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     refused = [one for one in tiers.said(namespace, MASTER) if one["event"] == "copy refused"]
     assert {_step(str(one["step"])) for one in refused} == {rotten}, refused
     assert "is damaged" in refused[0]["reason"]
-
-
-def _archived(kubectl: Kubectl) -> set[int]:
-    """Steps of which the archive holds all ranks."""
-    return {
-        _step(str(one["spec"]["step"]))
-        for one in kubectl.list("checkpoints")
-        if "archive" in (one.get("status") or {}).get("tiers", ())
-    }
 
 
 def test_a_pod_of_another_run_is_refused_with_its_own_certificate(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.e2e import jobs, runs, stores
+from tests.e2e import jobs, runs, stores, tiers
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
@@ -21,7 +21,7 @@ def shelf(namespace: Kubectl, turn_alone: None) -> tuple[Object, Object]:
     job = jobs.pytorch_job(run=f"shelf-{int(time.time())}")
     namespace.apply(policy, job)
     namespace.eventually(
-        lambda: len(_archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
+        lambda: len(tiers.archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
     )
     return policy, job
 
@@ -49,13 +49,13 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     scale_reconciler: Callable[[int], None],
 ) -> None:
     policy, job = shelf
-    pinned = _archived(namespace)[-1]["spec"]["step"]
+    pinned = tiers.archived(namespace)[-1]["spec"]["step"]
     _pin(namespace, pinned)
     namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(
         lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
     )
-    before = _archived(namespace)
+    before = tiers.archived(namespace)
     assert all(one["spec"]["ranks"] == 2 for one in before)
     in_store = _bytes_in_store(cluster, namespace, pinned)
     assert {one["spec"]["bytes"] for one in before} == {in_store}
@@ -68,7 +68,7 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     namespace.apply(policy, job)
 
     def listed_again() -> bool:
-        now = {one["metadata"]["name"]: one for one in _archived(namespace)}
+        now = {one["metadata"]["name"]: one for one in tiers.archived(namespace)}
         return all(_same(one, now.get(one["metadata"]["name"])) for one in before)
 
     namespace.eventually(listed_again, within_s=240, what="all that was archived is listed again")
@@ -78,16 +78,6 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     assert not runs.the_run(namespace)["spec"].get("pins")
     _pin(namespace, pinned)
     assert runs.the_run(namespace)["spec"]["pins"] == [pinned]
-
-
-def _archived(kubectl: Kubectl) -> list[Object]:
-    """Checkpoint objects whose step the archive holds, oldest first."""
-    found = [
-        one
-        for one in kubectl.list("checkpoints")
-        if "archive" in (one.get("status") or {}).get("tiers", ())
-    ]
-    return sorted(found, key=lambda one: str(one["spec"]["step"]))
 
 
 def _same(before: Object, now: Object | None) -> bool:

@@ -59,6 +59,16 @@ def beyond(
     return found
 
 
+def archived(kubectl: Kubectl) -> list[Object]:
+    """Checkpoint objects whose step the archive holds, oldest first."""
+    found = [
+        one
+        for one in kubectl.list("checkpoints")
+        if "archive" in (one.get("status") or {}).get("tiers", ())
+    ]
+    return sorted(found, key=lambda one: str(one["spec"]["step"]))
+
+
 def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
     """What a pod's sidecar logged."""
     log = kubectl.logs(pod, SIDECAR, previous=previous)

@@ -124,11 +124,8 @@ class OperatorHost:
         return next((one for at, one in reversed(self.seen.reports) if at == node), None)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())  # at the end connections whose handshake goes on are ended
 
     async def _serve(self) -> None:
         app = web.Application()

@@ -41,8 +41,8 @@ class Limits:
         self.head_s = head_s
         self._young: Counter[str] = Counter()
         self._young_of_all = 0
-        self._open: Counter[str] = Counter()
-        self._open_of_all = 0
+        self._open: dict[_Gate, None] = {}
+        self._open_of: Counter[str] = Counter()
         self._waiting: dict[str, dict[_Gate, None]] = {}
         self._full = False
 
@@ -51,10 +51,10 @@ class Limits:
 
     def admit(self, gate: _Gate) -> bool:
         """Whether it may stay open; it begins at once, or when its turn comes."""
-        if self._open[gate.source] >= MOST_OF_A_SOURCE or self._open_of_all >= MOST:
+        if self._open_of[gate.source] >= MOST_OF_A_SOURCE or len(self._open) >= MOST:
             return False
-        self._open[gate.source] += 1
-        self._open_of_all += 1
+        self._open[gate] = None
+        self._open_of[gate.source] += 1
         self._waiting.setdefault(gate.source, {})[gate] = None
         self._begin(gate.source)
         return True
@@ -70,12 +70,18 @@ class Limits:
 
     def ended(self, gate: _Gate) -> None:
         """An admitted one is closed."""
-        _one_less(self._open, gate.source)
-        self._open_of_all -= 1
+        del self._open[gate]
+        _one_less(self._open_of, gate.source)
         waiting = self._waiting.get(gate.source, {})
         waiting.pop(gate, None)
         if not waiting:
             self._waiting.pop(gate.source, None)
+
+    def end_all(self) -> None:
+        """The listener is closed: handshakes, and goodbyes that a client leaves without answer,
+        end with it."""
+        for gate in [*self._open]:
+            gate.abort()
 
     def _begin(self, source: str) -> None:
         waiting = self._waiting.get(source, {})
@@ -137,6 +143,9 @@ class _Gate(asyncio.Protocol):
         else:
             self._attach(self._transport)
             self._transport.resume_reading()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     async def _shake_hands(self, transport: Any, context: ssl.SSLContext) -> None:
         loop = asyncio.get_running_loop()

@@ -75,15 +75,16 @@ async def listening(
     if runner.server is None:
         raise RuntimeError("the application was not set up")
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(
-        Limits(runner.server, ssl_context), host, port, backlog=128, start_serving=True
-    )
+    limits = Limits(runner.server, ssl_context)
+    listener = await loop.create_server(limits, host, port, backlog=128, start_serving=True)
     try:
         bound: int = listener.sockets[0].getsockname()[1]
         yield bound
     finally:
         listener.close()
         await runner.cleanup()
+        limits.end_all()
+        await asyncio.sleep(0)  # an aborted connection is closed in the loop's next turn
 
 
 async def until_signal() -> str:

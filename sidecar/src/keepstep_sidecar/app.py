@@ -198,7 +198,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             operator=operator,
             changes=changes,
         ),
-        progress=StepWaits(
+        step_waits=StepWaits(
             saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
         ),
     )

@@ -80,3 +80,25 @@ def test_a_server_does_not_begin_without_a_pair(tmp_path: Path) -> None:
     write_pair(tmp_path, Pair(certificate=authority.certificate, key=other.key))
     with pytest.raises(UsageError, match=r"holds no usable tls.crt and tls.key"):
         ServerTls(tmp_path)
+
+
+async def test_a_listener_that_ends_leaves_no_handshake_behind(
+    tmp_path: Path, authority: Pair
+) -> None:
+    write_pair(
+        tmp_path, sign_leaf(authority, names=(NAME,), now=datetime.now(UTC), life=timedelta(1))
+    )
+    app = web.Application()
+    context = ServerTls(tmp_path).context
+    async with listening(app, port=0, host="127.0.0.1", ssl_context=context) as port:
+        answers, asks = await asyncio.open_connection("127.0.0.1", port)
+        asks.write(b"\x16\x03")  # the first bytes of a hello that never ends
+        await asks.drain()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answers.read(1), timeout=0.3)  # it waits for more
+    try:
+        assert await asyncio.wait_for(answers.read(), timeout=2) == b""
+    except ConnectionResetError:
+        pass
+    finally:
+        asks.close()

@@ -73,7 +73,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/headers", HeadersRequest, service.image_sources.headers),
             _post("/v1/window", WindowRequest, service.chunk_buffers.window),
             _post("/v1/chunks", ChunksRequest, service.chunk_buffers.chunks),
-            _post("/v1/wait", WaitRequest, service.progress.wait),
+            _post("/v1/wait", WaitRequest, service.step_waits.wait),
             _post("/v1/flush", FlushRequest, service.flush),
             _post("/v1/owner", OwnerRequest, service.own),
             _post("/v1/stop", StopRequest, service.stop),

@@ -72,7 +72,7 @@ class Service:
     restorer: Restorer
     saving: Saving
     restoring: Restoring
-    progress: StepWaits
+    step_waits: StepWaits
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
@@ -142,7 +142,7 @@ class Service:
         for slots in damaged:
             self.slots.drop_damaged(slots, cut_off_only=True)
         if any(slots.sealed() for slots in damaged):
-            await self.progress.flush(timeout_s=_RESCUE_S)
+            await self.step_waits.flush(timeout_s=_RESCUE_S)
         if self.ending:
             return
         for slots in damaged:
@@ -198,7 +198,7 @@ class Service:
             await self.committer.refresh()  # nothing is in use any more
         await self._last_word()
         if request.forget:
-            await self.progress.drain(timeout_s=request.timeout_s)
+            await self.step_waits.drain(timeout_s=request.timeout_s)
             await asyncio.to_thread(self.allocator.stop)
             self.slots.forget_all()
         self._end()
@@ -270,7 +270,7 @@ class Service:
             return
         if not self.committer.operator_answers:
             timeout_s = 0.0  # nobody would say
-        committed = await self.progress.until_committed(steps, timeout_s=timeout_s)
+        committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
             self.remote_tiers.want(committed)
 
@@ -281,7 +281,7 @@ class Service:
         self.flushing = True
         try:
             with self.volumes.pace.lifted():
-                flushed = await self.progress.flush(timeout_s=request.timeout_s)
+                flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
         finally:
             self.flushing = False
         say("flushed", steps=[str(id) for id in flushed.steps], reason=flushed.reason)

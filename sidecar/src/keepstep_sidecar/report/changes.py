@@ -66,7 +66,8 @@ def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank:
         came, went = _moved(known, listed[0])
         if tier is Tier.ARCHIVE and _tells_the_newest(now):
             oldest = min(one.id for one in now.archive)
-            went = tuple(id for id in went if id > oldest or id in {one.id for one in came})
+            replaced = {one.id for one in came}
+            went = tuple(id for id in went if id > oldest or id in replaced)
         same = not came and not went and listed[1] is known_answer
         told |= {str(tier): came, f"{tier}_answer": None if same else listed[1]}
         gone |= {} if same else {tier: went}

@@ -31,7 +31,7 @@ def urgent(service: Service) -> bool:
     rank that holds something has just lost its trainer and will restore whatever they have, too."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
     restoring = any(service.leases.restores(rank) for rank in service.committer.ranks())
-    awaited = service.progress.awaited > 0 or bool(service.restoring.votes.waits)
+    awaited = service.step_waits.awaited > 0 or bool(service.restoring.votes.waits)
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
 

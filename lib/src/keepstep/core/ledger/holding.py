@@ -7,7 +7,7 @@ its size. What is the same of all ranks is kept once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Union
 
@@ -26,6 +26,14 @@ def bits(ranks: int) -> Iterator[int]:
     while rank >= 0:
         yield rank
         rank = digits.find("1", rank + 1)
+
+
+def bitmap(ranks: Iterable[int]) -> int:
+    """The bitmap that names these ranks."""
+    found = 0
+    for rank in ranks:
+        found |= 1 << rank
+    return found
 
 
 def is_full(ranks: int, world: int) -> bool:
@@ -126,10 +134,7 @@ def _short(digest: str | None) -> int:
 
 def _group(rank: int, shard: Shard) -> int:
     """The rank and its twins."""
-    found = 1 << rank
-    for one in shard.twins:
-        found |= 1 << one
-    return found
+    return bitmap((rank, *shard.twins))
 
 
 def _put(column: Column, at: int, value: int, count: int, kind: str) -> Column:

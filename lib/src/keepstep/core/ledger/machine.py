@@ -37,7 +37,7 @@ from keepstep.core.ledger.events import (
     Retire,
     Unknown,
 )
-from keepstep.core.ledger.holding import Holding, bits
+from keepstep.core.ledger.holding import Holding, bitmap, bits
 from keepstep.core.ledger.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -282,7 +282,7 @@ class Ledger:
     ) -> tuple[tuple[int, Tier], ...]:
         """Tiers that did not answer and may hold a newer step: those nearer than the chosen one,
         and where a twin stands in, all."""
-        wanted = sum(1 << rank for rank in ranks) if len(ranks) < chosen.world else -1
+        wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
         silent = {tier: self._copies.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
             silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent

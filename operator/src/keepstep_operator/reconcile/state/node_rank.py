@@ -7,10 +7,11 @@ integer, as in the ledger.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from keepstep.core.ledger.holding import bitmap
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -90,23 +91,23 @@ class Place:
     @cached_property
     def own(self) -> int:
         """The ranks that train, or trained, here; not those of which it only tells what is kept."""
-        return _bits(rank for rank, one in self.ranks.items() if one.own)
+        return bitmap(rank for rank, one in self.ranks.items() if one.own)
 
     @cached_property
     def copied(self) -> int:
         """The ranks of other pods of which this one keeps copies."""
-        return _bits(rank for rank, one in self.ranks.items() if one.copied)
+        return bitmap(rank for rank, one in self.ranks.items() if one.copied)
 
     @cached_property
     def archive_told(self) -> int:
         """Its own ranks of which it told what is archived."""
         told = self.ranks.items()
-        return _bits(rank for rank, one in told if one.own and one.archive_answer is not None)
+        return bitmap(rank for rank, one in told if one.own and one.archive_answer is not None)
 
     @cached_property
     def alive(self) -> int:
         """The ranks of which a trainer is there."""
-        return _bits(rank for rank, one in self.ranks.items() if one.alive)
+        return bitmap(rank for rank, one in self.ranks.items() if one.alive)
 
     @cached_property
     def worlds(self) -> frozenset[tuple[bool, int]]:
@@ -126,13 +127,6 @@ class Place:
     def settled(self) -> bool:
         """Its silence about a step means that the step is not there."""
         return not self.gone and self.sidecar.ready
-
-
-def _bits(ranks: Iterable[int]) -> int:
-    found = 0
-    for rank in ranks:
-        found |= 1 << rank
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from keepstep.core.ledger import (
     Reported,
     Unknown,
 )
-from keepstep.core.ledger.holding import bits
+from keepstep.core.ledger.holding import bitmap, bits
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
@@ -272,7 +272,7 @@ class RunLedger:
 
     def _forget_unnamed(self, node_rank: int, report: Report) -> Iterator[Action]:
         """Ranks that this node had and, now that its volumes are scanned, has no more."""
-        named = sum(1 << rank for rank in {one.rank for one in report.ranks})
+        named = bitmap(one.rank for one in report.ranks)
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
@@ -479,7 +479,7 @@ class RunLedger:
     def oldest_newest(self, node_rank: int) -> int:
         """The newest step on local of that rank of this place which is the farthest behind; -1 when
         one has none."""
-        left = functools.reduce(operator.or_, (1 << rank for rank in self.places[node_rank].ranks))
+        left = bitmap(self.places[node_rank].ranks)
         newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
         for id, held in newest_first:
             left &= ~held.ranks

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier, shard_name
@@ -86,7 +85,7 @@ class ArchiveTier(RemoteTier):
         self._polls = 0
         self._sending: StepId | None = None
         self._first_rank = False
-        self._listed, self._listed_at = Survey(), -NEVER
+        self._listed, self._listed_at = Survey(), time.monotonic()
         self._complete: frozenset[StepId] = frozenset()
         self._sent: dict[StepId, float] = {}
         self._refused: set[StepId] = set()
