@@ -148,7 +148,7 @@ def _described(
         + (f" --only {' '.join(options.only)}" if options.only else "")
     )
     for which, tree in trees.items():
-        described[which] = _commit(tree)
+        described[which] = commit(tree)
     differing = [
         name
         for name in _MEASURES
@@ -158,7 +158,9 @@ def _described(
     return described
 
 
-def _commit(tree: Path) -> str:
+def commit(tree: Path) -> str:
+    """Of a checkout, and whether its sources were changed since."""
+
     def git(*words: str) -> str:
         done = subprocess.run(
             ["git", "-C", str(tree), *words], capture_output=True, text=True, check=True

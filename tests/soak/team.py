@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.steps import StepId
-from tests.e2e import jobs, runs, stores, tiers
-from tests.e2e.cluster import HOST_PATH, Cluster
+from tests.e2e import dump, jobs, runs, stores, tiers
+from tests.e2e.cluster import HOST_PATH, NAMESPACE, ROOT, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 from tests.e2e.lineage import Lineage, epochs_on
 
@@ -23,6 +25,8 @@ STEPS = 100_000
 SIDECAR = tiers.SIDECAR
 MASTER, WORKER = "gpt-master-0", "gpt-worker-0"
 PODS = (MASTER, WORKER)
+SCRATCH = ROOT / "build" / "soak"
+"""Where to look after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +43,14 @@ class Seen:
 
 @dataclass(kw_only=True)
 class Team:
-    """A job of two replicas on two nodes, its archive, and the losses of all of its lives."""
+    """A job of two replicas on two nodes, its archive, and the losses of all of its lives. `seat`:
+    a resource of which its worker asks for one, '' for none."""
 
     name: str
     cluster: Cluster
     nodes: tuple[str, str]
     drive: str = HOST_PATH
+    seat: str = ""
     losses: dict[int, str] = field(default_factory=dict)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
@@ -56,6 +62,9 @@ class Team:
     def job(self) -> Object:
         body = tiers.job(*self.nodes, run=self.name)
         tiny(body, "--step-seconds", str(STEP_S))
+        if self.seat:
+            worker = body["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+            worker["containers"][0]["resources"] = {"limits": {self.seat: "1"}}
         return body
 
     @property
@@ -166,6 +175,54 @@ class Team:
         if body is None:
             raise RuntimeError(f"no pod {name}")
         return body
+
+
+@contextmanager
+def training(
+    cluster: Cluster, count: int, *, small_mib: int = 0, seat: str = ""
+) -> Iterator[list[Team]]:
+    """Jobs that train. `small_mib`: of the first one's drive on the first node, 0 for that of the
+    node; `seat`: of each worker, with the team's number behind it."""
+    system = cluster.kubectl.namespaced(NAMESPACE)
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
+    first = pod["spec"]["nodeName"]  # this node stays; the other one is switched off at times
+    (second,) = [one for one in cluster.workers() if one != first]
+    stamp = f"{int(time.time()) % 10**6:06d}"
+    teams = [
+        Team(
+            name=f"soak-{stamp}-{number}",
+            cluster=cluster,
+            nodes=(first, second),
+            seat=seat and f"{seat}-{number}",
+        )
+        for number in range(count)
+    ]
+    with ExitStack() as stack:
+        if small_mib:
+            teams[0].drive = f"{HOST_PATH}/soak-{stamp}"
+            drive = tiers.small_drive(cluster, first, teams[0].drive, mib=small_mib)
+            stack.enter_context(drive)
+        stack.callback(_swept, cluster, teams)
+        for one in teams:
+            one.start()
+        try:
+            for one in teams:
+                one.well(within_s=300)
+            yield teams
+        except BaseException:
+            for one in teams:
+                dump.stacks(cluster, one.kubectl, SCRATCH / "teams" / one.name)
+            raise
+
+
+def _swept(cluster: Cluster, teams: list[Team]) -> None:
+    """What explains a failure, and nothing left behind."""
+    for one in teams:
+        dump.namespace(cluster, one.kubectl, SCRATCH / "teams" / one.name)
+        cluster.kubectl.attempt("delete", "namespace", one.name, timeout_s=180)
+        cluster.on_node(one.nodes[0], "rm", "-rf", one.store)
+        for node in one.nodes:
+            cluster.on_node(node, "rm", "-rf", f"{one.drive}/{one.name}")
 
 
 def tiny(job: Object, *arguments: str) -> None:

@@ -14,21 +14,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e import dump, lineage, tiers
-from tests.e2e.cluster import HOST_PATH, NAMESPACE, ROOT, Cluster, run
+from tests.e2e import lineage, tiers
+from tests.e2e.cluster import Cluster, run
 from tests.soak import record, team
 from tests.soak.faults import Fault, drawn
 from tests.soak.record import Record, Struck
 from tests.soak.team import Seen, Team
 
-_SCRATCH = ROOT / "build" / "soak"
 _TEAMS = 3
 _DRIVE_MIB = 160
 
@@ -39,8 +37,8 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
     count = int(os.environ.get("KEEPSTEP_SOAK_FAULTS", "200"))
     seed = int(os.environ.get("KEEPSTEP_SEED", random.randrange(1 << 30)))
     print(f"KEEPSTEP_SEED={seed} KEEPSTEP_SOAK_FAULTS={count}", flush=True)
-    kept = Record(_SCRATCH / "faults.jsonl", of=count)
-    with _teams(cluster, seed) as teams:
+    kept = Record(team.SCRATCH / "faults.jsonl", of=count)
+    with team.training(cluster, _TEAMS, small_mib=_DRIVE_MIB) as teams:
         soak = Soak(teams, kept, count=count)
         soak.run(random.Random(seed))
         for one in teams:
@@ -61,45 +59,6 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
         ),
         f"tiers-{count}",
     )
-
-
-@contextmanager
-def _teams(cluster: Cluster, seed: int) -> Iterator[list[Team]]:
-    """Jobs that train; the first one's drive on the first node is small."""
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
-    first = pod["spec"]["nodeName"]  # this node stays; the other one is switched off at times
-    (second,) = [one for one in cluster.workers() if one != first]
-    stamp = f"{int(time.time()) % 10**6:06d}"
-    teams = [
-        Team(name=f"soak-{stamp}-{number}", cluster=cluster, nodes=(first, second))
-        for number in range(_TEAMS)
-    ]
-    drive = f"{HOST_PATH}/soak-{stamp}"
-    teams[0].drive = drive
-    with ExitStack() as stack:
-        stack.enter_context(tiers.small_drive(cluster, first, drive, mib=_DRIVE_MIB))
-        stack.callback(_swept, cluster, teams)
-        for one in teams:
-            one.start()
-        try:
-            for one in teams:
-                one.well(within_s=300)
-            yield teams
-        except BaseException:
-            for one in teams:
-                dump.stacks(cluster, one.kubectl, _SCRATCH / "teams" / one.name)
-            raise
-
-
-def _swept(cluster: Cluster, teams: list[Team]) -> None:
-    """What explains a failure, and nothing left behind."""
-    for one in teams:
-        dump.namespace(cluster, one.kubectl, _SCRATCH / "teams" / one.name)
-        cluster.kubectl.attempt("delete", "namespace", one.name, timeout_s=180)
-        cluster.on_node(one.nodes[0], "rm", "-rf", one.store)
-        for node in one.nodes:
-            cluster.on_node(node, "rm", "-rf", f"{one.drive}/{one.name}")
 
 
 def _archive(cluster: Cluster, one: Team, into: Path) -> lineage.Lineage:
