@@ -19,7 +19,7 @@ from keepstep_operator.api.model import (
 from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.reconcile.state.actions import Action, EmitEvent
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.writers.status_writer import status_of
 
 KEY = RunKey("team", "gpt-1a2b3c4d")
 JOB = Job(api_version="kubeflow.org/v1", kind="PyTorchJob", name="gpt", uid="job-1")

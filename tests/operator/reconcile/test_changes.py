@@ -14,7 +14,7 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.writers.status_writer import status_of
 from keepstep_sidecar.report.changes import changes
 from tests.operator.reconcile.samples import FIRST, KEY, T0, pod, policy, step
 

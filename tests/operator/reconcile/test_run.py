@@ -17,7 +17,7 @@ from keepstep_operator.api.model import JobState, RunKey, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
-from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.writers.status_writer import status_of
 from tests.operator.reconcile.samples import (
     FIRST,
     JOB,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,17 @@ from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
+from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.state.actions import WriteStatus
 from keepstep_operator.reconcile.state.durability import sole_nodes
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.state.run_view import MOST_ARCHIVED, is_certain, kept_steps
 from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
-    MOST_ARCHIVED,
+    Changes,
     body_of,
     changes,
-    kept,
     status_of,
 )
 from tests.chart.charts import crds, schema_of
@@ -478,7 +481,11 @@ def test_a_step_of_another_run_is_refused_and_changes_nothing() -> None:
 
 
 def objects(play: Play) -> dict[str, tuple[str, ...]]:
-    return {one.step: one.tiers for one in kept(play.registry.runs[KEY])}
+    return {one.step: one.tiers for one in kept_steps(play.registry.runs[KEY])}
+
+
+def due_for(run: Run, there: Mapping[str, Body]) -> Changes:
+    return changes(kept_steps(run), there, certain=is_certain(run))
 
 
 def test_a_step_that_is_pinned_or_archived_deserves_an_object_with_its_tiers() -> None:
@@ -494,7 +501,7 @@ def test_a_step_that_is_pinned_or_archived_deserves_an_object_with_its_tiers() -
 def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is() -> None:
     play, pods, sidecars = archived()
     run = play.registry.runs[KEY]
-    due = changes(run, {})
+    due = due_for(run, {})
     assert [one.step for one in due.made] == [str(step(80)), str(step(70))]
     there = {
         one.name: {
@@ -503,25 +510,25 @@ def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is()
         }
         for one in due.made
     }
-    assert len(changes(run, there)) == 0
+    assert len(due_for(run, there)) == 0
     for one in sidecars:
         one.archive = [step(80)]
     play.hear(pods[0], sidecars[0].report())
     play.hear(pods[1], sidecars[1].report())
-    assert changes(run, there).gone == (f"{KEY.name}-{step(70)}",)
+    assert due_for(run, there).gone == (f"{KEY.name}-{step(70)}",)
 
 
 def test_while_anybody_is_silent_no_object_is_deleted() -> None:
     play, pods, sidecars = archived()
     run = play.registry.runs[KEY]
     there = {"gpt-1a2b3c4d-0001.aaaaaaaa-000000060": {"status": {"tiers": ["archive"]}}}
-    assert changes(run, there).gone != ()
+    assert due_for(run, there).gone != ()
     sidecars[0].archive = None
     play.hear(pods[0], sidecars[0].report())
     play.lose(pods[1])
-    assert changes(run, there).gone == ()
+    assert due_for(run, there).gone == ()
     empty = Play(*pods, known_policy=policy(archive=ARCHIVE))
-    assert changes(empty.registry.runs[KEY], there).gone == ()
+    assert due_for(empty.registry.runs[KEY], there).gone == ()
 
 
 def test_the_objects_of_a_run_are_bounded() -> None:
@@ -529,15 +536,15 @@ def test_the_objects_of_a_run_are_bounded() -> None:
     for one in sidecars:
         one.archive = [step(number) for number in range(1000, 1000 + 3 * MOST_ARCHIVED)]
     play.hear_all(*zip(pods, sidecars, strict=True))
-    found = kept(play.registry.runs[KEY])
+    found = kept_steps(play.registry.runs[KEY])
     assert len(found) == MOST_ARCHIVED
     assert found[0].step == str(step(1000 + 3 * MOST_ARCHIVED - 1))
-    assert len(changes(play.registry.runs[KEY], {}).first(20)) == 20
+    assert len(due_for(play.registry.runs[KEY], {}).first(20)) == 20
 
 
 def test_an_object_fits_the_schema_of_its_kind() -> None:
     play, *_ = archived()
-    (one, *_) = kept(play.registry.runs[KEY])
+    (one, *_) = kept_steps(play.registry.runs[KEY])
     body = body_of(one, namespace="team", owner_uid="run-1")
     schema = json_schema(schema_of(crds()["Checkpoint"]))
     jsonschema.validate({**body, "status": status_of(one, {}, at=T0)}, closed(schema))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -122,14 +122,14 @@ def awaits(run: Run, node_rank: int) -> str:
     return ""
 
 
-def served(run: Run) -> list[str]:
-    """For people: what is served from where."""
-    return [
+def served(helpers: Iterable[Helper], serving: Container[int]) -> str:
+    """For people: what is served from where. `serving`: numbers of those that have reported."""
+    return "; ".join(
         f"shards of node ranks {', '.join(map(str, one.node_ranks))} are served from node"
         f" {one.node} by pod {one.name}"
-        for one in wanted(run)
-        if one.number in run.ledger.helpers
-    ]
+        for one in helpers
+        if one.number in serving
+    )
 
 
 def _all_told(run: Run) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from keepstep.core.ledger.holding import bitmap
@@ -65,7 +65,7 @@ class RankState:
     archive_answer: Answer | None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """One node rank: the pod that holds it, and what its sidecar said last. What is asked again and
     again is worked out once: a run of thousands of ranks asks with each report.
@@ -83,7 +83,7 @@ class Place:
     ranks: Mapping[int, RankState]
     since: float
     heard_at: float
-    past: set[float] = field(default_factory=set)
+    past: frozenset[float] = frozenset()
     gone: bool = False
     dropped: bool = False
     stays: bool = False
@@ -170,10 +170,9 @@ def renewed(
     ranks: Mapping[int, RankState],
 ) -> Place:
     """The place as this report leaves it; None: the pod is new there."""
-    past, since = set(place.past) if place else set(), place.since if place else at
+    past, since = (place.past, place.since) if place else (frozenset(), at)
     if place is not None and place.sidecar.started_at != report.started_at:
-        past.add(place.sidecar.started_at)
-        since = at
+        past, since = past | {place.sidecar.started_at}, at
     return Place(
         pod=sender.pod,
         created_at=sender.created_at,

@@ -330,9 +330,8 @@ class Run:
         said = [*self._alarmed(self.ledger.helped(sender, report, at=at), at=at)]
         self._adviser.forget()
         if new:
-            message = (
-                "; ".join(helper_plan.served(self)) or f"pod {helper.name} serves what was left"
-            )
+            served = helper_plan.served(helper_plan.wanted(self), self.ledger.helpers)
+            message = served or f"pod {helper.name} serves what was left"
             said.append(self._event("LeftShardsServed", message, topic=helper.node))
         return [WriteStatus(self.key), *said]
 
@@ -564,6 +563,10 @@ class Run:
         for name in sorted(self.health.without_library - before.without_library):
             message = messages.without_library(name, after_s=LIBRARY_S)
             yield self._event("LibraryMissing", message, warning=True, topic=name)
+
+    def note_status(self, status: RunStatus) -> None:
+        """This is written now: its conditions keep the times of their last change."""
+        self.written = status
 
     # --- asking --------------------------------------------------------------------------
 

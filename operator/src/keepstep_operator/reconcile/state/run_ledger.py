@@ -213,11 +213,10 @@ class RunLedger:
         self._changes += 1
         for node_rank, place in self.places.items():
             if place.pod == pod and not place.dropped:
-                known, place.gone = place.gone, True
+                self.places[node_rank] = replace(place, gone=True, dropped=not local_stays)
                 self._ask_all()
                 if local_stays:
-                    return () if known else self._memory_gone(node_rank)
-                place.dropped = True
+                    return () if place.gone else self._memory_gone(node_rank)
                 self._told.pop(node_rank, None)
                 said = self.core.apply(NodeGone(node_rank))
                 self._forget_epochs()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from keepstep_operator.reconcile.state.previous_status import FINISHED
+
 _NAMED = 3
 
 
@@ -15,6 +17,10 @@ class ConditionState:
     status: str
     reason: str
     message: str
+
+
+OVER = ConditionState("Unknown", FINISHED, "the job is over")
+NO_REPORTS = ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
 
 
 def few(names: Collection[str]) -> str:

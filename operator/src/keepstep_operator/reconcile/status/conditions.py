@@ -6,19 +6,24 @@ reasons is what to act on first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run import utc
 from keepstep_operator.reconcile.state import messages
-from keepstep_operator.reconcile.state.durability import Survives, survives, volumes_outlive_pod
+from keepstep_operator.reconcile.state.durability import Survives, volumes_outlive_pod
 from keepstep_operator.reconcile.state.health import LIBRARY_S, SILENT_S
 from keepstep_operator.reconcile.state.previous_status import FINISHED
-from keepstep_operator.reconcile.state.run import Run
-from keepstep_operator.reconcile.status.condition import ConditionState, and_more, few
+from keepstep_operator.reconcile.state.run_view import RunView
+from keepstep_operator.reconcile.status.condition import (
+    NO_REPORTS,
+    OVER,
+    ConditionState,
+    and_more,
+    few,
+)
 from keepstep_operator.reconcile.status.tier_conditions import (
     ARCHIVED,
     LEFT_SERVED,
@@ -37,47 +42,46 @@ DUPLICATE_NODE_RANK = "DuplicateNodeRank"
 COUNTED_BY_QUEUE = "CountedByQueue"
 
 
-def condition_states(run: Run) -> dict[str, ConditionState]:
+def condition_states(run: RunView) -> dict[str, ConditionState]:
     """By type, in the order in which they are shown, without those that nobody asked for."""
+    injected, twice, committing = _fully_injected(run), _duplicate_node_rank(run), _committing(run)
+    peers, archive = replicated(run), archived(run)
+    protected = (
+        _finished(run)
+        or _unheard(run)
+        or _failing(injected)
+        or (twice and replace(twice, status="False"))
+        or _no_library(run)
+        or _silent(run)
+        or _nothing_kept(run)
+        or _failing(committing)
+        or _failing(peers)
+        or _failing(archive)
+        or ConditionState("True", PROTECTED, _what_is_kept(run))
+    )
     said = {
-        PROTECTED: _protected(run),
-        FULLY_INJECTED: _fully_injected(run),
-        DUPLICATE_NODE_RANK: _duplicate_node_rank(run),
+        PROTECTED: protected,
+        FULLY_INJECTED: injected,
+        DUPLICATE_NODE_RANK: twice,
         COUNTED_BY_QUEUE: _counted_by_queue(run),
-        COMMITTING: _committing(run),
-        REPLICATED: replicated(run),
-        ARCHIVED: archived(run),
+        COMMITTING: committing,
+        REPLICATED: peers,
+        ARCHIVED: archive,
         RESTORE_FROM: restore_from(run),
         LEFT_SERVED: left_served(run),
     }
     return {type: verdict for type, verdict in said.items() if verdict is not None}
 
 
-def outlives(run: Run) -> tuple[Survives, ...]:
-    """What the run would outlive now."""
-    safety = run.ledger.safety()
-    return survives(
-        common=run.ledger.restorable() is not None,
-        committed=run.ledger.committed() is not None,
-        spread=safety.step is not None,
-        archived=safety.archived is not None,
-        kinds=run.volumes,
-        labelled=run.labelled,
-    )
+def _failing(verdict: ConditionState | None) -> ConditionState | None:
+    return verdict if verdict is not None and verdict.status == "False" else None
 
 
-# --- Protected -----------------------------------------------------------------------------------
+# --- Protected: each of these is None where it is not what to act on ------------------------------
 
 
-def _protected(run: Run) -> ConditionState:
-    for judge in _JUDGES:
-        if (verdict := judge(run)) is not None:
-            return verdict
-    return ConditionState("True", PROTECTED, _what_is_kept(run))
-
-
-def _finished(run: Run) -> ConditionState | None:
-    if run.finished_at is None:
+def _finished(run: RunView) -> ConditionState | None:
+    if not run.finished:
         return None
     if run.commit is None:
         return ConditionState("Unknown", FINISHED, "the job is over; no step of it was committed")
@@ -90,8 +94,8 @@ def _finished(run: Run) -> ConditionState | None:
     return ConditionState("Unknown", FINISHED, said)
 
 
-def _unheard(run: Run) -> ConditionState | None:
-    if run.ledger.places:
+def _unheard(run: RunView) -> ConditionState | None:
+    if run.places:
         return None
     troubled = _troubled(run)
     why = f"; pod {troubled[0].name} is {troubled[0].trouble}" if troubled else ""
@@ -107,12 +111,7 @@ def _unheard(run: Run) -> ConditionState | None:
     )
 
 
-def _uninjected(run: Run) -> ConditionState | None:
-    verdict = _fully_injected(run)
-    return verdict if verdict.status == "False" else None
-
-
-def _duplicate_node_rank(run: Run) -> ConditionState | None:
+def _duplicate_node_rank(run: RunView) -> ConditionState | None:
     """None where every living pod has a place of its own."""
     by_rank: dict[int, list[str]] = {}
     for pod in run.pods.values():
@@ -131,7 +130,7 @@ def _duplicate_node_rank(run: Run) -> ConditionState | None:
     return ConditionState("True", DUPLICATE_NODE_RANK, message)
 
 
-def _counted_by_queue(run: Run) -> ConditionState | None:
+def _counted_by_queue(run: RunView) -> ConditionState | None:
     """None where no queue is concerned, or where it counts all that pods ask for."""
     policy = run.policy
     if policy is None or not policy.adds_bytes:
@@ -147,19 +146,14 @@ def _counted_by_queue(run: Run) -> ConditionState | None:
     return ConditionState("False", "MemoryAdded", message)
 
 
-def _not_alone(run: Run) -> ConditionState | None:
-    said = _duplicate_node_rank(run)
-    return None if said is None else ConditionState("False", said.reason, said.message)
-
-
-def _no_library(run: Run) -> ConditionState | None:
+def _no_library(run: RunView) -> ConditionState | None:
     if not (pods := sorted(run.health.without_library)):
         return None
     message = messages.without_library(pods[0], after_s=LIBRARY_S) + and_more(pods)
     return ConditionState("False", "LibraryMissing", message)
 
 
-def _silent(run: Run) -> ConditionState | None:
+def _silent(run: RunView) -> ConditionState | None:
     if not (pods := sorted(run.health.silent)):
         return None
     return ConditionState(
@@ -171,17 +165,18 @@ def _silent(run: Run) -> ConditionState | None:
     )
 
 
-def _nothing_kept(run: Run) -> ConditionState | None:
-    if outlives(run):
+def _nothing_kept(run: RunView) -> ConditionState | None:
+    if run.survives:
         return None
-    missing = [place.pod for place in run.ledger.places.values() if place.gone]
+    missing = [place.pod for place in run.places.values() if place.gone]
     if missing and run.step:
+        doubt = f" ({run.doubt})" if run.doubt else ""
         return ConditionState(
             "False",
             "PodsMissing",
             f"{len(missing)} pods of the run are gone, with what they held, and have not come back:"
             " without them no step is complete, so nothing is restored and nothing begins at step 0"
-            f" by itself. Look at the job why they are not made again{_doubt(run)}",
+            f" by itself. Look at the job why they are not made again{doubt}",
         )
     return ConditionState(
         "False",
@@ -192,60 +187,26 @@ def _nothing_kept(run: Run) -> ConditionState | None:
     )
 
 
-def _doubt(run: Run) -> str:
-    """The ledger's own words about why it names no step to restore."""
-    reason = run.ledger.doubt()
-    return f" ({reason})" if reason else ""
-
-
-def _not_committing(run: Run) -> ConditionState | None:
-    verdict = _committing(run)
-    return verdict if verdict.status == "False" else None
-
-
-def _not_replicated(run: Run) -> ConditionState | None:
-    verdict = replicated(run)
-    return verdict if verdict is not None and verdict.status == "False" else None
-
-
-def _not_archived(run: Run) -> ConditionState | None:
-    verdict = archived(run)
-    return verdict if verdict is not None and verdict.status == "False" else None
-
-
-_JUDGES: tuple[Callable[[Run], ConditionState | None], ...] = (
-    _finished,
-    _unheard,
-    _uninjected,
-    _not_alone,
-    _no_library,
-    _silent,
-    _nothing_kept,
-    _not_committing,
-    _not_replicated,
-    _not_archived,
-)
-
-
-def _what_is_kept(run: Run) -> str:
-    common, committed = run.ledger.restorable(), run.ledger.committed()
-    restart = max(one.step for one in (common, committed) if one is not None)
-    said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, committed)]
-    if Survives.JOB_RECREATE not in outlives(run) and Survives.POD_RESTART in outlives(run):
+def _what_is_kept(run: RunView) -> str:
+    restart = max(id.step for id in (run.restorable, run.committed) if id is not None)
+    said = [
+        f"the restart of a container goes on from step {restart}",
+        *_of_a_pod(run),
+    ]
+    if Survives.JOB_RECREATE not in run.survives and Survives.POD_RESTART in run.survives:
         said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
     said += [messages.draining(node, None) for node in sorted(run.health.draining)]
     return "; ".join(said)
 
 
-def _of_a_pod(run: Run, committed: StepId | None) -> list[str]:
+def _of_a_pod(run: RunView) -> list[str]:
     """What the loss of a pod, or of its node, costs."""
-    stays = volumes_outlive_pod(run.volumes)
-    said = []
+    stays, committed, said = volumes_outlive_pod(run.volumes), run.committed, []
     if stays and committed is not None:
         said.append(
             f"a pod that comes back to its node goes on from step {committed.step} or newer"
         )
-    if (safe := run.ledger.safety()).step is not None:
+    if (safe := run.safety).step is not None:
         where = " in the archive" if safe.step == safe.archived else ""
         return [*said, f"the loss of a pod or its node goes back to step {safe.step.step}{where}"]
     if stays and committed is None:
@@ -262,10 +223,10 @@ def _of_a_pod(run: Run, committed: StepId | None) -> list[str]:
 # --- the other two -------------------------------------------------------------------------------
 
 
-def _fully_injected(run: Run) -> ConditionState:
+def _fully_injected(run: RunView) -> ConditionState:
     pods = [pod for pod in run.pods.values() if not pod.over]
-    if run.finished_at is not None:
-        return ConditionState("Unknown", FINISHED, "the job is over")
+    if run.finished:
+        return OVER
     if not pods:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
@@ -275,15 +236,15 @@ def _fully_injected(run: Run) -> ConditionState:
     return ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
 
 
-def _committing(run: Run) -> ConditionState:
-    if run.finished_at is not None:
-        return ConditionState("Unknown", FINISHED, "the job is over")
+def _committing(run: RunView) -> ConditionState:
+    if run.finished:
+        return OVER
     if run.health.stalled:
         return ConditionState(
             "False", "CommitStalled", f"{run.health.stalled}. {_what_hinders(run)}"
         )
-    if not run.ledger.places:
-        return ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
+    if not run.places:
+        return NO_REPORTS
     if run.commit is None:
         if warning := _warned(run):
             said = f"no step was committed yet; {warning}. Training goes on"
@@ -297,7 +258,7 @@ def _committing(run: Run) -> ConditionState:
     )
 
 
-def _what_hinders(run: Run) -> str:
+def _what_hinders(run: RunView) -> str:
     """The likeliest reason, and where to look."""
     logs = f"kubectl logs -n {run.key.namespace}"
     absent = sorted(pod.name for pod in run.pods.values() if not pod.injected)
@@ -309,32 +270,22 @@ def _what_hinders(run: Run) -> str:
     if warning := _warned(run):
         said = f"{warning[0].upper()}{warning[1:]}"
         return f"{said}. Training goes on; a restart goes back to the last commit"
-    if slowest := _slowest(run):
+    if run.slowest:
         return (
-            f"Pod {slowest} holds the oldest step on its volumes; {logs} {slowest} -c"
+            f"Pod {run.slowest} holds the oldest step on its volumes; {logs} {run.slowest} -c"
             " keepstep-sidecar. Training goes on; a restart goes back to the last commit"
         )
     return f"{logs} POD -c keepstep-sidecar says more. Training goes on"
 
 
-def _slowest(run: Run) -> str:
-    """The pod whose newest step on local is the oldest."""
-    newest = {}
-    for node_rank, place in run.ledger.places.items():
-        pod = run.pods.get(place.pod)
-        if pod is not None and place.ranks:
-            newest[pod.name] = run.ledger.oldest_newest(node_rank)
-    return min(newest, key=lambda name: (newest[name], name), default="")
-
-
-def _warned(run: Run) -> str:
+def _warned(run: RunView) -> str:
     """What a sidecar warns of, the first by node rank; '' when none does."""
-    for _, place in sorted(run.ledger.places.items()):
+    for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None and place.sidecar.warnings:
             return f"the sidecar of {pod.name} says: {place.sidecar.warnings[0]}"
     return ""
 
 
-def _troubled(run: Run) -> list[PodRecord]:
+def _troubled(run: RunView) -> list[PodRecord]:
     return sorted((pod for pod in run.pods.values() if pod.trouble), key=lambda pod: pod.name)

@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.core.ledger.holding import bits
-from keepstep.steps import Tier
 from keepstep_operator.api.run import MOST_HOLDERS, HolderStatus
 from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
-from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.state.run_view import RunView
 from keepstep_operator.spans import spans
 
 
-def holders(run: Run) -> list[HolderStatus]:
+def holders(run: RunView) -> list[HolderStatus]:
     """By name, and those first that pods have left: nobody else remembers what lies there."""
-    place_of = {one: rank for rank, place in run.ledger.places.items() for one in bits(place.own)}
+    place_of = {one: rank for rank, place in run.places.items() for one in bits(place.own)}
     by_node: dict[str, dict[int, Place]] = {}
-    for node_rank, place in run.ledger.places.items():
+    for node_rank, place in run.places.items():
         if place.stays and place.node and not place.dropped:
             by_node.setdefault(place.node, {})[node_rank] = place
     left: dict[str, list[OrphanedShard]] = {}
-    for one in run.ledger.orphans:
+    for one in run.orphans:
         by_node.setdefault(one.node, {})
         left.setdefault(one.node, []).append(one)
     found = (
@@ -36,23 +35,19 @@ def holders(run: Run) -> list[HolderStatus]:
 
 
 def _holder(
-    run: Run,
+    run: RunView,
     node: str,
     places: dict[int, Place],
     place_of: dict[int, int],
     left: Iterable[OrphanedShard],
 ) -> HolderStatus:
     """`left`: by places of the run that are elsewhere by now."""
-    ids = [id for node_rank in places for id in run.ledger.drives(node_rank)]
-    newest = max((*ids, *(one.step for one in left)), default=None)
+    steps = [run.on_drives[node_rank] for node_rank in places if node_rank in run.on_drives]
+    newest = max((*steps, *(one.step for one in left)), default=None)
     return HolderStatus(
         node=node,
         node_ranks=spans(
-            {
-                rank
-                for rank, place in places.items()
-                if place.own and any(run.ledger.core.of_node(rank, Tier.LOCAL))
-            }
+            {rank for rank, place in places.items() if place.own and rank in run.own_drives}
             | {one.node_rank for one in left}
         ),
         copies=spans(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 
 import msgspec
 
-from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.core.ledger.holding import bits
 from keepstep.steps import Tier
 from keepstep_operator import names
-from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import (
     MOST_RANKS,
     MOST_WARNINGS,
@@ -21,17 +20,15 @@ from keepstep_operator.api.run import (
     PlaceStatus,
     PolicyStatus,
     RunStatus,
-    StallStatus,
     StartStatus,
     cut,
     utc,
 )
 from keepstep_operator.reconcile.state.messages import acknowledge, draining
 from keepstep_operator.reconcile.state.previous_status import FINISHED
-from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.state.run_view import RunView
 from keepstep_operator.reconcile.status.condition import ConditionState
-from keepstep_operator.reconcile.status.conditions import PROTECTED, condition_states, outlives
+from keepstep_operator.reconcile.status.conditions import PROTECTED, condition_states
 from keepstep_operator.reconcile.status.node_holders import holders
 from keepstep_operator.spans import spans
 
@@ -39,22 +36,13 @@ _NODES_NAMED = 5
 _TEXT = 300
 
 
-def status_of(registry: Registry, key: RunKey, *, at: float) -> RunStatus | None:
-    """What should be written now; None: there is nothing to write about any more."""
-    run = registry.runs.get(key)
-    if run is None or run.is_empty:
-        return None
-    run.written = render(run, at=at)
-    return run.written
-
-
-def render(run: Run, *, at: float) -> RunStatus:
+def render(run: RunView, *, at: float) -> RunStatus:
     """The whole status as it should be now. Contains no age and no "now": it changes only when the
     run does."""
     said = condition_states(run)
-    if run.past is not None and not run.ledger.places:
-        return _renewed(run.past.status, run, said, at)
-    survived = [str(one) for one in outlives(run)]
+    if run.past is not None and not run.places:
+        return _renewed(run.past, run, said, at)
+    survived = [str(one) for one in run.survives]
     return RunStatus(
         observed_generation=run.generation,
         phase=_phase(run),
@@ -63,36 +51,38 @@ def render(run: Run, *, at: float) -> RunStatus:
         policy=_policy(run),
         start=_start(run),
         sidecar_image=_newest(pod.sidecar_image for pod in run.pods.values()),
-        sidecar_version=_versions(one.sidecar.version for one in run.ledger.places.values()),
-        library_version=_versions(one.sidecar.library for one in run.ledger.places.values()),
-        world=run.ledger.world or 0,
+        sidecar_version=_versions(one.sidecar.version for one in run.places.values()),
+        library_version=_versions(one.sidecar.library for one in run.places.values()),
+        world=run.world,
         nodes=_pods(run),
-        epoch=_epoch(run),
-        origin=_origin(run),
+        epoch=str(run.epoch or ""),
+        origin=cut(run.origin, longest=128),
         step=run.step,
         committed=_committed(run),
         behind=run.behind,
         watermarks=_watermarks(run),
-        tiers=_tiers(run),
+        tiers=",".join(map(str, run.tiers)),
         nodes_summary=_nodes(run),
         survives=survived,
         survives_summary=",".join(survived),
         protected=said[PROTECTED].status,
         pinned=_pinned(run),
         memory=MemoryStatus(slots=run.policy.slots) if run.policy else None,
-        stall=_stall(run),
-        restarts=run.restores.restarts,
-        lost_steps=run.restores.lost_steps,
-        recent=run.recent,
+        stall=run.stall,
+        restarts=run.restarts,
+        lost_steps=run.lost_steps,
+        recent=list(run.recent),
         ranks=_ranks(run),
         holders=holders(run),
-        restore_from=run.restore_request.status(),
+        restore_from=run.restore_from,
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
     )
 
 
-def _renewed(past: RunStatus, run: Run, said: Mapping[str, ConditionState], at: float) -> RunStatus:
+def _renewed(
+    past: RunStatus, run: RunView, said: Mapping[str, ConditionState], at: float
+) -> RunStatus:
     """Nobody has reported (yet, or ever again): what reports said before still stands."""
     return msgspec.structs.replace(
         past,
@@ -103,13 +93,13 @@ def _renewed(past: RunStatus, run: Run, said: Mapping[str, ConditionState], at: 
         nodes=_pods(run),
         start=_start(run),
         protected=said[PROTECTED].status,
-        recent=run.recent,
+        recent=list(run.recent),
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
     )
 
 
-def _start(run: Run) -> StartStatus | None:
+def _start(run: RunView) -> StartStatus | None:
     """None while no pod of the run stays: the next one begins with what holds by then."""
     staying = (pod for pod in run.pods.values() if pod.stays)
     first = min(staying, key=lambda pod: (pod.created_at, pod.name), default=None)
@@ -122,21 +112,21 @@ def _start(run: Run) -> StartStatus | None:
     )
 
 
-def _pods(run: Run) -> int:
+def _pods(run: RunView) -> int:
     return sum(not pod.over for pod in run.pods.values()) or len(run.pods)
 
 
-def _phase(run: Run) -> str:
-    if run.finished_at is not None:
+def _phase(run: RunView) -> str:
+    if run.finished:
         return FINISHED
-    if not run.ledger.places:
+    if not run.places:
         return "Waiting"
-    if run.ledger.world and run.ledger.alive() >= run.ledger.world:
+    if run.world and run.alive >= run.world:
         return "Running"
     return "Restoring" if run.step or run.commit else "Waiting"
 
 
-def _job(run: Run) -> JobStatus | None:
+def _job(run: RunView) -> JobStatus | None:
     if run.job is None:
         return None
     return JobStatus(
@@ -144,7 +134,7 @@ def _job(run: Run) -> JobStatus | None:
     )
 
 
-def _policy(run: Run) -> PolicyStatus | None:
+def _policy(run: RunView) -> PolicyStatus | None:
     if run.policy is None:
         return None
     return PolicyStatus(
@@ -152,90 +142,48 @@ def _policy(run: Run) -> PolicyStatus | None:
     )
 
 
-def _epoch(run: Run) -> str:
-    """The newest one that was accounted for: what an heir of this reconciler need not count."""
-    if run.restores.waiting and run.restores.counted is not None:
-        return str(run.restores.counted)
-    return str(run.ledger.core.lineage.current or run.restores.counted or "")
-
-
-def _origin(run: Run) -> str:
-    """Where a fork began: the other run's name and step."""
-    found = (f"{one.origin}/{one.parent}" for one in run.ledger.core.epochs if one.origin)
-    return cut(next(found, ""), longest=128)
-
-
-def _committed(run: Run) -> CommittedStatus | None:
+def _committed(run: RunView) -> CommittedStatus | None:
     if run.commit is None:
         return None
     id = run.commit.id
     return CommittedStatus(step=id.step, id=str(id), time=utc(run.commit.at))
 
 
-def _watermarks(run: Run) -> dict[str, str]:
-    safety = run.ledger.safety()
+def _watermarks(run: RunView) -> dict[str, str]:
     marks = {
-        Tier.MEMORY: run.ledger.restorable(),
-        Tier.LOCAL: run.ledger.committed(),
-        Tier.PEER: safety.step if run.policy and run.policy.peers else None,
-        Tier.ARCHIVE: safety.archived,
+        Tier.MEMORY: run.restorable,
+        Tier.LOCAL: run.committed,
+        Tier.PEER: run.safety.step if run.policy and run.policy.peers else None,
+        Tier.ARCHIVE: run.safety.archived,
     }
     return {str(tier): str(id) for tier, id in marks.items() if id is not None}
 
 
-def _tiers(run: Run) -> str:
-    """Those that hold the newest committed step of every rank."""
-    if run.commit is None or not run.ledger.world:
-        return ""
-    held = [
-        str(tier)
-        for tier in NEAREST_FIRST
-        if len(run.ledger.core.holders(run.commit.id, tier)) >= run.ledger.world
-    ]
-    return ",".join(held)
-
-
-def _nodes(run: Run) -> str:
+def _nodes(run: RunView) -> str:
     nodes = sorted({pod.node for pod in run.pods.values() if pod.node})
     more = len(nodes) - _NODES_NAMED
     return ",".join(nodes[:_NODES_NAMED]) + (f",+{more}" if more > 0 else "")
 
 
-def _pinned(run: Run) -> str:
-    said = sorted({place.sidecar.pinned for place in run.ledger.places.values()} - {""})
+def _pinned(run: RunView) -> str:
+    said = sorted({place.sidecar.pinned for place in run.places.values()} - {""})
     others = [text for text in said if text != "locked"]
     return cut((others or said or [""])[0], longest=_TEXT)
 
 
-def _stall(run: Run) -> StallStatus:
-    ranks = [one for place in run.ledger.there() for one in place.ranks.values()]
-    return StallStatus(
-        skipped=sum(one.skipped for one in ranks),
-        discarded=sum(one.discarded for one in ranks),
-        blocked_seconds=round(sum(one.blocked_s for one in ranks), 1),
-    )
-
-
-def _ranks(run: Run) -> list[PlaceStatus]:
-    places, ring = sorted(run.ledger.places.items())[:MOST_RANKS], run.peer_assignment.ring()
+def _ranks(run: RunView) -> list[PlaceStatus]:
     return [
         PlaceStatus(
             node=place.node,
             pod=run.pods[place.pod].name if place.pod in run.pods else "",
             node_rank=node_rank,
             ranks=spans(bits(place.own)),
-            memory=None if place.gone else _newest_common(run, node_rank, Tier.MEMORY),
-            local=None if place.dropped else _newest_common(run, node_rank, Tier.LOCAL),
-            buddies=spans(ring.get(node_rank, ())),
+            memory=run.newest.get((node_rank, Tier.MEMORY)),
+            local=run.newest.get((node_rank, Tier.LOCAL)),
+            buddies=spans(run.buddies.get(node_rank, ())),
         )
-        for node_rank, place in places
+        for node_rank, place in islice(run.places.items(), MOST_RANKS)
     ]
-
-
-def _newest_common(run: Run, node_rank: int, tier: Tier) -> int | None:
-    """Of all ranks on this pod; not a step that a later life of the run left behind."""
-    alive = (id for id in run.ledger.common(node_rank, tier) if not run.ledger.core.is_dead(id))
-    return max((id.step for id in alive), default=None)
 
 
 def _newest(texts: Iterable[str]) -> str:
@@ -249,7 +197,7 @@ def _versions(texts: Iterable[str]) -> str:
 # --- warnings and conditions -----------------------------------------------------------------
 
 
-def _warnings(run: Run) -> list[str]:
+def _warnings(run: RunView) -> list[str]:
     found = [*_policy_warnings(run), *_fresh_start(run), *_earlier_run(run), *run.alarms]
     there = sorted(run.pods.values(), key=lambda pod: pod.name)
     found += [f"pod {pod.name}: {pod.trouble}" for pod in there if pod.trouble and pod.injected]
@@ -261,8 +209,8 @@ def _warnings(run: Run) -> list[str]:
     return [cut(text) for text in dict.fromkeys(found)][:MOST_WARNINGS]
 
 
-def _policy_warnings(run: Run) -> list[str]:
-    if run.policy is None or run.finished_at is not None:
+def _policy_warnings(run: RunView) -> list[str]:
+    if run.policy is None or run.finished:
         return []
     now = run.policy_now
     if now is None:
@@ -280,15 +228,14 @@ def _policy_warnings(run: Run) -> list[str]:
     return []
 
 
-def _fresh_start(run: Run) -> list[str]:
-    fresh = run.ledger.core.lineage.fresh
-    if fresh is None:
+def _fresh_start(run: RunView) -> list[str]:
+    if run.fresh is None:
         return []
-    return [f"epoch {fresh} began at step 0 beside older steps. {acknowledge(run.key)}"]
+    return [f"epoch {run.fresh} began at step 0 beside older steps. {acknowledge(run.key)}"]
 
 
-def _earlier_run(run: Run) -> list[str]:
-    if run.earlier is None or run.finished_at is not None:
+def _earlier_run(run: RunView) -> list[str]:
+    if run.earlier is None or run.finished:
         return []
     return [
         f"an earlier job of this name was run {run.earlier.name}; its steps are kept, but this job"
@@ -297,10 +244,10 @@ def _earlier_run(run: Run) -> list[str]:
     ]
 
 
-def _said(run: Run) -> dict[str, list[str]]:
+def _said(run: RunView) -> dict[str, list[str]]:
     """What sidecars warn of, once each, with the pods that say it."""
     said: dict[str, list[str]] = {}
-    for place in run.ledger.places.values():
+    for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None:
             for text in place.sidecar.warnings[:MOST_WARNINGS]:
@@ -313,8 +260,8 @@ def _first(pods: Collection[str]) -> str:
     return f"pod {first} and {more} more" if more else f"pod {first}"
 
 
-def _conditions(run: Run, said: Mapping[str, ConditionState], at: float) -> list[Condition]:
-    before = {one.type: one for one in run.written.conditions}
+def _conditions(run: RunView, said: Mapping[str, ConditionState], at: float) -> list[Condition]:
+    before = {one.type: one for one in run.conditions}
     return [
         Condition(
             type=type,

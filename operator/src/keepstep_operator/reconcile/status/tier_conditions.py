@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from keepstep.steps import Tier
 from keepstep.wire.status import TierProgress
 from keepstep_operator import names
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run import RestoreFromStatus, cut
 from keepstep_operator.reconcile.state import helper_plan
-from keepstep_operator.reconcile.state.previous_status import FINISHED
 from keepstep_operator.reconcile.state.restore_request import Stage
-from keepstep_operator.reconcile.state.run import Run
-from keepstep_operator.reconcile.status.condition import ConditionState, few
+from keepstep_operator.reconcile.state.run_view import RunView
+from keepstep_operator.reconcile.status.condition import NO_REPORTS, OVER, ConditionState, few
 
 REPLICATED = "Replicated"
 ARCHIVED = "Archived"
@@ -27,7 +26,7 @@ BEHIND_S = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
 _TEXT = 300
 
 
-def replicated(run: Run) -> ConditionState | None:
+def replicated(run: RunView) -> ConditionState | None:
     """Whether the loss of any one node leaves a step of the run, by copies with its peers."""
     if run.policy is None or run.policy.peers is None:
         return None
@@ -43,116 +42,109 @@ def replicated(run: Run) -> ConditionState | None:
     if mute := sorted(_without_address(run)):
         said = f"{few(mute)} do not serve their peers yet, so no copy can be sent to them"
         return ConditionState("Unknown", "NotServing", said)
-    safe = run.ledger.safety().step
+    safe = run.safety.step
     if safe is None:
         return ConditionState("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
     return ConditionState("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
 
 
-def archived(run: Run) -> ConditionState | None:
+def archived(run: RunView) -> ConditionState | None:
     """Whether steps reach the archive."""
     if run.policy is None or run.policy.archive is None:
         return None
-    newest = run.ledger.newest_archived()
+    newest = run.safety.archived
     if newest is None and (early := _early(run)) is not None:
         return early
-    if run.finished_at is None and (troubled := _troubled(run, Tier.ARCHIVE)) is not None:
+    if not run.finished and (troubled := _troubled(run, Tier.ARCHIVE)) is not None:
         return troubled
     archive = run.policy.archive
     if newest is None:
         said = f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
         return ConditionState("Unknown", "NothingArchived", said)
-    count = len(run.ledger.archived())
+    count = len(run.archived)
     more = f", and {count - 1} older" if count > 1 else ""
     return ConditionState("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
 
 
-def restore_from(run: Run) -> ConditionState | None:
+def restore_from(run: RunView) -> ConditionState | None:
     """What became of spec.restoreFrom."""
-    restore_request = run.restore_request
-    if restore_request.stage is Stage.NONE:
+    asked = run.restore_from
+    if asked is None:
         return None
-    if restore_request.stage is Stage.UNRESOLVED:
-        return _unresolved(run)
-    step = restore_request.id.step if restore_request.id else 0
-    if restore_request.stage is Stage.DONE:
-        said = (
-            f"epoch {restore_request.epoch} went on from step {step}; later restarts are as usual"
-        )
+    if run.restore_stage is Stage.UNRESOLVED:
+        return _unresolved(run, asked)
+    step = run.restore_step.step if run.restore_step else 0
+    if run.restore_stage is Stage.DONE:
+        said = f"epoch {asked.epoch} went on from step {step}; later restarts are as usual"
         return ConditionState("True", "Restored", said)
     return ConditionState(
         "Unknown",
         "Waiting",
-        f"the next restart goes on from step {step} ({restore_request.id}), and the steps beyond it"
+        f"the next restart goes on from step {step} ({asked.step}), and the steps beyond it"
         " are dead then: restart the job now; empty spec.restoreFrom to take it back",
     )
 
 
-def _unresolved(run: Run) -> ConditionState:
-    restore_request = run.restore_request
-    if restore_request.run:
-        asked = cut(restore_request.asked, longest=128)
-        said = f"{asked} is of another run, and this one has begun already"
+def _unresolved(run: RunView, asked: RestoreFromStatus) -> ConditionState:
+    wanted = cut(asked.asked, longest=128)
+    if asked.run:
         return ConditionState(
             "False",
             "OtherRun",
-            f"{said}: a new job begins from there with the annotation"
-            f" {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are as usual",
+            f"{wanted} is of another run, and this one has begun already: a new job begins from"
+            f" there with the annotation {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are"
+            " as usual",
         )
-    if not run.ledger.places:
+    if not run.places:
         return ConditionState(
             "Unknown", "NoReports", "no sidecar has told yet which steps there are"
         )
-    there = sorted(run.ledger.core.committed(Tier.LOCAL), reverse=True)
-    known = few([str(one) for one in there[:3]]) if there else ""
+    known = few([str(id) for id in run.commits[-3:]])
     return ConditionState(
         "False",
         "NotFound",
-        f"no step {cut(restore_request.asked, longest=128)} that every rank holds is known"
+        f"no step {wanted} that every rank holds is known"
         + (f"; there is {known}" if known else "; name it with its full id")
         + ". Restarts are as usual until it is found",
     )
 
 
-def left_served(run: Run) -> ConditionState | None:
+def left_served(run: RunView) -> ConditionState | None:
     """Whether shards that pods left on another node can be reached; only while they are needed."""
-    wanted = helper_plan.wanted(run)
-    if not wanted:
+    if not run.helpers:
         return None
-    missing = [one.node for one in wanted if one.number not in run.ledger.helpers]
+    missing = [helper.node for helper in run.helpers if helper.number not in run.serving]
     if missing:
         said = f"a helper pod that serves what was left there is being started on {few(missing)}"
         return ConditionState("False", "Starting", said)
-    return ConditionState("True", "Served", cut("; ".join(helper_plan.served(run))))
+    return ConditionState("True", "Served", cut(helper_plan.served(run.helpers, run.serving)))
 
 
-def _early(run: Run) -> ConditionState | None:
-    if run.finished_at is not None:
-        return ConditionState("Unknown", FINISHED, "the job is over")
-    if not run.ledger.places:
-        return ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
-    return None
+def _early(run: RunView) -> ConditionState | None:
+    if run.finished:
+        return OVER
+    return None if run.places else NO_REPORTS
 
 
-def _only_node(run: Run) -> str:
+def _only_node(run: RunView) -> str:
     """The one node that all pods are on; '' while that is not known, or not so."""
     nodes = {pod.node for pod in run.pods.values() if not pod.over}
     return next(iter(nodes)) if len(nodes) == 1 else ""
 
 
-def _without_address(run: Run) -> Iterator[str]:
-    for place in run.ledger.places.values():
+def _without_address(run: RunView) -> Iterator[str]:
+    for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None and not pod.over and not place.sidecar.peer_address:
             yield pod.name
 
 
-def _troubled(run: Run, tier: Tier) -> ConditionState | None:
+def _troubled(run: RunView, tier: Tier) -> ConditionState | None:
     """What a sidecar says of its way there, when something waits for it. An archive that is away is
     told of also between two steps that are due: those that waited may have been retired."""
     waiting = [
         (run.pods[place.pod].name, depot)
-        for _, place in sorted(run.ledger.places.items())
+        for place in run.places.values()
         if place.pod in run.pods and not place.gone
         for depot in place.sidecar.depots
         if depot.tier is tier and (depot.backlog or tier is Tier.ARCHIVE)
@@ -168,10 +160,10 @@ def _troubled(run: Run, tier: Tier) -> ConditionState | None:
     return None
 
 
-def _rest(run: Run, depot: TierProgress) -> str:
+def _rest(run: RunView, depot: TierProgress) -> str:
     """No number that changes with each report: this is written to the API server."""
     catches_up = "It is tried again until it works; training goes on"
     if depot.tier is Tier.ARCHIVE:
-        newest = run.ledger.newest_archived()
+        newest = run.safety.archived
         return f"{catches_up}. Newest step there: {newest.step if newest else 'none'}"
     return catches_up

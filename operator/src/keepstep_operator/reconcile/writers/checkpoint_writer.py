@@ -25,11 +25,11 @@ from keepstep_operator.kube import (
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run_view import KeptStep, is_certain, kept_steps
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
     MANAGED_BY,
     MANAGER,
     Changes,
-    Kept,
     body_of,
     changes,
     status_of,
@@ -87,7 +87,8 @@ class CheckpointWriter:
             self._pacer.forget(key)
             return
         try:
-            due = changes(run, self._known.get(key, {}))
+            known = self._known.get(key, {})
+            due = changes(kept_steps(run), known, certain=is_certain(run))
             await self._write(key, due.first(AT_ONCE))
         except KubeError as error:
             warn("checkpoints not written", run=str(key), reason=str(error))
@@ -111,7 +112,7 @@ class CheckpointWriter:
         for name in due.gone:
             await self._forget(key, name)
 
-    async def _make(self, key: RunKey, one: Kept) -> None:
+    async def _make(self, key: RunKey, one: KeptStep) -> None:
         run = self._registry.runs.get(key)
         if run is None or run.object is None or not run.object.uid:
             self.mark(key)  # its owner is being made
@@ -124,7 +125,7 @@ class CheckpointWriter:
         self._metrics.wrote("checkpoint")
         await self._tell(key, one, body)
 
-    async def _tell(self, key: RunKey, one: Kept, before: Body) -> None:
+    async def _tell(self, key: RunKey, one: KeptStep, before: Body) -> None:
         status = status_of(one, before, at=self._clock())
         patch = [{"op": "add", "path": "/status", "value": status}]
         try:

@@ -15,13 +15,14 @@ import msgspec
 
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
-from keepstep_operator.api.run import as_json
+from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import RUNS, Client, Conflict, KubeError, NotFound, PatchType
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.status.render import status_of
+from keepstep_operator.reconcile.state.run_view import view_of
+from keepstep_operator.reconcile.status.render import render
 
 _AT_ONCE: Final = 8
 
@@ -136,3 +137,13 @@ class StatusWriter:
             self._metrics.wrote("run")
         except Conflict:
             return  # somebody was faster
+
+
+def status_of(registry: Registry, key: RunKey, *, at: float) -> RunStatus | None:
+    """What should be written now; None: there is nothing to write about any more."""
+    run = registry.runs.get(key)
+    if run is None or run.is_empty:
+        return None
+    status = render(view_of(run), at=at)
+    run.note_status(status)
+    return status

@@ -1,0 +1,251 @@
+"""A run at one moment, as values: what its status and its Checkpoint objects are made from.
+
+The run goes on changing, a view does not. Nothing here is an age or a "now", so two views of a run
+to which nothing happened are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keepstep.core.ledger import NEAREST_FIRST
+from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey, VolumeKind
+from keepstep_operator.api.run import (
+    MOST_RANKS,
+    Condition,
+    RecentStatus,
+    RestoreFromStatus,
+    RunStatus,
+    StallStatus,
+)
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.durability import Survives, survives
+from keepstep_operator.reconcile.state.health import Health
+from keepstep_operator.reconcile.state.helper_plan import Helper
+from keepstep_operator.reconcile.state.node_rank import Place
+from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
+from keepstep_operator.reconcile.state.previous_status import Commit, parse_steps
+from keepstep_operator.reconcile.state.restore_request import Stage
+from keepstep_operator.reconcile.state.run_ledger import Safety
+
+if TYPE_CHECKING:
+    from keepstep_operator.reconcile.state.run import Run
+
+MOST_ARCHIVED = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """What people are told of a run. `pods` by uid, `places` by node rank, steps oldest first.
+
+    `epoch`: the newest one that was accounted for: what an heir of this reconciler need not count.
+    `fresh`: the one that began at step 0 beside older steps. `origin`: run and step that a fork
+    began from. `tiers`: those that hold the newest commit of every rank. `newest`: by node rank, of
+    those that are shown, the newest step that all its ranks hold there. `on_drives`: by node rank
+    the newest step of which anything lies on its drives, also copies; `own_drives`: node ranks with
+    shards of their own there. `slowest`: the pod that is the farthest behind where commits stall.
+    `serving`: numbers of those `helpers` that have reported.
+    """
+
+    key: RunKey
+    generation: int
+    job: Job | None
+    policy: PolicyRecord | None
+    policy_now: PolicyRecord | None
+    pods: Mapping[str, PodRecord]
+    places: Mapping[int, Place]
+    health: Health
+    finished: bool
+    past: RunStatus | None
+    conditions: tuple[Condition, ...]
+    recent: tuple[RecentStatus, ...]
+    alarms: tuple[str, ...]
+    earlier: RunKey | None
+    volumes: tuple[VolumeKind, ...]
+    world: int
+    alive: int
+    step: int | None
+    behind: int | None
+    commit: Commit | None
+    commits: tuple[StepId, ...]
+    archived: tuple[StepId, ...]
+    restorable: StepId | None
+    doubt: str
+    safety: Safety
+    survives: tuple[Survives, ...]
+    epoch: EpochId | None
+    fresh: EpochId | None
+    origin: str
+    tiers: tuple[Tier, ...]
+    newest: Mapping[tuple[int, Tier], int]
+    on_drives: Mapping[int, StepId]
+    own_drives: frozenset[int]
+    slowest: str
+    stall: StallStatus
+    restarts: int
+    lost_steps: int
+    buddies: Mapping[int, tuple[int, ...]]
+    orphans: tuple[OrphanedShard, ...]
+    helpers: tuple[Helper, ...]
+    serving: frozenset[int]
+    restore_stage: Stage
+    restore_step: StepId | None
+    restore_from: RestoreFromStatus | None
+
+    @property
+    def committed(self) -> StepId | None:
+        """The newest step that is durable on every rank, as far as reports show now."""
+        return self.commits[-1] if self.commits else None
+
+
+def view_of(run: Run) -> RunView:
+    """The run as it is now."""
+    ledger, restores = run.ledger, run.restores
+    safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
+    origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
+    ranks = [rank for place in ledger.there() for rank in place.ranks.values()]
+    staying = [rank for rank, place in ledger.places.items() if place.stays and not place.dropped]
+    drives = {rank: max(ledger.drives(rank), default=None) for rank in staying}
+    return RunView(
+        key=run.key,
+        generation=run.generation,
+        job=run.job,
+        policy=run.policy,
+        policy_now=run.policy_now,
+        pods=dict(run.pods),
+        places=dict(sorted(ledger.places.items())),
+        health=run.health,
+        finished=run.finished_at is not None,
+        past=run.past.status if run.past is not None else None,
+        conditions=tuple(run.written.conditions),
+        recent=tuple(run.recent),
+        alarms=run.alarms,
+        earlier=run.earlier,
+        volumes=run.volumes,
+        world=ledger.world or 0,
+        alive=ledger.alive(),
+        step=run.step,
+        behind=run.behind,
+        commit=run.commit,
+        commits=commits,
+        archived=ledger.archived(),
+        restorable=restorable,
+        doubt=ledger.doubt() if restorable is None else "",
+        safety=safety,
+        survives=survives(
+            common=restorable is not None,
+            committed=bool(commits),
+            spread=safety.step is not None,
+            archived=safety.archived is not None,
+            kinds=run.volumes,
+            labelled=run.labelled,
+        ),
+        epoch=(restores.waiting and restores.counted)
+        or ledger.core.lineage.current
+        or restores.counted,
+        fresh=ledger.core.lineage.fresh,
+        origin=next(origins, ""),
+        tiers=tuple(_tiers(run)),
+        newest=dict(_newest(run)),
+        on_drives={rank: step for rank, step in drives.items() if step is not None},
+        own_drives=frozenset(rank for rank in drives if any(ledger.core.of_node(rank, Tier.LOCAL))),
+        slowest=_slowest(run) if run.health.stalled else "",
+        stall=StallStatus(
+            skipped=sum(rank.skipped for rank in ranks),
+            discarded=sum(rank.discarded for rank in ranks),
+            blocked_seconds=round(sum(rank.blocked_s for rank in ranks), 1),
+        ),
+        restarts=restores.restarts,
+        lost_steps=restores.lost_steps,
+        buddies=run.peer_assignment.ring(),
+        orphans=tuple(ledger.orphans),
+        helpers=tuple(helper_plan.wanted(run)),
+        serving=frozenset(ledger.helpers),
+        restore_stage=run.restore_request.stage,
+        restore_step=run.restore_request.id,
+        restore_from=run.restore_request.status(),
+    )
+
+
+def _tiers(run: Run) -> Iterator[Tier]:
+    if run.commit is not None and run.ledger.world:
+        for tier in NEAREST_FIRST:
+            if len(run.ledger.core.holders(run.commit.id, tier)) >= run.ledger.world:
+                yield tier
+
+
+def _newest(run: Run) -> Iterator[tuple[tuple[int, Tier], int]]:
+    """Not a step that a later life of the run left behind."""
+    for node_rank, place in sorted(run.ledger.places.items())[:MOST_RANKS]:
+        for tier, lost in ((Tier.MEMORY, place.gone), (Tier.LOCAL, place.dropped)):
+            held = () if lost else run.ledger.common(node_rank, tier)
+            steps = [id.step for id in held if not run.ledger.core.is_dead(id)]
+            if steps:
+                yield (node_rank, tier), max(steps)
+
+
+def _slowest(run: Run) -> str:
+    """The pod whose newest step on local is the oldest."""
+    newest = {
+        run.pods[place.pod].name: run.ledger.oldest_newest(node_rank)
+        for node_rank, place in run.ledger.places.items()
+        if place.pod in run.pods and place.ranks
+    }
+    return min(newest, key=lambda name: (newest[name], name), default="")
+
+
+# --- what Checkpoint objects are made from ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptStep:
+    """A step that is there whole. `tiers`: each of them holds all of it. `bytes`: of one copy, 0
+    while that is not known."""
+
+    run: str
+    step: str
+    ranks: int
+    tiers: tuple[str, ...]
+    bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the object: a DNS subdomain, since both parts are."""
+        return f"{self.run}-{self.step}"
+
+
+def kept_steps(run: Run) -> tuple[KeptStep, ...]:
+    """The steps that deserve an object, newest first; the newest of the archive, and all pins."""
+    archived = run.ledger.archived()[-MOST_ARCHIVED:]
+    pins = set(parse_steps(run.object.pins)) if run.object else set()
+    found = sorted({*archived, *(pins & {*run.ledger.commits()})}, reverse=True)
+    return tuple(_kept(run, id) for id in found)
+
+
+def _kept(run: Run, id: StepId) -> KeptStep:
+    ledger = run.ledger.core
+    holders = {tier: len(ledger.holders(id, tier)) for tier in NEAREST_FIRST}
+    del holders[Tier.MEMORY]
+    world = max(holders.values())
+    tiers = tuple(str(tier) for tier, count in holders.items() if count >= world)
+    return KeptStep(
+        run=run.key.name,
+        step=str(id),
+        ranks=max(1, world),
+        tiers=tiers,
+        bytes=ledger.size_bytes(id),
+    )
+
+
+def is_certain(run: Run) -> bool:
+    """Whether a step that nobody tells of is not there: all who could hold it have answered."""
+    if run.policy is None or not run.ledger.settled:
+        return False
+    if run.policy.archive is None:
+        return True
+    ranks = (one for place in run.ledger.there() for one in place.ranks.values())
+    said = {one.archive_answer for one in ranks}
+    return Answer.UNKNOWN not in said and bool(said - {None})
