@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -117,6 +118,27 @@ class Faults:
     seen: list[str] = field(default_factory=list)
 
 
+class _Connection(asyncio.StreamReaderProtocol):
+    """One that came in; `open_ones` has it while it is open."""
+
+    def __init__(
+        self,
+        open_ones: set[asyncio.BaseTransport],
+        serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    ) -> None:
+        super().__init__(asyncio.StreamReader(), serve)
+        self._open_ones = open_ones
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._open_ones.add(transport)
+        self._mine = transport
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open_ones.discard(self._mine)
+        super().connection_lost(exc)
+
+
 class Proxy:
     """Forwards HTTP over TCP to a gateway, one request at a time and connection; an event loop on
     a thread of its own. `corrects`: see the module; where the buckets of such a gateway lie."""
@@ -128,7 +150,8 @@ class Proxy:
         self._to = to
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.BaseTransport] = set()
+        """Both sides' that are open."""
         self._server: asyncio.Server | None = None
 
     @property
@@ -141,7 +164,10 @@ class Proxy:
         return self
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        def connection() -> asyncio.Protocol:
+            return _Connection(self._connections, self._serve)
+
+        self._server = await self._loop.create_server(connection, "127.0.0.1", self.port)
 
     def stop(self) -> None:
         self._do(self._close())
@@ -150,27 +176,25 @@ class Proxy:
         self._loop.close()
 
     async def _close(self) -> None:
+        """Nothing is left of what is under way, nor of what was just being accepted."""
         assert self._server is not None
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._connections or len(asyncio.all_tasks()) > 1:
+            for connection in [*self._connections]:
+                connection.abort()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
 
     def _do(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)  # type: ignore[arg-type]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         try:
             while await self._request(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (OSError, asyncio.IncompleteReadError):
             self.faults.broken += 1
         finally:
             writer.close()
-            self._tasks.discard(task)
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         try:
@@ -212,10 +236,11 @@ class Proxy:
     ) -> bool:
         """Each request on a connection of its own, so that answers end with it."""
         theirs, ours = await asyncio.open_connection("127.0.0.1", self._to)
+        self._connections.add(ours.transport)
         try:
             ours.write(re.sub(rb"\r\n\r\n$", b"\r\nConnection: close\r\n\r\n", head))
             while length:
-                data = await reader.read(min(length, 1 << 20))
+                data = await _some(reader, length)
                 ours.write(data)
                 await ours.drain()
                 length -= len(data)
@@ -230,7 +255,8 @@ class Proxy:
             writer.write(answer + body)
             await writer.drain()
         finally:
-            ours.close()
+            ours.transport.abort()
+            self._connections.discard(ours.transport)
         return False
 
 
@@ -241,7 +267,14 @@ def _length(head: bytes) -> int:
 
 async def _drain(reader: asyncio.StreamReader, size: int) -> None:
     while size > 0:
-        size -= len(await reader.read(min(size, 1 << 20)))
+        size -= len(await _some(reader, size))
+
+
+async def _some(reader: asyncio.StreamReader, most: int) -> bytes:
+    """What has come, of a body of which `most` bytes are still to come."""
+    if data := await reader.read(min(most, 1 << 20)):
+        return data
+    raise asyncio.IncompleteReadError(b"", most)
 
 
 def _slow_down(status: int) -> bytes:
