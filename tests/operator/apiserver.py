@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from jsonpatch import JsonPatchTestFailed, apply_patch
 from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import POLICIES, Access, Resource
 from keepstep_operator.serving import listening
-from tests.operator.injection.json_pointer import apply
 
 Body = dict[str, Any]
 TOKEN = "operator"
@@ -84,7 +84,6 @@ class ApiServer:
     _oldest: int = 0
     _history: list[tuple[str, str, Body, Body | None]] = field(default_factory=list)
     _watches: list[_Watch] = field(default_factory=list)
-    _applied: dict[tuple[str, str], Body] = field(default_factory=dict)
 
     # --- how it is reached -------------------------------------------------------------------
 
@@ -243,10 +242,6 @@ class ApiServer:
             return self._create(f"{path}/{body['metadata']['name']}", body)
         at = path.removesuffix("/status")
         old = self.objects.get(at)
-        if request.content_type == "application/apply-patch+yaml":
-            if old is None and at != path:
-                return _status(404, "NotFound", f"{at} not found")
-            return self._apply(at, body, str(request.query["fieldManager"]))
         if old is None:
             return _status(404, "NotFound", f"{at} not found")
         if method == "DELETE":
@@ -261,10 +256,10 @@ class ApiServer:
                 return _status(409, "Conflict", "the object has been modified")
             return web.json_response(self._store(at, body))
         if request.content_type == "application/json-patch+json":
-            tests = [one for one in body if one["op"] == "test"]
-            if any(_at(old, one["path"]) != one["value"] for one in tests):
+            try:
+                new = apply_patch(old, body)
+            except JsonPatchTestFailed:
                 return _status(422, "Invalid", "the test failed")
-            new = apply(old, [one for one in body if one["op"] != "test"])
         else:
             new = _merged(old, body)
         return web.json_response(self._store(at, new))
@@ -274,13 +269,6 @@ class ApiServer:
             return _status(409, "AlreadyExists", f"{path} exists")
         body["metadata"].setdefault("uid", f"uid-of-{body['metadata']['name']}-{self._version}")
         return web.json_response(self._store(path, body), status=201)
-
-    def _apply(self, path: str, body: Body, manager: str) -> web.Response:
-        """What the manager applied before and does not any more goes; whoever had the rest."""
-        before = self._applied.get((path, manager), {})
-        self._applied[path, manager] = deepcopy(body)
-        old = self.objects.get(path, {"metadata": {"uid": f"uid-of-{path}-{self._version}"}})
-        return web.json_response(self._store(path, _merged(_without(old, before, body), body)))
 
     # --- versions and watches ----------------------------------------------------------------
 
@@ -414,22 +402,3 @@ def _merged(old: Any, patch: Any) -> Any:
         else:
             base[name] = _merged(base.get(name), value)
     return base
-
-
-def _without(old: Any, before: Any, now: Any) -> Any:
-    """`old` without what was in `before` and is not in `now`."""
-    if not isinstance(old, dict) or not isinstance(before, dict):
-        return old
-    kept = dict(old)
-    for name, value in before.items():
-        if name not in (now or {}):
-            kept.pop(name, None)
-        elif name in kept:
-            kept[name] = _without(kept[name], value, now[name])
-    return kept
-
-
-def _at(document: Any, pointer: str) -> Any:
-    for part in pointer.strip("/").split("/"):
-        document = document[int(part)] if isinstance(document, list) else document.get(part)
-    return document

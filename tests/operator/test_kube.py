@@ -383,25 +383,6 @@ async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() ->
     assert asked == [(path, f"keepstep-operator/{__version__}")]
 
 
-async def test_what_is_applied_is_ours_by_name_whoever_had_it_before() -> None:
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append((request.content_type, dict(request.query), await request.json()))
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_patch("/api/v1/namespaces/n/configmaps/a/status", answer)
-    body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
-    async with (
-        listening(app, port=0) as port,
-        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
-    ):
-        await client.apply(CONFIG_MAPS, body, manager="me", namespace="n", subresource="status")
-    query = {"fieldManager": "me", "force": "true"}
-    assert asked == [("application/apply-patch+yaml", query, body)]
-
-
 async def test_an_answer_that_is_no_json_is_unavailable() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text="<html>", status=int(request.query.get("limit", 200)))

@@ -15,7 +15,7 @@ from typing import Final
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 from keepstep_operator.connections import Limits
 from keepstep_operator.journal import say
@@ -42,14 +42,8 @@ def health_routes(ready: Ready) -> list[web.RouteDef]:
 
 def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
     """What the metrics port serves: `/metrics`, `/healthz`, `/readyz`."""
-
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
-
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics), *health_routes(ready)])
+    app.add_routes([web.get("/metrics", make_aiohttp_handler(registry)), *health_routes(ready)])
     return app
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from jsonpatch import apply_patch
 
 from keepstep_operator.certificates.pki import Pair
-from tests.operator.injection.json_pointer import apply
 
 Body = dict[str, Any]
 NAME = "keepstep-admission.keepstep-system.svc"
@@ -80,7 +80,7 @@ class ApiServersWebhook:
         if "patch" not in response:
             return pod, warnings
         assert response["patchType"] == "JSONPatch"
-        return apply(pod, json.loads(base64.b64decode(response["patch"]))), warnings
+        return apply_patch(pod, base64.b64decode(response["patch"]).decode()), warnings
 
     async def raw(self, data: bytes, *, path: str = "/inject") -> tuple[int, str]:
         """Status and text of the answer to anything."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import copy
 import inspect
 import io
 import itertools
@@ -31,6 +30,7 @@ import msgspec
 import psutil
 import pytest
 from aiohttp import web
+from jsonpatch import apply_patch
 
 from keepstep.wire.reports import Report
 from keepstep_operator.api.model import JobState
@@ -44,7 +44,6 @@ from keepstep_sidecar.report.changes import changes
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import ApiServer, bound_to
-from tests.operator.injection.json_pointer import apply
 from tests.operator.injection.pods import DEFAULTS
 from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.samples import KEY, Play, run_object
@@ -309,7 +308,7 @@ class Webhook:
         patch = (
             json.loads(base64.b64decode(response.get("patch", ""))) if "patch" in response else []
         )
-        return apply(copy.deepcopy(pod), patch), response.get("warnings", [])
+        return apply_patch(pod, patch), response.get("warnings", [])
 
 
 @asynccontextmanager

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from cachetools import TTLCache
+
 from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
@@ -49,7 +51,7 @@ class PolicyCache:
         self._patience_s = patience_s
         self._counted = counted
         self._known: dict[Key, Policy | PolicyError] = {}
-        self._missed_at: dict[Key, float] = {}
+        self._missed: TTLCache[Key, bool] = TTLCache(_MOST_NAMES, _PATIENT_AGAIN_S)
         self._changed = asyncio.Event()
         self._feed = Feed[Key](
             name="policies", resource=POLICIES, key_of=_key, seen=self._seen, gone=self._gone
@@ -99,17 +101,14 @@ class PolicyCache:
         return _parsed(body)
 
     async def _appears(self, key: Key) -> Policy | PolicyError | None:
-        now = asyncio.get_running_loop().time()
-        if now - self._missed_at.get(key, -_PATIENT_AGAIN_S) < _PATIENT_AGAIN_S:
+        if key in self._missed:
             return None
         try:
             async with asyncio.timeout(self._patience_s):
                 while key not in self._known:
                     await self._changed.wait()
         except TimeoutError:
-            if len(self._missed_at) >= _MOST_NAMES:
-                self._missed_at.clear()
-            self._missed_at[key] = now
+            self._missed[key] = True
         return self._known.get(key)
 
 

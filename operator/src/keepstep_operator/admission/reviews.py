@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from jsonpatch import make_patch
 
 from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Defaults, Near, inject, json_patch, refuse
+from keepstep_operator.injection import Defaults, Near, inject, refuse
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_WARNING: Final = 256
@@ -91,7 +92,7 @@ def admit(
     return Verdict(
         result=Result.INJECTED,
         reason="Injected",
-        patch=tuple(json_patch(review.body, pod)),
+        patch=tuple(make_patch(review.body, pod)),
         warnings=said.warnings if said else (),
     )
 
@@ -104,7 +105,7 @@ def decline(
     return Verdict(
         result=result,
         reason=reason,
-        patch=tuple(json_patch(review.body, pod)),
+        patch=tuple(make_patch(review.body, pod)),
         message=message,
         warnings=(f"not injected ({reason}): {message}",),
     )

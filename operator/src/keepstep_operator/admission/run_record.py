@@ -7,11 +7,11 @@ No answer means no preference and today's policy and image, never a pod that wai
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from cachetools import TTLCache
 
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
@@ -77,22 +77,18 @@ class RunRecords:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._known: dict[tuple[str, str], tuple[float, RunRecord]] = {}
+        self._known: TTLCache[tuple[str, str], RunRecord] = TTLCache(_MOST_RUNS, _REMEMBERED_S)
 
     async def get(self, namespace: str, name: str) -> RunRecord:
         """Never raises."""
-        key, now = (namespace, name), asyncio.get_running_loop().time()
-        at, known = self._known.get(key, (now - _REMEMBERED_S, RunRecord()))
-        if now - at < _REMEMBERED_S:
+        key = namespace, name
+        if (known := self._known.get(key)) is not None:
             return known
         try:
             body = await self._client.get(RUNS, name, namespace=namespace, timeout_s=_TIMEOUT_S)
         except KubeError:
             body = {}
-        if len(self._known) >= _MOST_RUNS:
-            self._known.clear()
-        found = read(body, namespace)
-        self._known[key] = now, found
+        found = self._known[key] = read(body, namespace)
         return found
 
 

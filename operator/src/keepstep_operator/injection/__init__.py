@@ -8,13 +8,11 @@ tiers        what peers and an archive need: variables, credentials, mounts
 affinity     a preference for nodes that hold shards of the run
 resources    requests and limits; `accounting: CarveOut`
 refusal      what a pod that is not injected carries instead
-patch        the JSON patch between two pods
 """
 
 from keepstep_operator.injection.affinity import Near
 from keepstep_operator.injection.inject import inject, is_injected
-from keepstep_operator.injection.patch import json_patch
 from keepstep_operator.injection.refusal import refuse
 from keepstep_operator.injection.settings import CONTRACT, Defaults
 
-__all__ = ["CONTRACT", "Defaults", "Near", "inject", "is_injected", "json_patch", "refuse"]
+__all__ = ["CONTRACT", "Defaults", "Near", "inject", "is_injected", "refuse"]

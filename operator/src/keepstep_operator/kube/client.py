@@ -142,22 +142,6 @@ class Client:
         path = resource.path(*parts, namespace=namespace)
         return await self._call("PATCH", path, query=_WRITTEN, body=patch, content_type=kind.value)
 
-    async def apply(
-        self,
-        resource: Resource,
-        body: Body,
-        *,
-        manager: str,
-        namespace: str | None = None,
-        subresource: str = "",
-    ) -> Body:
-        """Server-side apply: the fields in `body` are `manager`'s, whoever had them before, and
-        what it applied before and is not in there any more goes."""
-        parts = (body["metadata"]["name"], *filter(None, [subresource]))
-        path = resource.path(*parts, namespace=namespace)
-        query, kind = {"fieldManager": manager, "force": "true"}, PatchType.APPLY.value
-        return await self._call("PATCH", path, query=query, body=body, content_type=kind)
-
     async def delete(
         self, resource: Resource, name: str, *, namespace: str | None = None, uid: str = ""
     ) -> Body:

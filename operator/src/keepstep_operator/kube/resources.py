@@ -48,6 +48,5 @@ WEBHOOKS: Final = Resource(
 class PatchType(str, enum.Enum):
     """The media types of PATCH. `MERGE` replaces lists whole."""
 
-    APPLY = "application/apply-patch+yaml"
     MERGE = "application/merge-patch+json"
     JSON = "application/json-patch+json"
