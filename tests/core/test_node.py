@@ -41,8 +41,8 @@ def steps(numbers: Iterable[int]) -> frozenset[StepId]:
     return frozenset(map(step, numbers))
 
 
-def node(*, told: bool = True, last: int = 2) -> Node:
-    made = Node({}, grid=Grid(1), keep=Retention(last=last), told=told)
+def node(*, managed: bool = True, last: int = 2) -> Node:
+    made = Node({}, grid=Grid(1), keep=Retention(last=last), managed=managed)
     made.step(EpochStarted(Epoch(EPOCH, None)))
     return made
 
@@ -103,7 +103,7 @@ def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None
 def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
     None
 ):
-    one, alone = node().run_view, node(told=False).run_view
+    one, alone = node().run_view, node(managed=False).run_view
     now = SILENT_AFTER_S + 1
     assert one.silent(now)
     assert not alone.silent(now)
@@ -113,7 +113,7 @@ def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_a
 
 def test_what_is_in_use_is_deleted_once_it_is_not() -> None:
     read: set[StepId] = {step(9)}
-    one = Node({}, grid=Grid(1), told=True, in_use=lambda id: id in read)
+    one = Node({}, grid=Grid(1), managed=True, in_use=lambda id: id in read)
     one.step(EpochStarted(Epoch(EPOCH, None)))
     one.step(listed(9, 10))
     assert retired(one.step(heard(10, retire=(9,)))) == []
@@ -124,7 +124,7 @@ def test_what_is_in_use_is_deleted_once_it_is_not() -> None:
 
 
 def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
-    one = node(told=False, last=3)
+    one = node(managed=False, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     one.step(listed(1, 2, 3, 4, world=1))
     assert retired(one.step(Full(50, sizes))) == [1]
@@ -154,7 +154,7 @@ class OneRank:
 
 
 def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
-    one = Node({0: OneRank(14)}, grid=Grid(1), told=True)
+    one = Node({0: OneRank(14)}, grid=Grid(1), managed=True)
     one.step(EpochStarted(Epoch(EPOCH, None)))
     one.step(listed(4, 5, 10, 11, 12, 13))
     one.step(heard(10, pinned=(5, 11)))
@@ -166,7 +166,7 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
 
 def test_a_write_pins_its_slot_and_an_image_that_is_gone_is_not_written() -> None:
     rank = OneRank()
-    one = Node({0: rank}, grid=Grid(1), told=True)
+    one = Node({0: rank}, grid=Grid(1), managed=True)
     one.step(listed())
     one.step(Serves(frozenset({0}), 4))
     assert one.step(Sealed(0, step(3))) == (), "its slot was given up meanwhile"

@@ -339,7 +339,7 @@ def read_request(kind: type[Any], data: bytes) -> object:
 
 def read_listing(data: bytes) -> object:
     """As a sidecar takes it: decoded, then put together with what else is known."""
-    directory = Directory(told=True)
+    directory = Directory(complete=True)
     directory.known["a:1"] = Known(address="a:1")
     directory.heard("a:1", msgspec.json.decode(data, type=wire.Listing))
     return directory.inventory([])

@@ -8,7 +8,7 @@ from typing import Any
 
 from operator_host import make_identity
 
-from keepstep_sidecar.commit.run_view import Operator
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting, believing
 from keepstep_sidecar.report.reporter import Look, Reporter
@@ -24,7 +24,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
         Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
         Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
         trust=believing(ca),
-        operator=Operator(changes, present=True),
+        operator=OperatorLink(changes, present=True),
         obey=unused,
         changes=changes,
     )

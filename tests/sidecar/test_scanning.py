@@ -40,7 +40,7 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
 def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        yield make_committer(volumes, SlotPool(tmp_path / "memory", run=RUN), threads, told=True)
+        yield make_committer(volumes, SlotPool(tmp_path / "memory", run=RUN), threads, managed=True)
 
 
 class Held:

@@ -21,8 +21,8 @@ from keepstep_sidecar.api.status import volume_status
 from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, Reporting
 from keepstep_sidecar.leases import Leases, Owner
@@ -111,7 +111,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = Changes()
     trust = _trust(config.reporting)
-    operator = Operator(changes, present=trust is not None)
+    operator = OperatorLink(changes, present=trust is not None)
     leases = Leases(changes)
     slots = SlotPool(config.memory_dir, run=config.run)
     allocator = Allocator(config.memory_dir, changes)
@@ -132,7 +132,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         spawn=tasks.spawn,
         keep=config.keep,
         grid=Grid(config.persist_base),
-        told=config.reporting is not None,
+        managed=config.reporting is not None,
         wish=config.wish,
     )
     remote_tiers = RemoteTiers(committer, changes)

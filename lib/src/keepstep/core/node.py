@@ -188,11 +188,11 @@ class RunView:
     It saves and frees: it publishes commits, names the step to fetch ahead of time, allows
     deletion. It is never needed to restore (the ranks' vote decides) nor to go on training, and
     while it is silent a machine deletes only what lies between the last known commit and its own
-    newest steps. `told`: there is somebody who decides what is kept. `commit`: the last one heard
+    newest steps. `managed`: an operator decides what is kept. `commit`: the last one heard
     of, in whatever life of this sidecar.
     """
 
-    told: bool = False
+    managed: bool = False
     commit: StepId | None = None
     heard_at: float | None = None
     word: Heard = field(default_factory=Heard)
@@ -201,12 +201,12 @@ class RunView:
     @property
     def pins_known(self) -> bool:
         """Whether the operator has said in this life of the sidecar which steps stay."""
-        return self.heard_at is not None or not self.told
+        return self.heard_at is not None or not self.managed
 
     def silent(self, now: float) -> bool:
         """Nobody was there to tell for too long."""
         since = self.began if self.heard_at is None else self.heard_at
-        return self.told and now - since > SILENT_AFTER_S
+        return self.managed and now - since > SILENT_AFTER_S
 
     def remember(self, word: Heard) -> None:
         """What an earlier sidecar wrote down, or an operator says that may know less than we do."""
@@ -230,7 +230,7 @@ class Node:
         grid: Grid,
         tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL),
         keep: Retention | None = None,
-        told: bool = False,
+        managed: bool = False,
         began: float = 0.0,
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
@@ -241,7 +241,7 @@ class Node:
         self.keep = keep or Retention()
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
-        self.run_view = RunView(told=told, began=began)
+        self.run_view = RunView(managed=managed, began=began)
         self.deferred: tuple[StepId, ...] = ()
         """What would have been retired, were it not in use."""
         self._slots = slots
@@ -286,7 +286,7 @@ class Node:
         """Steps that are known to be committed: seen here to be complete, told by the operator, or
         shown to readers by an earlier sidecar that was told. Oldest first."""
         told = set(self.run_view.word.commits)
-        if self.run_view.told:
+        if self.run_view.managed:
             told |= self._published
         if self.run_view.commit is not None:
             told.add(self.run_view.commit)
@@ -445,7 +445,7 @@ class Node:
         """What nobody needs any more, oldest first. Where an operator sees the whole run, that is
         for it to say; never what is not older than the last commit: no operator rightly asks."""
         view = self.run_view
-        if not view.told:
+        if not view.managed:
             return sorted(self._retired)
         grown, self._grown = self._grown, False
         if view.silent(now):
@@ -475,7 +475,7 @@ class Node:
         pinned = self.run_view.word.pinned
         surplus = self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))
         unfinished = set(surplus).difference(self.ledger.committed(Tier.LOCAL))
-        if not surplus and self.run_view.told:
+        if not surplus and self.run_view.managed:
             live = self._live(self._here())
             surplus = list(crowded_out(live, last_commit=self.last_commit(), pinned=pinned))
         free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from keepstep.client.session import Session
 from keepstep.client.slot import SlotMapping
+from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.errors import (
     CoverageError,
     FormatError,
@@ -61,7 +62,7 @@ _HEADERS_AT_ONCE = 64
 _CALL_S = 60.0
 CHUNKS_S = 600.0
 _MAPPED = 0
-_NEARNESS = {Tier.MEMORY: 1, Tier.LOCAL: 2, Tier.PEER: 3, Tier.ARCHIVE: 4}
+_NEARNESS = {tier: number for number, tier in enumerate(NEAREST_FIRST, start=1)}
 
 
 class Wanted(Protocol):

@@ -1,7 +1,7 @@
 """The reconciler: hosts each run's ledger, answers sidecars, and tells people what is protected.
 
     main          the process
-    watch, feed   what is done when objects of the cluster change
+    watch         what is done when objects of the cluster change
     errands       carries out what the state asks for
     reports_api   takes reports (token_auth: whose), signs (peer_certificates), answers
     helpers       pods that serve and clean what a run left on nodes

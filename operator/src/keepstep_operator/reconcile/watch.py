@@ -43,7 +43,8 @@ _UNINJECTED: Final = (
     f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",
     f"!{names.INJECTED_LABEL},batch.kubernetes.io/job-name",
 )
-"""Pods of the known kinds of job (a JobSet's and a TrainJob's are a Job's)."""
+"""Pods of jobs that admission did not see: those of PyTorchJobs, and of Jobs (a JobSet's and a
+TrainJob's are a Job's). The others carry no label that the server could select by."""
 _LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
 UNINJECTED_S: Final = 20.0
 _AGAIN_S: Final = 3.0

@@ -14,8 +14,8 @@ from keepstep.wire.reports import ReportedRestore
 from keepstep.wire.trainer import CandidatesRequest, Opened, OpenRequest, RestoredRequest
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.log import say
@@ -85,7 +85,7 @@ class Restoring:
         committer: Committer,
         remote_tiers: RemoteTiers,
         restorer: Restorer,
-        operator: Operator,
+        operator: OperatorLink,
         changes: Changes,
     ) -> None:
         self.restores: list[ReportedRestore] = []

@@ -21,8 +21,8 @@ from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.commit.run_view import Operator
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
@@ -58,7 +58,7 @@ class Service:
     config: Config
     tasks: Tasks
     changes: Changes
-    operator: Operator
+    operator: OperatorLink
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
     leases: Leases

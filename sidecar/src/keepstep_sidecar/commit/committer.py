@@ -40,8 +40,8 @@ from keepstep_sidecar.commit.inventory import (
     LocalShards,
     RemoteInventory,
 )
+from keepstep_sidecar.commit.operator_link import OperatorNotes
 from keepstep_sidecar.commit.restore_from import Rollback
-from keepstep_sidecar.commit.run_view import Notes
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
@@ -89,12 +89,12 @@ class Committer:
         spawn: Spawn,
         keep: Retention,
         grid: Grid,
-        told: bool = False,
+        managed: bool = False,
         wish: Wish | None = None,
     ) -> None:
         """`names`: of one thread, that changes names on the volumes. `writers`: one for each
         volume, of one thread: a drive writes one image at a time, and none is idle while another
-        one has a queue. `told`: an operator sees the whole run, and decides what is deleted.
+        one has a queue. `managed`: an operator sees the whole run, and decides what is deleted.
         `wish`: what to go back to."""
         self.volumes = volumes
         self.local_shards = LocalShards()
@@ -117,13 +117,13 @@ class Committer:
             grid=grid,
             tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
             keep=keep,
-            told=told,
+            managed=managed,
             began=time.monotonic(),
             in_use=self._in_use,
             may_write=lambda id: self.ancestry.writes(id),
         )
         self.run_view = self.node.run_view
-        self.notes = Notes(self.run_view, volumes, self.blocking)
+        self.notes = OperatorNotes(self.run_view, volumes, self.blocking)
         self.rollback = Rollback(wish, volumes.epochs)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
         self._slots = slots

@@ -66,7 +66,7 @@ class RemoteTiers:
             await self.look()
 
     async def look(self, *, anew: bool = False) -> None:
-        """Ask all remote tiers; `anew` as in `Remotes.look`."""
+        """Ask all remote tiers; `anew` as in `RemoteInventory.look`."""
         await self._committer.look_beyond(anew=anew)
         self._looked_at = time.monotonic()
 

@@ -19,7 +19,7 @@ from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar import __version__, connections, log
-from keepstep_sidecar.commit.run_view import Operator
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.sidecar import Reporting, check_run
@@ -129,7 +129,7 @@ async def _serve(serving: Serving) -> None:
     )
     server = Server(serving.peers.listen, credentials, shelf.context)
     changes = Changes()
-    operator = Operator(changes, present=True)
+    operator = OperatorLink(changes, present=True)
     reporter = _reporter(serving, shelf, operator, changes)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ async def _serve(serving: Serving) -> None:
     say("ended")
 
 
-def _reporter(serving: Serving, shelf: Shelf, operator: Operator, changes: Changes) -> Reporter:
+def _reporter(serving: Serving, shelf: Shelf, operator: OperatorLink, changes: Changes) -> Reporter:
     started_at = time.time()
 
     async def measure() -> tuple[VolumeStatus, ...]:

@@ -24,7 +24,7 @@ from keepstep.core.readiness import NEVER
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
-from keepstep_sidecar.commit.run_view import Operator
+from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
@@ -115,7 +115,7 @@ class Reporter:
         look: Look,
         *,
         trust: ssl.SSLContext,
-        operator: Operator,
+        operator: OperatorLink,
         obey: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:

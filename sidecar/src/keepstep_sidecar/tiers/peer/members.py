@@ -39,10 +39,10 @@ class Known:
 
 @dataclass(kw_only=True)
 class Directory:
-    """`told`: whether it is known who all the others are. `liars`: (address, step, rank). `awaits`:
+    """`complete`: all the others are known. `liars`: (address, step, rank). `awaits`:
     what the operator is making reachable, '' for nothing."""
 
-    told: bool
+    complete: bool
     awaits: str = ""
     known: dict[str, Known] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Directory:
     ) -> None:
         """The operator's list. Not `complete`: pods that have not reported yet are not on it, and
         may hold something."""
-        self.told, self.awaits = complete, awaits
+        self.complete, self.awaits = complete, awaits
         before, self.known = self.known, {}
         for one in peers:
             if one.address == own:
@@ -92,7 +92,7 @@ class Directory:
 
     def away(self) -> str:
         """Who did not answer, and why; '' when all did."""
-        if not self.told:
+        if not self.complete:
             return "the operator has not heard of all pods of the run yet"
         if self.awaits:
             return self.awaits

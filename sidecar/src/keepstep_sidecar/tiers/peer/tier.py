@@ -64,7 +64,7 @@ class PeerTier(RemoteTier):
         self._changes = Changes()
         self._counts = Counts()
         self._received_bytes, self._received_seconds = 0, 0.0
-        self._directory = Directory(told=bool(settings.files) or not settings.listen)
+        self._directory = Directory(complete=bool(settings.files) or not settings.listen)
         for address in settings.peers:
             self._directory.known[address] = Known(address=address)
         self._outbox = Outbox()
@@ -96,7 +96,7 @@ class PeerTier(RemoteTier):
 
     @property
     def introduced(self) -> bool:
-        return self._directory.told
+        return self._directory.complete
 
     def peers_are(
         self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True

@@ -20,7 +20,7 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 
-class Operator:
+class OperatorLink:
     """Whether there is an operator that reports go to, and how that goes.
 
     `tried_at`: when a report first succeeded or failed, of the monotonic clock; `heard_at`: the
@@ -45,7 +45,7 @@ _EVERY_S = 10.0
 """A new commit is noted that often; a new pin at once."""
 
 
-class Notes:
+class OperatorNotes:
     """`blocking`: runs a blocking call on the thread that changes names on the volumes."""
 
     def __init__(
