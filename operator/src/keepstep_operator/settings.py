@@ -25,6 +25,16 @@ namespace_option: Final = option(
     "--namespace", required=True, metavar="NAME", help="Namespace of the release."
 )
 
+host_path_option: Final = option(
+    "--host-path",
+    "host_paths",
+    multiple=True,
+    metavar="DIR",
+    envvar="KEEPSTEP_HOST_PATHS",
+    help="Prefix of node directories that policies may use; may be repeated (variable: separated"
+    " by spaces).",
+)
+
 log_level_option: Final = option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),

@@ -22,6 +22,7 @@ from keepstep_operator.kube import Client, find_access
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
+    host_path_option,
     log_level_option,
     metrics_port_option,
     namespace_option,
@@ -82,15 +83,7 @@ class Settings:
     default="keepstep-reports-ca",
     help="ConfigMap of NAMESPACE whose ca.crt sidecars check that URL with.",
 )
-@option(
-    "--host-path",
-    "host_paths",
-    multiple=True,
-    metavar="DIR",
-    envvar="KEEPSTEP_HOST_PATHS",
-    help="Prefix of node directories that policies may use; may be repeated (variable: separated"
-    " by spaces).",
-)
+@host_path_option
 @tls_dir_option("/tls")
 @port_option(ADMISSION_PORT)
 @log_level_option

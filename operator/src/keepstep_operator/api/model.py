@@ -24,12 +24,13 @@ class RunKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The root owner of a run's pods: what people look at, and where events go."""
+    """The root owner of a run's pods: what people look at, and where events go. `uid`: '' for a pod
+    without an owner, its own root, that is not created yet."""
 
     api_version: str
     kind: str
     name: str
-    uid: str
+    uid: str = ""
 
 
 class VolumeKind(str, enum.Enum):

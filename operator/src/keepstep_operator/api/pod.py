@@ -17,6 +17,7 @@ from typing import Any
 from keepstep.errors import UsageError
 from keepstep_operator import names
 from keepstep_operator.api.job_kinds import JobKind, RankSource, kind_of
+from keepstep_operator.api.model import Job
 from keepstep_operator.bodies import Body
 
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -58,17 +59,6 @@ class PodError(UsageError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
-    """The job that a run is: what `kubectl describe` is asked about. `uid` is '' for a pod without
-    an owner (its own root) that is not created yet."""
-
-    api_version: str
-    kind: str
-    name: str
-    uid: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Container:
     """`literals`: environment variables with a value written out (no references)."""
 
@@ -86,7 +76,7 @@ class Pod:
     uid: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
-    owner: Root | None
+    owner: Job | None
     containers: tuple[Container, ...]
     init_containers: tuple[str, ...]
     node: str = ""
@@ -134,7 +124,7 @@ class Injected:
     image: str = ""
     version: str = ""
     container: str = ""
-    job: Root | None = None
+    job: Job | None = None
     warnings: tuple[str, ...] = ()
     ranked: bool = False
     contract: int = 0
@@ -164,16 +154,16 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
     )
 
 
-def root_of(pod: Pod) -> Root:
+def root_of(pod: Pod) -> Job:
     """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by its labels, else the
     controller, else itself."""
     jobset, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
     if jobset and uid:
-        return Root(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=jobset, uid=uid)
+        return Job(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=jobset, uid=uid)
     if pod.owner is not None and (leads := pod.labels.get(LWS_NAME_LABEL)):
         # its StatefulSets are many, and no label has its uid
-        return Root(api_version="leaderworkerset.x-k8s.io/v1", kind="LeaderWorkerSet", name=leads)
-    return pod.owner or Root(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
+        return Job(api_version="leaderworkerset.x-k8s.io/v1", kind="LeaderWorkerSet", name=leads)
+    return pod.owner or Job(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
 
 
 def run_key(pod: Pod) -> str:
@@ -271,7 +261,7 @@ def asked_node_rank(pod: Pod) -> str | None:
     return None if ours else pod.labels.get(names.NODE_RANK_LABEL)
 
 
-def _nothing_tells(root: Root) -> str:
+def _nothing_tells(root: Job) -> str:
     return (
         f"the pod belongs to a {root.kind} ({root.api_version}), and nothing on it tells which of"
         f" its pods it is: set the label {names.NODE_RANK_LABEL} on each pod, a number of its own"
@@ -325,16 +315,16 @@ def injected_of(pod: Pod) -> Injected | None:
         job = fields.pop("job", None)
         fields["warnings"] = tuple(fields.get("warnings", ()))
         known = {name: fields[name] for name in Injected.__dataclass_fields__ if name in fields}
-        return Injected(**known, job=Root(**job) if job else None)
+        return Injected(**known, job=Job(**job) if job else None)
     except (ValueError, TypeError, AttributeError):
         return None
 
 
-def controller_of(references: list[Body]) -> Root | None:
+def controller_of(references: list[Body]) -> Job | None:
     """Of an object's owners the one that made it."""
     for one in references:
         if one.get("controller"):
-            return Root(
+            return Job(
                 api_version=one.get("apiVersion", ""),
                 kind=one.get("kind", ""),
                 name=one.get("name", ""),
@@ -372,7 +362,7 @@ def _checked(name: str, what: str) -> str:
     return name
 
 
-def _key_of_job(root: Root) -> str:
+def _key_of_job(root: Job) -> str:
     """Job names may be DNS subdomains, longer and with dots; the uid keeps what is cut apart."""
     digits = root.uid.replace("-", "").lower()[:_HEX_OF_UID]
     if not digits.isalnum():

@@ -42,7 +42,7 @@ class StoredAuthority:
     def bundle(self) -> bytes:
         """All CAs that clients must trust now."""
         pairs = [one.certificate for one in (self.signer, self.next) if one is not None]
-        return b"".join(_distinct([*pairs, *split(self.previous)]))
+        return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
 
     def summary(self) -> Authority:
         """What decisions are made on."""
@@ -147,7 +147,3 @@ def _time(text: str | None) -> datetime | None:
     except ValueError:
         return None
     return read if read.tzinfo else None
-
-
-def _distinct(certificates: list[bytes]) -> list[bytes]:
-    return list(dict.fromkeys(certificates))

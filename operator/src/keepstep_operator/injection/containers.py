@@ -86,7 +86,7 @@ def sidecar(
             "preStop": {"exec": {"command": [_PROGRAM, "--flush"]}},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _confined(user=USER_ID, group=GROUP_ID),
+        "securityContext": confined(user=USER_ID, group=GROUP_ID),
     }
 
 
@@ -100,7 +100,7 @@ def directories(
     """
     if not policy.host_paths:
         return None
-    security = _confined(user=0, group=0)
+    security = confined(user=0, group=0)
     security["capabilities"]["add"] = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
     return {
         "name": VOLUMES_CONTAINER,
@@ -196,7 +196,7 @@ def _plain(variable: Body) -> bool:
     return "fieldRef" in source if source else "$(" not in variable.get("value", "")
 
 
-def _confined(*, user: int, group: int) -> Body:
+def confined(*, user: int, group: int) -> Body:
     """Pod Security "restricted", for everybody but root."""
     return {
         "runAsNonRoot": user != 0,

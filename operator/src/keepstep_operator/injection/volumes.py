@@ -42,7 +42,8 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 def volumes_of(policy: Policy) -> list[Body]:
     """What goes into `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
-    return [_memory(policy), _token(), _trust(), *local, *archive_volumes(policy)]
+    trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
+    return [_memory(policy), _token(), trust, *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
@@ -115,10 +116,6 @@ def _token() -> Body:
     source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
     projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
     return {"name": TOKEN_VOLUME, "projected": projected}
-
-
-def _trust() -> Body:
-    return {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
 
 
 def _volume(volume: Volume) -> Body:

@@ -217,7 +217,7 @@ async def owner_of(client: Client, action: FindOwner) -> Job | None:
     above = kind_of(owner.api_version, owner.kind) if owner is not None else None
     if owner is None or above is None or (above.group, above.kind) != kind.owner:
         return None
-    return Job(api_version=owner.api_version, kind=owner.kind, name=owner.name, uid=owner.uid)
+    return owner
 
 
 def _resource(job: Job) -> Resource | None:

@@ -35,6 +35,7 @@ from keepstep_operator.reconcile.writers.events import EventWriter
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
+    host_path_option,
     log_level_option,
     metrics_port_option,
     namespace_option,
@@ -110,15 +111,7 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 @click.command(short_help="Watch runs, take their sidecars' reports, tell what is protected.")
-@option(
-    "--host-path",
-    "host_paths",
-    multiple=True,
-    metavar="DIR",
-    envvar="KEEPSTEP_HOST_PATHS",
-    help="Prefix of node directories that policies may use; may be repeated (variable: separated"
-    " by spaces).",
-)
+@host_path_option
 @option(
     "--watch-nodes",
     is_flag=True,

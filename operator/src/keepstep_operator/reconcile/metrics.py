@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepstep_operator.api.run import Condition
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
@@ -34,13 +33,9 @@ def _condition(type: str) -> Callable[[Run], float | None]:
 
     def value(run: Run) -> float | None:
         found = next((one for one in run.written.conditions if one.type == type), None)
-        return _truth(found) if found is not None else None
+        return {"True": 1.0, "False": 0.0}.get(found.status) if found is not None else None
 
     return value
-
-
-def _truth(condition: Condition) -> float | None:
-    return {"True": 1.0, "False": 0.0}.get(condition.status)
 
 
 RUNS: Final = (

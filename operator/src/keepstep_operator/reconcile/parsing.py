@@ -8,7 +8,6 @@ from typing import Any
 from keepstep_operator import names
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.model import (
-    Job,
     JobState,
     NodeRecord,
     PodRecord,
@@ -21,7 +20,6 @@ from keepstep_operator.api.pod import (
     Injected,
     Pod,
     PodError,
-    Root,
     injected_of,
     is_queued,
     is_queued_by_template,
@@ -92,13 +90,9 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         labelled=names.RUN_LABEL in pod.labels,
         queued=is_queued(pod),
         uncounted=is_queued_by_template(pod),
-        job=_job(said.job or root_of(pod)),
+        job=said.job or root_of(pod),
         deleting=pod.deleting,
     )
-
-
-def _job(root: Root) -> Job:
-    return Job(api_version=root.api_version, kind=root.kind, name=root.name, uid=root.uid)
 
 
 def _training_name(pod: Pod, said: Injected) -> str:

@@ -17,6 +17,7 @@ from keepstep.wire import reports
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord, RunKey
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.containers import confined
 from keepstep_operator.reconcile.helpers.cleanup import Cleaning
 from keepstep_operator.reconcile.state.helper_plan import Helper, number_of
 
@@ -70,7 +71,7 @@ def serving(helper: Helper, defaults: HelperDefaults) -> Body:
                 for at, name, below in where
             ),
         ],
-        "securityContext": _confined(user=names.USER_ID),
+        "securityContext": confined(user=names.USER_ID, group=names.GROUP_ID),
     }
     volumes = [_token(), *_host_volumes(helper.paths)]
     return _pod(
@@ -81,7 +82,7 @@ def serving(helper: Helper, defaults: HelperDefaults) -> Body:
 def cleaning(one: Cleaning, defaults: HelperDefaults) -> Body:
     """The pod that removes a gone run's directories from a node."""
     where = [f"{_HOST}/{number}/{_below(one.run)}" for number in range(len(one.paths))]
-    security = _confined(user=0)
+    security = confined(user=0, group=0)
     security["capabilities"]["add"] = ["DAC_OVERRIDE"]
     since = ("--gone-since", f"{one.gone_since:.0f}")
     container = {
@@ -218,15 +219,3 @@ def _host_volumes(paths: Sequence[str]) -> list[Body]:
         {"name": f"volume-{number}", "hostPath": {"path": path, "type": "Directory"}}
         for number, path in enumerate(paths)
     ]
-
-
-def _confined(*, user: int) -> Body:
-    return {
-        "runAsNonRoot": user != 0,
-        "runAsUser": user,
-        "runAsGroup": names.GROUP_ID if user else 0,
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
