@@ -1,7 +1,7 @@
 """From *sealed* to *committed*.
 
     inventory        what is held where, and what the ledger is told of it
-    committer        executes what core.node decides: writes images, publishes, retires; begins epochs
+    committer        executes what core.node decides: writes, publishes, retires; begins epochs
     eviction_status  what is said of a full drive
     epochs           which epochs are this run's own
     operator_link    whether the operator answers; what it said, on record

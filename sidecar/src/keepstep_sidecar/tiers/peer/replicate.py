@@ -244,8 +244,8 @@ class Outbox:
         return [self.found[key] for key in sorted(self.found) if key[0] == id and key not in there]
 
     def best(self, after: StepId | None) -> StepId | None:
-        """The step to send next when not all can be: see `placement.better`. Committed ones only, where
-        commits are known."""
+        """The step to send next when not all can be: see `placement.better`. Committed ones only,
+        where commits are known."""
         best: StepId | None = None
         for id in {id for id, _ in self.found}:
             known = self.committed is None or id <= self.committed
