@@ -53,6 +53,20 @@ async def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket:
     assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
 
 
+async def test_the_pod_that_leaves_last_writes_the_record_of_the_step(
+    local: Volume, bucket: Bucket
+) -> None:
+    shards = write_step(local, 10)
+    async with running(bucket.config()) as first:
+        commit(first, {0: shards[0]})
+        assert await first.drain(timeout_s=30, whole=False)
+    bucket.proxy.faults.delay_s = 0.2  # it takes a while to see that all is there
+    async with running(bucket.config()) as last:
+        commit(last, {1: shards[1]})
+        assert await last.drain(timeout_s=30, whole=False)
+        assert (in_bucket(bucket, 10) / "step.json").is_file()
+
+
 async def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -> None:
     process = psutil.Process()
     shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB

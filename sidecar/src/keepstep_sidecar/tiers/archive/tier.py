@@ -79,6 +79,8 @@ class ArchiveTier(RemoteTier):
         self._sender = Sender(store=store, run=run, executor=self._executor)
         self._backlog = Backlog(config.base(persist_base))
         self._unsettled: dict[StepId, int] = {}
+        self._unasked: set[StepId] = set()
+        """Of these, whether all shards are there was not asked since ours were sent."""
         self._count = _Counters()
         self._trouble = ""
         self._attempts = 0
@@ -231,6 +233,7 @@ class ArchiveTier(RemoteTier):
                 for found in shards:
                     await self._send_shard(found)
                 self._unsettled[id] = shards[0].world
+                self._unasked.add(id)
         except (Gone, ImageError) as error:
             # Retired or damaged here, or another writer's there: sending it again changes nothing.
             self._refused.add(id)
@@ -257,7 +260,9 @@ class ArchiveTier(RemoteTier):
         """Steps that wait for shards of other sidecars, or for their record."""
         for id, world in sorted(self._unsettled.items()):
             try:
-                if not await self._sender.complete(id, world=world, epochs=self._epochs()):
+                settled = await self._sender.complete(id, world=world, epochs=self._epochs())
+                self._unasked.discard(id)
+                if not settled:
                     continue
             except ImageError:
                 del self._unsettled[id]
@@ -294,7 +299,12 @@ class ArchiveTier(RemoteTier):
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._backlog.waiting() or (whole and self._unsettled):
+                # whoever sent the last shard of a step writes its record
+                while (
+                    self._backlog.waiting()
+                    or self._unasked & self._unsettled.keys()
+                    or (whole and self._unsettled)
+                ):
                     if self._trouble and not whole:
                         return False
                     self._progress.clear()

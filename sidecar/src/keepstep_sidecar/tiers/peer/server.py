@@ -74,9 +74,11 @@ class Server:
         with self._lock:
             for one in self._peers:
                 _cut(one)
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(timeout=_HANDSHAKE_S)
+        for _ in ("those there are", "one that was accepted meanwhile"):
+            with self._lock:
+                threads = list(self._threads)
+            for thread in threads:
+                thread.join(timeout=_HANDSHAKE_S)
 
     def _spawn(self, work: Callable[..., None], *arguments: Any, name: str) -> None:
         def run() -> None:
@@ -87,14 +89,9 @@ class Server:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        try:
+        with self._lock:  # whoever sees it there may join it
             thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
+            self._threads.add(thread)
 
     def _accept(self) -> None:
         while not self._stopping:
