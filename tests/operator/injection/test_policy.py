@@ -19,7 +19,6 @@ from keepstep_operator.api.policy import (
     EmptyDir,
     Ephemeral,
     HostPath,
-    PersistMode,
     Verify,
     Volume,
     parse_policy,
@@ -39,7 +38,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
     )
     assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
     assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, Retention())
-    assert (parsed.persist_mode, parsed.persist_every) == (PersistMode.AUTO, None)
+    assert parsed.persist_every is None
     assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
     assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 4)
     assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)

@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from keepstep.core.retention import Retention
 from keepstep_operator.api.fields import Fields, PolicyError
+from keepstep_operator.api.model import VolumeKind
 from keepstep_operator.api.tiers import (
     Archive,
     Peers,
@@ -58,6 +59,7 @@ class Verify(str, enum.Enum):
 class EmptyDir:
     """The node's own disk, for the life of the pod."""
 
+    kind: ClassVar = VolumeKind.EMPTY_DIR
     size_limit_bytes: int | None = None
 
 
@@ -65,6 +67,7 @@ class EmptyDir:
 class HostPath:
     """A directory of the node, absolute and normal; survives the pod."""
 
+    kind: ClassVar = VolumeKind.HOST_PATH
     path: str
 
 
@@ -72,6 +75,7 @@ class HostPath:
 class Ephemeral:
     """A claim made and deleted with the pod. `storage_class`: None is the cluster's default."""
 
+    kind: ClassVar = VolumeKind.EPHEMERAL
     size_bytes: int
     storage_class: str | None = None
 
@@ -109,7 +113,6 @@ class Policy:
     volumes: tuple[Volume, ...]
     slots: int = 4
     stage_every: int = 1
-    persist_mode: PersistMode = PersistMode.AUTO
     persist_every: int | None = None
     accounting: Accounting = Accounting.ADD
     keep: Retention = field(default_factory=Retention)
@@ -152,7 +155,6 @@ def parse_policy(body: Body) -> Policy:
     sidecar = spec.child("sidecar")
     resources = sidecar.child("resources")
     stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
-    mode, persist_every = _persist(persist, stage_every)
     return Policy(
         namespace=str(metadata.get("namespace", "")),
         name=str(metadata.get("name", "")),
@@ -161,8 +163,7 @@ def parse_policy(body: Body) -> Policy:
         volumes=_volumes(spec.value("volumes")),
         slots=memory.number("slots", 4, least=2, most=16),
         stage_every=stage_every,
-        persist_mode=mode,
-        persist_every=persist_every,
+        persist_every=_persist(persist, stage_every),
         accounting=spec.choice("accounting", Accounting.ADD),
         keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
         verify=restore.choice("verify", Verify.FULL),
@@ -203,16 +204,15 @@ def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
         )
 
 
-def _persist(fields: Fields, stage_every: int) -> tuple[PersistMode, int | None]:
-    mode = fields.choice("mode", PersistMode.AUTO)
-    if mode is PersistMode.AUTO:
-        return mode, None
+def _persist(fields: Fields, stage_every: int) -> int | None:
+    if fields.choice("mode", PersistMode.AUTO) is PersistMode.AUTO:
+        return None
     if fields.value("every") is None:
         raise PolicyError("persist.every", "mode Fixed needs a number of steps, like 100")
     every = fields.number("every", 1, least=1, most=1_000_000)
     if every % stage_every:
         raise PolicyError("persist.every", f"{every} is no multiple of stage.every {stage_every}")
-    return mode, every
+    return every
 
 
 def _volumes(listed: object) -> tuple[Volume, ...]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from keepstep.wire import reports
 from keepstep_operator.api.pod import Placement
-from keepstep_operator.api.policy import PersistMode, Policy, Verify
+from keepstep_operator.api.policy import Policy, Verify
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.resources import Cost, resources_of
 from keepstep_operator.injection.settings import Defaults
@@ -161,7 +161,6 @@ def _settings(
     policy: Policy, placement: Placement, defaults: Defaults
 ) -> dict[str, str | int | None]:
     """The contract with `keepstep-sidecar`; None is left out."""
-    fixed = policy.persist_mode is PersistMode.FIXED
     return {
         "KEEPSTEP_RUN": placement.run_key,
         "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
@@ -169,7 +168,7 @@ def _settings(
         "KEEPSTEP_SLOTS": policy.slots,
         "KEEPSTEP_MEMORY_LIMIT": policy.memory_limit_bytes,
         "KEEPSTEP_STAGE_EVERY": policy.stage_every,
-        "KEEPSTEP_PERSIST_EVERY": policy.persist_every if fixed else policy.stage_every,
+        "KEEPSTEP_PERSIST_EVERY": policy.persist_every or policy.stage_every,
         "KEEPSTEP_KEEP": policy.keep.last,
         "KEEPSTEP_KEEP_EVERY": policy.keep.every,
         "KEEPSTEP_CAPACITY": policy.usable_bytes,

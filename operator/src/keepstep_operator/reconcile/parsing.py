@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from keepstep_operator import names
 from keepstep_operator.api.fields import PolicyError
@@ -30,8 +30,6 @@ from keepstep_operator.api.pod import (
     training_container,
 )
 from keepstep_operator.api.policy import (
-    EmptyDir,
-    HostPath,
     Policy,
     parse_policy,
     require_allowed,
@@ -113,21 +111,20 @@ def _container_status(status: Body, name: str) -> Body:
 
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
-    kinds = []
-    for one in (body.get("spec") or {}).get("volumes") or []:
-        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
-            kinds += [kind for kind in VolumeKind if kind.value in one]
-    return tuple(kinds)
+    return tuple(kind for one in _added(body) for kind in VolumeKind if kind.value in one)
 
 
 def _host_paths(body: Body) -> tuple[str, ...]:
-    """Directories of the node, of the volumes that injection added."""
-    ours = [
-        one.get("hostPath")
-        for one in (body.get("spec") or {}).get("volumes") or []
-        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX)
-    ]
-    return tuple(str(one.get("path") or "") for one in ours if one)
+    """Directories of the node."""
+    sources = (one.get("hostPath") for one in _added(body))
+    return tuple(str(source.get("path") or "") for source in sources if source)
+
+
+def _added(body: Body) -> Iterator[Body]:
+    """The volumes of a policy that injection added."""
+    for one in (body.get("spec") or {}).get("volumes") or []:
+        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
+            yield one
 
 
 def _trouble(status: Body) -> str:
@@ -147,18 +144,20 @@ def _trouble(status: Body) -> str:
 def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRecord:
     """The policy, with why it is not accepted, if so."""
     metadata = body.get("metadata") or {}
+    record = PolicyRecord(
+        namespace=str(metadata.get("namespace") or ""),
+        name=str(metadata.get("name") or ""),
+        uid=str(metadata.get("uid") or ""),
+        generation=int(metadata.get("generation") or 0),
+        spec=body.get("spec") or {},
+    )
     try:
         policy = parse_policy(body)
         require_allowed(policy, allowed_paths)
     except PolicyError as error:
-        return PolicyRecord(
-            **_identity(metadata),
-            spec=body.get("spec") or {},
-            problem=(error.reason, cut(str(error))),
-        )
-    return PolicyRecord(
-        **_identity(metadata),
-        spec=policy.spec,
+        return replace(record, problem=(error.reason, cut(str(error))))
+    return replace(
+        record,
         keep=policy.keep,
         persist_every=policy.persist_every,
         slots=policy.slots,
@@ -176,7 +175,7 @@ def advice_on(policy: Policy) -> str:
 
 
 def _of_volumes(policy: Policy) -> str:
-    kinds = [_kind(one.source) for one in policy.volumes]
+    kinds = [one.source.kind for one in policy.volumes]
     fleeting = sorted({str(kind) for kind in kinds if kind is not VolumeKind.HOST_PATH})
     if not fleeting:
         return "a step outlives its pod on the same node"
@@ -196,21 +195,6 @@ def _of_tiers(policy: Policy) -> str:
             " nodes and jobs"
         )
     return "; ".join(said) or "no tier outlives the loss of a node (see peers and archive)"
-
-
-def _kind(source: object) -> VolumeKind:
-    if isinstance(source, HostPath):
-        return VolumeKind.HOST_PATH
-    return VolumeKind.EMPTY_DIR if isinstance(source, EmptyDir) else VolumeKind.EPHEMERAL
-
-
-def _identity(metadata: Body) -> dict[str, Any]:
-    return {
-        "namespace": str(metadata.get("namespace") or ""),
-        "name": str(metadata.get("name") or ""),
-        "uid": str(metadata.get("uid") or ""),
-        "generation": int(metadata.get("generation") or 0),
-    }
 
 
 def parse_run_object(body: Body) -> RunObject:

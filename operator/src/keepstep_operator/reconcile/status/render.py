@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from keepstep.core.ledger.holding import bits
 from keepstep.steps import Tier
 from keepstep_operator import names
+from keepstep_operator.api.model import PolicyRecord
 from keepstep_operator.api.run import (
     MOST_RANKS,
     MOST_WARNINGS,
@@ -198,50 +199,45 @@ def _versions(texts: Iterable[str]) -> str:
 
 
 def _warnings(run: RunView) -> list[str]:
-    found = [*_policy_warnings(run), *_fresh_start(run), *_earlier_run(run), *run.alarms]
-    there = sorted(run.pods.values(), key=lambda pod: pod.name)
-    found += [f"pod {pod.name}: {pod.trouble}" for pod in there if pod.trouble and pod.injected]
-    found += [
-        draining(node, run.commit.id.step if run.commit else None)
-        for node in sorted(run.health.draining)
-    ]
-    found += [f"{text} ({_first(pods)})" for text, pods in sorted(_said(run).items())]
-    return [cut(text) for text in dict.fromkeys(found)][:MOST_WARNINGS]
+    return [cut(text) for text in dict.fromkeys(_all_warnings(run))][:MOST_WARNINGS]
 
 
-def _policy_warnings(run: RunView) -> list[str]:
-    if run.policy is None or run.finished:
-        return []
-    now = run.policy_now
+def _all_warnings(run: RunView) -> Iterator[str]:
+    """What to act on first comes first."""
+    if run.policy is not None and not run.finished:
+        yield from _of_policy(run.policy, run.policy_now)
+    if run.fresh is not None:
+        yield f"epoch {run.fresh} began at step 0 beside older steps. {acknowledge(run.key)}"
+    if run.earlier is not None and not run.finished:
+        yield (
+            f"an earlier job of this name was run {run.earlier.name}; its steps are kept, but this"
+            f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
+            f" {run.earlier.name} on its pods"
+        )
+    yield from run.alarms
+    for pod in sorted(run.pods.values(), key=lambda pod: pod.name):
+        if pod.trouble and pod.injected:
+            yield f"pod {pod.name}: {pod.trouble}"
+    for node in sorted(run.health.draining):
+        yield draining(node, run.commit.id.step if run.commit else None)
+    for text, pods in sorted(_said(run).items()):
+        yield f"{text} ({_first(pods)})"
+
+
+def _of_policy(held: PolicyRecord, now: PolicyRecord | None) -> Iterator[str]:
+    """`held`: what the run goes by."""
     if now is None:
-        return [
-            f"CheckpointPolicy {run.policy.name} does not exist any more: this run goes on by what"
-            " it was, but pods that are made from now on get no sidecar. Create it again"
-        ]
-    if now.problem is not None:
-        return [f"CheckpointPolicy {now.name} is not accepted: {now.problem[1]}"]
-    if now.generation > run.policy.generation:
-        return [
-            f"CheckpointPolicy {now.name} has changed (generation {run.policy.generation} to"
+        yield (
+            f"CheckpointPolicy {held.name} does not exist any more: this run goes on by what it"
+            " was, but pods that are made from now on get no sidecar. Create it again"
+        )
+    elif now.problem is not None:
+        yield f"CheckpointPolicy {now.name} is not accepted: {now.problem[1]}"
+    elif now.generation > held.generation:
+        yield (
+            f"CheckpointPolicy {now.name} has changed (generation {held.generation} to"
             f" {now.generation}): it holds for pods that are made from now on"
-        ]
-    return []
-
-
-def _fresh_start(run: RunView) -> list[str]:
-    if run.fresh is None:
-        return []
-    return [f"epoch {run.fresh} began at step 0 beside older steps. {acknowledge(run.key)}"]
-
-
-def _earlier_run(run: RunView) -> list[str]:
-    if run.earlier is None or run.finished:
-        return []
-    return [
-        f"an earlier job of this name was run {run.earlier.name}; its steps are kept, but this job"
-        f" does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
-        f" {run.earlier.name} on its pods"
-    ]
+        )
 
 
 def _said(run: RunView) -> dict[str, list[str]]:
