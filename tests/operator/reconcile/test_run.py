@@ -16,7 +16,9 @@ from keepstep.wire.reports import ReportedVolume
 from keepstep_operator.api.model import JobState, RunKey, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
+from keepstep_operator.reconcile.state.run_view import view_of
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
+from keepstep_operator.reconcile.status.render import render
 from keepstep_operator.reconcile.writers.status_writer import status_of
 from tests.operator.reconcile.samples import (
     FIRST,
@@ -58,6 +60,19 @@ def test_a_watermark_advances_only_when_both_pods_have_reported_the_step() -> No
         "step 90 is durable on all 2 ranks",
         "step 100 is durable on all 2 ranks",
     ]
+
+
+def test_a_view_of_a_run_stays_what_it_was_while_the_run_goes_on() -> None:
+    play, pods, sidecars = running()
+    run = play.registry.runs[KEY]
+    view = view_of(run)
+    assert view == view_of(run)
+    told = render(view, at=T0)
+    play.hear_all(*zip(pods, (one.staged(101).durable(100) for one in sidecars), strict=True))
+    play.lose(pods[0])
+    play.wait(200)
+    assert render(view, at=T0) == told
+    assert render(view_of(run), at=T0) != told
 
 
 def test_the_step_is_what_all_ranks_have_staged_even_when_reports_share_none() -> None:
