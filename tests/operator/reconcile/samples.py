@@ -14,8 +14,8 @@ from keepstep_operator.api.model import (
     PolicyRecord,
     RunKey,
     RunObject,
-    VolumeKind,
 )
+from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.reconcile.state.actions import Action, EmitEvent
 from keepstep_operator.reconcile.state.registry import Registry
@@ -62,9 +62,27 @@ def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
     return replace(record, **changes)
 
 
-def policy(**changes: Any) -> PolicyRecord:
-    record = PolicyRecord(namespace=KEY.namespace, name="default", generation=1)
-    return replace(record, **changes)
+def accepted(**changes: Any) -> Policy:
+    plain = Policy(
+        namespace=KEY.namespace,
+        name="default",
+        generation=1,
+        memory_limit_bytes=1 << 30,
+        volumes=(),
+        spec={},
+    )
+    return replace(plain, **changes)
+
+
+def policy(*, problem: tuple[str, str] | None = None, **changes: Any) -> PolicyRecord:
+    held = accepted(**changes)
+    return PolicyRecord(
+        namespace=held.namespace,
+        name=held.name,
+        generation=held.generation,
+        policy=None if problem else held,
+        problem=problem,
+    )
 
 
 def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from keepstep_operator.api.model import JobState, RunKey, VolumeKind
+from keepstep_operator.api.model import JobState, RunKey
+from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.reconcile.parsing import (
     job_state,
     parse_node,
@@ -115,9 +116,10 @@ def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -
         },
     }
     record = parse_policy_record(body, allowed_paths=())
-    assert record.peers is not None
-    assert record.archive is not None
-    assert (record.peers.replicas, record.archive.every) == (2, 50)
+    assert record.policy is not None
+    assert record.policy.peers is not None
+    assert record.policy.archive is not None
+    assert (record.policy.peers.replicas, record.policy.archive.every) == (2, 50)
     assert "peers outlive the loss of a node" in record.advice
     assert "every 50 steps one goes to claim shared" in record.advice
 

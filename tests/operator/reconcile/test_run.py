@@ -13,7 +13,8 @@ import yaml
 from keepstep.core.retention import Retention
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedVolume
-from keepstep_operator.api.model import JobState, RunKey, VolumeKind
+from keepstep_operator.api.model import JobState, RunKey
+from keepstep_operator.api.policy import Accounting, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
 from keepstep_operator.reconcile.state.run_view import view_of
@@ -27,6 +28,7 @@ from tests.operator.reconcile.samples import (
     T0,
     Play,
     Sidecar,
+    accepted,
     later,
     pod,
     policy,
@@ -446,7 +448,7 @@ def test_a_reconciler_that_begins_goes_on_by_the_policy_that_the_pods_were_made_
     changed = policy(generation=2, keep=Retention(last=1))
     heir = Play(known_policy=changed if policy_first else policy(name="another"))
     heir.see(pod(0))
-    heir.find(run_object(before, policy=policy(generation=1)))
+    heir.find(run_object(before, policy=accepted(generation=1)))
     heir.note(heir.registry.policy_seen(changed))
 
     def goes_by() -> int:
@@ -901,7 +903,7 @@ def test_a_commit_of_the_past_is_kept_until_everybody_has_reported() -> None:
 
 
 def test_memory_that_a_queue_does_not_count_is_said_with_what_to_set() -> None:
-    adds = policy(adds_bytes=(8 << 30) + (256 << 20))
+    adds = policy(memory_limit_bytes=8 << 30)
     play = Play(pod(0, uncounted=True), pod(1, uncounted=True), known_policy=adds)
     status, reason, message = play.condition("CountedByQueue")
     assert (status, reason) == ("False", "MemoryAdded")
@@ -909,7 +911,7 @@ def test_memory_that_a_queue_does_not_count_is_said_with_what_to_set() -> None:
     assert "CarveOut" in message
     for play in (
         Play(pod(0), known_policy=adds),
-        Play(pod(0, uncounted=True), known_policy=policy()),
+        Play(pod(0, uncounted=True), known_policy=policy(accounting=Accounting.CARVE_OUT)),
         Play(pod(0, uncounted=True, phase="Succeeded"), known_policy=adds),
     ):
         assert "CountedByQueue" not in {one.type for one in play.status.conditions}

@@ -12,7 +12,8 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.status import TierProgress
-from keepstep_operator.api.model import NodeRecord, VolumeKind
+from keepstep_operator.api.model import NodeRecord
+from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.bodies import Body
@@ -54,7 +55,7 @@ def running(*, known: Any = None, kind: VolumeKind = VolumeKind.HOST_PATH, **cha
         for rank in (0, 1)
     ]
     for rank, one in enumerate(sidecars):
-        one.kept = {1 - rank: [step(80)]} if known.peers else {}
+        one.kept = {1 - rank: [step(80)]} if known.policy.peers else {}
     play = Play(*pods, known_policy=known)
     play.hear_all(*zip(pods, sidecars, strict=True))
     return play, pods, sidecars

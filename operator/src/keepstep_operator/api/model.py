@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.core.retention import Retention
-from keepstep_operator.api.tiers import Archive, Peers
+from keepstep_operator.api.policy import Policy, VolumeKind
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,17 +30,6 @@ class Job:
     kind: str
     name: str
     uid: str = ""
-
-
-class VolumeKind(str, enum.Enum):
-    """What a policy's volume is made of, which decides what its bytes outlive."""
-
-    EMPTY_DIR = "emptyDir"
-    HOST_PATH = "hostPath"
-    EPHEMERAL = "ephemeral"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +80,14 @@ class PodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRecord:
-    """A CheckpointPolicy as far as the reconciler needs it; `spec` is only ever shown.
-
-    `persist_every`: steps, None for Auto. `problem`: (reason, message) why it is not accepted.
-    `advice`: what an accepted one does not give. `adds_bytes`: to each pod's memory request.
-    """
+    """A CheckpointPolicy as it lies in the cluster. `policy`: what it says, None where it is not
+    accepted, and `problem` has (reason, message). `advice`: what an accepted one does not give."""
 
     namespace: str
     name: str
     generation: int
     uid: str = ""
-    spec: Mapping[str, Any] = field(default_factory=dict)
-    keep: Retention = field(default_factory=Retention)
-    persist_every: int | None = None
-    slots: int = 4
-    adds_bytes: int = 0
-    run_ttl_s: float = 7 * 24 * 3600.0
-    peers: Peers | None = None
-    archive: Archive | None = None
+    policy: Policy | None = None
     problem: tuple[str, str] | None = None
     advice: str = ""
 
@@ -137,7 +115,7 @@ class RunObject:
     restore_from: str = ""
     paused: bool = False
     fresh_start: str = ""
-    policy: PolicyRecord | None = None
+    policy: Policy | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 from keepstep.core.retention import Retention
 from keepstep_operator.api.fields import Fields, PolicyError
-from keepstep_operator.api.model import VolumeKind
 from keepstep_operator.api.tiers import (
     Archive,
     Peers,
@@ -32,6 +31,17 @@ _MOST_VOLUMES = 8
 _LONGEST_FLUSH_S = 120
 _FULL_BEFORE_EVICTION = 0.95
 """Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
+
+
+class VolumeKind(str, enum.Enum):
+    """What a policy's volume is made of, which decides what its bytes outlive."""
+
+    EMPTY_DIR = "emptyDir"
+    HOST_PATH = "hostPath"
+    EPHEMERAL = "ephemeral"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class PersistMode(str, enum.Enum):

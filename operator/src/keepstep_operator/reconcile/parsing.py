@@ -14,7 +14,6 @@ from keepstep_operator.api.model import (
     PolicyRecord,
     RunKey,
     RunObject,
-    VolumeKind,
 )
 from keepstep_operator.api.pod import (
     Injected,
@@ -31,6 +30,7 @@ from keepstep_operator.api.pod import (
 )
 from keepstep_operator.api.policy import (
     Policy,
+    VolumeKind,
     parse_policy,
     require_allowed,
 )
@@ -149,24 +149,13 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
         generation=int(metadata.get("generation") or 0),
-        spec=body.get("spec") or {},
     )
     try:
         policy = parse_policy(body)
         require_allowed(policy, allowed_paths)
     except PolicyError as error:
         return replace(record, problem=(error.reason, cut(str(error))))
-    return replace(
-        record,
-        keep=policy.keep,
-        persist_every=policy.persist_every,
-        slots=policy.slots,
-        adds_bytes=policy.added_bytes,
-        run_ttl_s=float(policy.run_ttl_s),
-        peers=policy.peers,
-        archive=policy.archive,
-        advice=advice_on(policy),
-    )
+    return replace(record, policy=policy, advice=advice_on(policy))
 
 
 def advice_on(policy: Policy) -> str:
@@ -214,14 +203,12 @@ def parse_run_object(body: Body) -> RunObject:
     )
 
 
-def _snapshot(status: Body, namespace: str) -> PolicyRecord | None:
+def _snapshot(status: Body, namespace: str) -> Policy | None:
     """The policy that the run was known to go by; it was allowed then."""
     written = status.get("policy") or {}
     metadata = {**written, "namespace": namespace}
-    record = parse_policy_record(
-        {"metadata": metadata, "spec": written.get("spec") or {}}, allowed_paths=("/",)
-    )
-    return record if record.problem is None else None
+    body = {"metadata": metadata, "spec": written.get("spec") or {}}
+    return parse_policy_record(body, allowed_paths=("/",)).policy
 
 
 def job_state(body: Body) -> JobState:

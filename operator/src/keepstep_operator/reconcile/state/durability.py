@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from keepstep.core.ledger.holding import is_full
 from keepstep.steps import StepId
-from keepstep_operator.api.model import VolumeKind
+from keepstep_operator.api.policy import VolumeKind
 
 
 class Survives(str, enum.Enum):

@@ -26,8 +26,8 @@ from keepstep_operator.api.model import (
     PolicyRecord,
     RunKey,
     RunObject,
-    VolumeKind,
 )
+from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import MOST_RECENT, RecentStatus, RunStatus, cut, utc
 from keepstep_operator.reconcile.state import helper_plan, messages
 from keepstep_operator.reconcile.state.actions import (
@@ -93,7 +93,7 @@ class Run:
         self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None
-        self.policy: PolicyRecord | None = None
+        self.policy: Policy | None = None
         self.policy_now: PolicyRecord | None = None
         self.object: RunObject | None = None
         self.restores = RestartHistory()
@@ -190,8 +190,8 @@ class Run:
     def _adopt(self) -> None:
         """A change holds for pods that are made after it, so the run goes by the policy that its
         newest pod was made with, even when that was deleted meanwhile."""
-        now, held = self.policy_now, self.policy
-        if now is None or now.problem is not None:
+        now, held = self.policy_now.policy if self.policy_now else None, self.policy
+        if now is None:
             return
         if held is None or held.name != now.name or self._made_with(now.name) >= now.generation:
             self.policy = now
@@ -202,7 +202,7 @@ class Run:
         pods = (pod for pod in self.pods.values() if pod.policy == policy)
         return max((pod.policy_generation for pod in pods), default=0)
 
-    def _resume_policy(self, written: PolicyRecord | None) -> None:
+    def _resume_policy(self, written: Policy | None) -> None:
         """What the run went by before this process holds, unless a pod was made with a newer one:
         pods that join get it."""
         if written is not None and self._made_with(written.name) <= written.generation:

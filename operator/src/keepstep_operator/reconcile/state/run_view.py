@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.steps import Answer, EpochId, StepId, Tier
-from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey, VolumeKind
+from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey
+from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import (
     MOST_RANKS,
     Condition,
@@ -53,7 +54,7 @@ class RunView:
     key: RunKey
     generation: int
     job: Job | None
-    policy: PolicyRecord | None
+    policy: Policy | None
     policy_now: PolicyRecord | None
     pods: Mapping[str, PodRecord]
     places: Mapping[int, Place]

@@ -133,13 +133,13 @@ def _duplicate_node_rank(run: RunView) -> ConditionState | None:
 def _counted_by_queue(run: RunView) -> ConditionState | None:
     """None where no queue is concerned, or where it counts all that pods ask for."""
     policy = run.policy
-    if policy is None or not policy.adds_bytes:
+    if policy is None or not policy.added_bytes:
         return None
     if not any(pod.uncounted and pod.stays for pod in run.pods.values()):
         return None
     message = (
         f"Kueue admitted the job by its template; policy {policy.name} (accounting: Add) adds"
-        f" {format_bytes(policy.adds_bytes)} of memory to each of its pods, which no quota counts,"
+        f" {format_bytes(policy.added_bytes)} of memory to each of its pods, which no quota counts,"
         " so pods may not find the place that the queue believes to be free. Set"
         " accounting: CarveOut, and raise the training container's memory by as much"
     )

@@ -11,6 +11,7 @@ from keepstep.core.ledger.holding import bits
 from keepstep.steps import Tier
 from keepstep_operator import names
 from keepstep_operator.api.model import PolicyRecord
+from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.run import (
     MOST_RANKS,
     MOST_WARNINGS,
@@ -224,7 +225,7 @@ def _all_warnings(run: RunView) -> Iterator[str]:
         yield f"{text} ({_first(pods)})"
 
 
-def _of_policy(held: PolicyRecord, now: PolicyRecord | None) -> Iterator[str]:
+def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
     """`held`: what the run goes by."""
     if now is None:
         yield (
