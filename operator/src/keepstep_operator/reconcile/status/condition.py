@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from keepstep_operator.api.run import Condition, utc
 from keepstep_operator.reconcile.state.previous_status import FINISHED
 
 _NAMED = 3
@@ -33,3 +34,10 @@ def few(names: Collection[str]) -> str:
 def and_more(names: Collection[str]) -> str:
     """What is added to a sentence about the first of them."""
     return f" (the same holds for {len(names) - 1} more pods)" if len(names) > 1 else ""
+
+
+def since(before: Condition | None, status: str, at: float) -> str:
+    """A transition is a change of status; reasons and messages come and go."""
+    if before is not None and before.status == status and before.last_transition_time:
+        return before.last_transition_time
+    return utc(at)

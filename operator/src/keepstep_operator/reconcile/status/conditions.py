@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_operator import names
-from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run import utc
 from keepstep_operator.reconcile.state import messages
@@ -97,8 +96,7 @@ def _finished(run: RunView) -> ConditionState | None:
 def _unheard(run: RunView) -> ConditionState | None:
     if run.places:
         return None
-    troubled = _troubled(run)
-    why = f"; pod {troubled[0].name} is {troubled[0].trouble}" if troubled else ""
+    troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in run.pods.values() if pod.trouble]
     if not run.pods:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     if all(not pod.injected for pod in run.pods.values()):
@@ -106,8 +104,8 @@ def _unheard(run: RunView) -> ConditionState | None:
     return ConditionState(
         "Unknown",
         "NoReports",
-        f"no sidecar of its {len(run.pods)} pods has reported yet{why}. If that stays so, look at"
-        f" kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar",
+        f"no sidecar of its {len(run.pods)} pods has reported yet{min(troubled, default='')}. If"
+        f" that stays so, look at kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar",
     )
 
 
@@ -285,7 +283,3 @@ def _warned(run: RunView) -> str:
         if pod is not None and place.sidecar.warnings:
             return f"the sidecar of {pod.name} says: {place.sidecar.warnings[0]}"
     return ""
-
-
-def _troubled(run: RunView) -> list[PodRecord]:
-    return sorted((pod for pod in run.pods.values() if pod.trouble), key=lambda pod: pod.name)

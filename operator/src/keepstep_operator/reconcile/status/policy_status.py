@@ -6,28 +6,33 @@ import msgspec
 
 from keepstep_operator import names
 from keepstep_operator.api.model import Job, PolicyRecord, RunKey
-from keepstep_operator.api.run import Condition, utc
+from keepstep_operator.api.run import Condition
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.state.actions import EmitEvent
+from keepstep_operator.reconcile.status.condition import since
 
 ACCEPTED = "Accepted"
 
 
 def policy_status(policy: PolicyRecord, before: Body, *, at: float) -> Body | None:
     """The status to write over `before`; None when that says the same."""
-    condition = _condition(policy)
-    known = _known(before)
-    if known is not None and known.status == condition.status:
-        condition = msgspec.structs.replace(
-            condition, last_transition_time=known.last_transition_time
-        )
-    else:
-        condition = msgspec.structs.replace(condition, last_transition_time=utc(at))
-    status: Body = {
+    status, reason, message = "True", ACCEPTED, policy.advice
+    if policy.problem is not None:
+        status, (reason, message) = "False", policy.problem
+        message += ". Pods that ask for it start without keepstep until it is changed"
+    condition = Condition(
+        type=ACCEPTED,
+        status=status,
+        reason=reason,
+        message=message,
+        observed_generation=policy.generation,
+        last_transition_time=since(_known(before), status, at),
+    )
+    now: Body = {
         "observedGeneration": policy.generation,
         "conditions": [msgspec.to_builtins(condition)],
     }
-    return None if status == before else status
+    return None if now == before else now
 
 
 def problem_event(policy: PolicyRecord) -> EmitEvent | None:
@@ -49,22 +54,6 @@ def problem_event(policy: PolicyRecord) -> EmitEvent | None:
         warning=True,
         topic=str(policy.generation),
         period_s=3600.0,
-    )
-
-
-def _condition(policy: PolicyRecord) -> Condition:
-    if policy.problem is not None:
-        reason, message = policy.problem
-        status = "False"
-        message = f"{message}. Pods that ask for it start without keepstep until it is changed"
-    else:
-        status, reason, message = "True", ACCEPTED, policy.advice
-    return Condition(
-        type=ACCEPTED,
-        status=status,
-        reason=reason,
-        message=message,
-        observed_generation=policy.generation,
     )
 
 

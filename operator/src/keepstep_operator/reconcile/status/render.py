@@ -29,7 +29,7 @@ from keepstep_operator.api.run import (
 from keepstep_operator.reconcile.state.messages import acknowledge, draining
 from keepstep_operator.reconcile.state.previous_status import FINISHED
 from keepstep_operator.reconcile.state.run_view import RunView
-from keepstep_operator.reconcile.status.condition import ConditionState
+from keepstep_operator.reconcile.status.condition import ConditionState, since
 from keepstep_operator.reconcile.status.conditions import PROTECTED, condition_states
 from keepstep_operator.reconcile.status.node_holders import holders
 from keepstep_operator.spans import spans
@@ -266,14 +266,7 @@ def _conditions(run: RunView, said: Mapping[str, ConditionState], at: float) -> 
             reason=verdict.reason,
             message=verdict.message,
             observed_generation=run.generation,
-            last_transition_time=_since(before.get(type), verdict.status, at),
+            last_transition_time=since(before.get(type), verdict.status, at),
         )
         for type, verdict in said.items()
     ]
-
-
-def _since(before: Condition | None, status: str, at: float) -> str:
-    """A transition is a change of status; reasons and messages come and go."""
-    if before is not None and before.status == status and before.last_transition_time:
-        return before.last_transition_time
-    return utc(at)
