@@ -12,12 +12,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keepstep_operator.certificates.keeper import Keeper, Published, Publisher, Server
+from keepstep_operator.certificates.keeper import (
+    Keeper,
+    Publisher,
+    Server,
+    publish_in_config_map,
+    publish_in_webhook,
+)
 from keepstep_operator.certificates.pki import Facts, Pair, facts, is_signed_by, split
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError, Unavailable
@@ -74,7 +81,7 @@ class Kept:
 async def _kept(*, at: datetime | None = None) -> AsyncIterator[Kept]:
     async with ApiServer().running() as running, Client(running.access) as client:
         clock = Clock(at or datetime(2020, 1, 1, tzinfo=UTC))
-        publish = Published(client, namespace=NAMESPACE).in_config_map(f"{SERVICE}-ca")
+        publish = partial(publish_in_config_map, client, NAMESPACE, f"{SERVICE}-ca")
         served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
         keeper = Keeper(client, served, namespace=NAMESPACE, clock=clock)
         yield Kept(server=running, keeper=keeper, clock=clock)
@@ -233,7 +240,7 @@ async def test_a_config_map_that_somebody_emptied_is_filled_again() -> None:
 
 async def test_of_two_writers_at_once_one_wins_and_the_other_goes_on_from_there() -> None:
     async with _kept() as kept, Client(kept.server.access) as client:
-        publish = Published(client, namespace=NAMESPACE).in_config_map(f"{SERVICE}-ca")
+        publish = partial(publish_in_config_map, client, NAMESPACE, f"{SERVICE}-ca")
         served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
         other = Keeper(client, served, namespace=NAMESPACE, clock=kept.clock)
         await asyncio.gather(kept.keeper.round(), other.round())
@@ -270,7 +277,7 @@ def _bundles(server: ApiServer) -> dict[str, str | None]:
 
 async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
-        publish = Published(client, namespace=NAMESPACE).in_webhook("keepstep")
+        publish = partial(publish_in_webhook, client, "keepstep")
         await publish(b"not there yet: said, and no error")
         server.put(WEBHOOKS, _webhooks(inject=None, other="old"))
         await publish(b"pem")
@@ -294,7 +301,7 @@ async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
                 server.put(WEBHOOKS, _webhooks(other="theirs", inject=""))
 
         server.before = swap
-        publish = Published(client, namespace=NAMESPACE).in_webhook("keepstep")
+        publish = partial(publish_in_webhook, client, "keepstep")
         served = Server(service="keepstep-admission", publish=publish, lifetimes=LIFETIMES)
         clock = Clock(datetime.now(UTC))
         await Keeper(client, served, namespace=NAMESPACE, clock=clock).round()
@@ -400,10 +407,9 @@ async def test_beside_cert_manager_the_ca_of_reports_is_published_and_nothing_el
 
 
 def _publisher(client: Client) -> Publisher:
-    published = Published(client, namespace=NAMESPACE)
     server = Server(
         service=SERVICE,
-        publish=published.in_config_map("keepstep-reports-ca"),
+        publish=partial(publish_in_config_map, client, NAMESPACE, "keepstep-reports-ca"),
         lifetimes=LIFETIMES,
     )
     return Publisher(client, server, namespace=NAMESPACE)

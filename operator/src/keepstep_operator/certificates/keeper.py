@@ -71,7 +71,7 @@ class Server:
 
 
 class Keeper:
-    """Keeps the certificates of one server; `Certificates` below has both."""
+    """Keeps the certificates of one server."""
 
     def __init__(self, client: Client, server: Server, *, namespace: str, clock: Clock) -> None:
         self._client = client
@@ -170,10 +170,7 @@ class Keeper:
         )
 
     async def _read(self, name: str) -> Body | None:
-        try:
-            return await self._client.get(SECRETS, name, namespace=self._namespace)
-        except NotFound:
-            return None
+        return await _read(self._client, SECRETS, name, namespace=self._namespace)
 
     async def _write(self, old: Body | None, new: Body) -> None:
         await _create_or_replace(self._client, SECRETS, old, new, namespace=self._namespace)
@@ -201,54 +198,33 @@ class Publisher:
         return facts(leaf.pair.certificate)
 
 
-class Published:
-    """Where bundles are made known: the webhook's caBundle, and a ConfigMap for sidecars."""
+async def publish_in_webhook(client: Client, name: str, bundle: bytes) -> None:
+    """As `caBundle` of every webhook of a MutatingWebhookConfiguration."""
+    try:
+        body = await client.get(WEBHOOKS, name)
+    except NotFound:
+        warn("no webhook configuration", name=name)
+        return
+    patch = _bundle_patch(body, base64.b64encode(bundle).decode())
+    if not patch:
+        return
+    try:
+        await client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
+    except Rejected as error:  # a `test` failed: the list was changed after we read it
+        raise Conflict(str(error), status=error.status) from error
+    say("CA published", webhook=name, webhooks=len(patch) // 2)
 
-    def __init__(self, client: Client, *, namespace: str) -> None:
-        self._client = client
-        self._namespace = namespace
 
-    def in_webhook(self, name: str) -> Publish:
-        """As `caBundle` of every webhook of a MutatingWebhookConfiguration."""
-
-        async def publish(bundle: bytes) -> None:
-            try:
-                body = await self._client.get(WEBHOOKS, name)
-            except NotFound:
-                warn("no webhook configuration", name=name)
-                return
-            if patch := _bundle_patch(body, base64.b64encode(bundle).decode()):
-                await self._patch_webhook(name, patch)
-
-        return publish
-
-    def in_config_map(self, name: str) -> Publish:
-        """As ca.crt of a ConfigMap."""
-
-        async def publish(bundle: bytes) -> None:
-            old = await self._config_map(name)
-            data = {**((old or {}).get("data") or {}), _BUNDLE: bundle.decode()}
-            if old is not None and old.get("data") == data:
-                return
-            metadata = old["metadata"] if old else {"name": name}
-            new = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
-            await _create_or_replace(self._client, CONFIG_MAPS, old, new, namespace=self._namespace)
-            say("CA published", configmap=name, certificates=len(split(bundle)))
-
-        return publish
-
-    async def _config_map(self, name: str) -> Body | None:
-        try:
-            return await self._client.get(CONFIG_MAPS, name, namespace=self._namespace)
-        except NotFound:
-            return None
-
-    async def _patch_webhook(self, name: str, patch: list[Body]) -> None:
-        try:
-            await self._client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
-        except Rejected as error:  # a `test` failed: the list was changed after we read it
-            raise Conflict(str(error), status=error.status) from error
-        say("CA published", webhook=name, webhooks=len(patch) // 2)
+async def publish_in_config_map(client: Client, namespace: str, name: str, bundle: bytes) -> None:
+    """As ca.crt of a ConfigMap."""
+    old = await _read(client, CONFIG_MAPS, name, namespace=namespace)
+    data = {**((old or {}).get("data") or {}), _BUNDLE: bundle.decode()}
+    if old is not None and old.get("data") == data:
+        return
+    metadata = old["metadata"] if old else {"name": name}
+    new = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    await _create_or_replace(client, CONFIG_MAPS, old, new, namespace=namespace)
+    say("CA published", configmap=name, certificates=len(split(bundle)))
 
 
 def _bundle_patch(body: Body, bundle: str) -> list[Body]:
@@ -262,6 +238,13 @@ def _bundle_patch(body: Body, bundle: str) -> list[Body]:
         patch.append({"op": "test", "path": f"{path}/name", "value": webhook["name"]})
         patch.append({"op": "add", "path": f"{path}/clientConfig/caBundle", "value": bundle})
     return patch
+
+
+async def _read(client: Client, resource: Resource, name: str, *, namespace: str) -> Body | None:
+    try:
+        return await client.get(resource, name, namespace=namespace)
+    except NotFound:
+        return None
 
 
 async def _create_or_replace(

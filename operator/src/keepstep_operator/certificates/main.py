@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -13,7 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from keepstep_operator import journal
 from keepstep_operator.api.quantities import parse_duration
-from keepstep_operator.certificates.keeper import Keeper, Published, Publisher, Server
+from keepstep_operator.certificates.keeper import (
+    Keeper,
+    Publisher,
+    Server,
+    publish_in_config_map,
+    publish_in_webhook,
+)
 from keepstep_operator.certificates.peers import AuthorityKeeper, published_with_certificates
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
@@ -197,16 +204,17 @@ async def serve(settings: Settings) -> None:
 
 def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper | Publisher]]:
     """One for each server, by the name of its Service."""
-    published = Published(client, namespace=settings.namespace)
     servers = (
         Server(
             service=settings.admission_service,
-            publish=published.in_webhook(settings.webhook_configuration),
+            publish=partial(publish_in_webhook, client, settings.webhook_configuration),
             lifetimes=settings.lifetimes(_OVERLAP),
         ),
         Server(
             service=settings.reports_service,
-            publish=published.in_config_map(settings.reports_ca_configmap),
+            publish=partial(
+                publish_in_config_map, client, settings.namespace, settings.reports_ca_configmap
+            ),
             lifetimes=settings.lifetimes(_OVERLAP),
         ),
     )
