@@ -36,16 +36,19 @@ from keepstep_operator.spans import spans
 
 _NODES_NAMED = 5
 _TEXT = 300
+_WITHOUT_REPORTS = (
+    "observed_generation", "phase", "job", "job_name", "nodes", "start", "protected", "recent",
+    "warnings", "conditions",
+)  # fmt: skip
+"""While nobody has reported (yet, or ever again), all else stands as it was written before."""
 
 
 def render(run: RunView, *, at: float) -> RunStatus:
     """The whole status as it should be now. Contains no age and no "now": it changes only when the
     run does."""
     said = condition_states(run)
-    if run.past is not None and not run.places:
-        return _renewed(run.past, run, said, at)
     survived = [str(one) for one in run.survives]
-    return RunStatus(
+    status = RunStatus(
         observed_generation=run.generation,
         phase=_phase(run),
         job=_job(run),
@@ -80,24 +83,10 @@ def render(run: RunView, *, at: float) -> RunStatus:
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
     )
-
-
-def _renewed(
-    past: RunStatus, run: RunView, said: Mapping[str, ConditionState], at: float
-) -> RunStatus:
-    """Nobody has reported (yet, or ever again): what reports said before still stands."""
+    if run.past is None or run.places:
+        return status
     return msgspec.structs.replace(
-        past,
-        observed_generation=run.generation,
-        phase=_phase(run),
-        job=_job(run),
-        job_name=run.job.name if run.job else "",
-        nodes=_pods(run),
-        start=_start(run),
-        protected=said[PROTECTED].status,
-        recent=list(run.recent),
-        warnings=_warnings(run),
-        conditions=_conditions(run, said, at),
+        run.past, **{name: getattr(status, name) for name in _WITHOUT_REPORTS}
     )
 
 
