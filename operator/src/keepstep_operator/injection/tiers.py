@@ -18,7 +18,7 @@ HOST_ROOT: Final = "/host"
 HOST_ARCHIVE: Final = "/host-archive"
 """Where it sees an archive on the nodes; beside the others, whose names are the policy's."""
 
-_POD_IP: Final = "KEEPSTEP_POD_IP"
+POD_IP: Final = "KEEPSTEP_POD_IP"
 
 
 def environment_of(policy: Policy) -> list[Body]:
@@ -111,10 +111,14 @@ def _of_peers(policy: Policy) -> list[Body]:
         return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {
         "KEEPSTEP_PEER_LISTEN": f":{SIDECAR_PEER_PORT}",
-        "KEEPSTEP_PEER_ADVERTISE": f"$({_POD_IP}):{SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{SIDECAR_PEER_PORT}",
         "KEEPSTEP_PEER_REPLICAS": peers.replicas,
         "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second,
     }
-    address = {"name": _POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
-    return [address, *known]
+    return [pod_address(), *known]
+
+
+def pod_address() -> Body:
+    """The variable `POD_IP`."""
+    return {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}

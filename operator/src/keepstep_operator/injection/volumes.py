@@ -43,7 +43,7 @@ def volumes_of(policy: Policy) -> list[Body]:
     """What goes into `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
-    return [_memory(policy), _token(), trust, *local, *archive_volumes(policy)]
+    return [_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
@@ -112,10 +112,11 @@ def _memory(policy: Policy) -> Body:
     return {"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
 
 
-def _token() -> Body:
+def token_volume(name: str) -> Body:
+    """A token of the pod's service account for the reports API."""
     source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
     projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
-    return {"name": TOKEN_VOLUME, "projected": projected}
+    return {"name": name, "projected": projected}
 
 
 def _volume(volume: Volume) -> Body:

@@ -18,6 +18,8 @@ from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord, RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.containers import confined
+from keepstep_operator.injection.tiers import POD_IP, pod_address
+from keepstep_operator.injection.volumes import token_volume
 from keepstep_operator.reconcile.helpers.cleanup import Cleaning
 from keepstep_operator.reconcile.state.helper_plan import Helper, number_of
 
@@ -29,10 +31,8 @@ _ABOUT: Final = "keepstep.dev/about"
 _PROGRAM: Final = "keepstep-sidecar"
 _SERVES_S: Final = 6 * 3600
 _CLEANS_S: Final = 1800
-_TOKEN_S: Final = 6 * 3600
 _LEFT: Final = "/left"
 _HOST: Final = "/host"
-_IP: Final = "KEEPSTEP_POD_IP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def serving(helper: Helper, defaults: HelperDefaults) -> Body:
         ],
         "securityContext": confined(user=names.USER_ID, group=names.GROUP_ID),
     }
-    volumes = [_token(), *_host_volumes(helper.paths)]
+    volumes = [token_volume("token"), *_host_volumes(helper.paths)]
     return _pod(
         helper.name, SERVES, helper.run, helper.node, container, volumes, defaults, _SERVES_S
     )
@@ -199,18 +199,12 @@ def _environment(helper: Helper, defaults: HelperDefaults) -> list[Body]:
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{names.TOKEN_PATH}/token",
         "KEEPSTEP_PEER_LISTEN": f":{names.SIDECAR_PEER_PORT}",
-        "KEEPSTEP_PEER_ADVERTISE": f"$({_IP}):{names.SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{names.SIDECAR_PEER_PORT}",
     }
     return [
-        {"name": _IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        pod_address(),
         *({"name": name, "value": value} for name, value in plain.items()),
     ]
-
-
-def _token() -> Body:
-    source = {"audience": reports.AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
-    projected = {"defaultMode": 0o444, "sources": [{"serviceAccountToken": source}]}
-    return {"name": "token", "projected": projected}
 
 
 def _host_volumes(paths: Sequence[str]) -> list[Body]:
