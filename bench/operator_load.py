@@ -90,8 +90,8 @@ class Watched(Cluster):
 
     changed: dict[str, list[tuple[float, str]]]
 
-    def _write(self, method: str, path: str, body: Any) -> web.Response:
-        answer = super()._write(method, path, body)
+    def _write(self, method: str, path: str, body: Any, request: web.Request) -> web.Response:
+        answer = super()._write(method, path, body, request)
         run = path.removesuffix("/status")
         if "/checkpointruns/" in run and run in self.objects:
             told = (self.objects[run].get("status") or {}).get("conditions") or []
@@ -101,7 +101,7 @@ class Watched(Cluster):
                 seen.append((time.time(), now))
         return answer
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/bench":
             writes = sum(
                 one.method in ("POST", "PATCH", "PUT", "DELETE")
@@ -109,7 +109,7 @@ class Watched(Cluster):
                 for one in self.requests
             )
             return web.json_response({"writes": writes, "changed": self.changed})
-        return await super()._answer(request)
+        return await super()._handle(request)
 
 
 def _cluster(size: Size) -> Watched:
@@ -126,7 +126,7 @@ def _cluster(size: Size) -> Watched:
 
 async def _serve(size: Size) -> None:
     cluster = _cluster(size)
-    async with cluster.serving():
+    async with cluster.running():
         print(cluster.port, flush=True)
         await asyncio.Event().wait()
 
@@ -138,7 +138,7 @@ class Apart:
     url: str = ""
 
     @contextlib.contextmanager
-    def running(self, scale: float) -> Iterator[Apart]:
+    def started(self, scale: float) -> Iterator[Apart]:
         command = [sys.executable, "-m", "bench.operator_load", "--serve", "--scale", str(scale)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             try:
@@ -149,7 +149,7 @@ class Apart:
                 child.kill()
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Apart]:
+    async def running(self) -> AsyncIterator[Apart]:
         """What `reconciler` asks for: it runs already."""
         yield self
 
@@ -352,7 +352,7 @@ def main() -> None:
     elif options.serve:
         asyncio.run(_serve(size))
     else:
-        with tempfile.TemporaryDirectory() as directory, Apart().running(options.scale) as apart:
+        with tempfile.TemporaryDirectory() as directory, Apart().started(options.scale) as apart:
             found = asyncio.run(_measure(size, apart, options.minutes, Path(directory)))
         table = _table(found, size, options.scale, options.minutes)
         print(json.dumps(found, indent=2), table, sep="\n\n")

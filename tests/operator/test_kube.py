@@ -190,7 +190,8 @@ async def test_names_are_asked_for_in_pages_and_without_the_rest_of_the_objects(
         last = "continue" in request.query
         metadata = {} if last else {"continue": "more"}
         assert "PartialObjectMetadataList" in request.headers["Accept"]
-        items = [{"metadata": {"name": str(len(asked))}, "spec": {}}]
+        metadata_of_one = {"name": str(len(asked)), "managedFields": [{"fieldsV1": {}}]}
+        items = [{"metadata": metadata_of_one, "spec": {}}]
         return web.json_response({"metadata": metadata, "items": items})
 
     app = web.Application()

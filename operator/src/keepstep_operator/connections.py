@@ -1,6 +1,6 @@
 """What one source, and all together, may hold open on a listener without asking for anything.
 
-Whoever reaches a port can open connections, and each one costs a quarter of a MiB of TLS buffers.
+Whoever reaches a port can open connections, and each one costs a twentieth of a MiB of TLS buffers.
 So a connection is counted before its handshake, and has a few seconds from there to the head of its
 first request. Where a source has too many that young, the next ones wait, as bare sockets, for a
 while. Those that have asked are as many as clients need: an API server keeps one for each review
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from asyncio import sslproto
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,6 +25,9 @@ YOUNG: Final = 512
 MOST_OF_A_SOURCE: Final = 384
 MOST: Final = 16_384
 _END_OF_HEAD: Final = b"\r\n\r\n"
+
+sslproto.SSLProtocol.max_size = 32 << 10
+"""asyncio gives each TLS connection a buffer of 256 KiB; a record has 16 KiB at most."""
 
 
 class Limits:

@@ -363,15 +363,18 @@ def test_an_annotated_pod_of_a_job_without_a_sidecar_is_seen(
     monkeypatch.setattr(watch, "UNINJECTED_S", 0.1)
 
     async def scene(served: Served) -> None:
+        def injected() -> str:
+            status = served.cluster.objects.get(RUN, {}).get("status") or {}
+            told = {one["type"]: one["status"] for one in status.get("conditions", ())}
+            return str(told.get("FullyInjected"))
+
         selector = "!keepstep.dev/injected,training.kubeflow.org/job-name"
         await until(lambda: served.cluster.lists(selector))
         served.cluster.add(pod_path("gpt-worker-1"), pod_body(1, injected=False))
         event, *_ = await until(lambda: served.cluster.asked("POST", "/events"))
         assert event.body["reason"] == "NotInjected"
         assert event.body["regarding"]["name"] == "gpt"
-        status = await until(lambda: served.cluster.objects.get(RUN, {}).get("status"))
-        injected = next(one for one in status["conditions"] if one["type"] == "FullyInjected")
-        assert injected["status"] == "False"
+        await until(lambda: injected() == "False")
 
     play(tmp_path, scene)
 

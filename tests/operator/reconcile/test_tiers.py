@@ -16,7 +16,6 @@ from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
-from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.state.actions import WriteStatus
 from keepstep_operator.reconcile.state.durability import sole_nodes
 from keepstep_operator.reconcile.state.run import Run
@@ -25,8 +24,10 @@ from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
     Changes,
+    Seen,
     body_of,
     changes,
+    seen,
     status_of,
 )
 from tests.chart.charts import crds, schema_of
@@ -485,7 +486,7 @@ def objects(play: Play) -> dict[str, tuple[str, ...]]:
     return {one.step: one.tiers for one in kept_steps(play.registry.runs[KEY])}
 
 
-def due_for(run: Run, there: Mapping[str, Body]) -> Changes:
+def due_for(run: Run, there: Mapping[str, Seen]) -> Changes:
     return changes(kept_steps(run), there, certain=is_certain(run))
 
 
@@ -505,10 +506,12 @@ def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is()
     due = due_for(run, {})
     assert [one.step for one in due.made] == [str(step(80)), str(step(70))]
     there = {
-        one.name: {
-            **body_of(one, namespace="team", owner_uid="run-1"),
-            "status": status_of(one, {}, at=T0),
-        }
+        one.name: seen(
+            {
+                **body_of(one, namespace="team", owner_uid="run-1"),
+                "status": status_of(one, since="", at=T0),
+            }
+        )
         for one in due.made
     }
     assert len(due_for(run, there)) == 0
@@ -522,7 +525,7 @@ def test_objects_are_made_again_from_reports_alone_and_gone_when_their_step_is()
 def test_while_anybody_is_silent_no_object_is_deleted() -> None:
     play, pods, sidecars = archived()
     run = play.registry.runs[KEY]
-    there = {"gpt-1a2b3c4d-0001.aaaaaaaa-000000060": {"status": {"tiers": ["archive"]}}}
+    there = {"gpt-1a2b3c4d-0001.aaaaaaaa-000000060": Seen(tiers=("archive",))}
     assert due_for(run, there).gone != ()
     sidecars[0].archive = None
     play.hear(pods[0], sidecars[0].report())
@@ -548,5 +551,5 @@ def test_an_object_fits_the_schema_of_its_kind() -> None:
     (one, *_) = kept_steps(play.registry.runs[KEY])
     body = body_of(one, namespace="team", owner_uid="run-1")
     schema = json_schema(schema_of(crds()["Checkpoint"]))
-    jsonschema.validate({**body, "status": status_of(one, {}, at=T0)}, closed(schema))
+    jsonschema.validate({**body, "status": status_of(one, since="", at=T0)}, closed(schema))
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", body["metadata"]["name"])

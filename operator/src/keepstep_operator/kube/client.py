@@ -6,7 +6,7 @@ CPU. What is used of it is access, connections and `ApiClient.call_api`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import aiohttp
@@ -29,6 +29,30 @@ _JSON: Final = "application/json"
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _LONGEST_RETRY_AFTER_S: Final = 60.0
 _WRITTEN: Final = {"fieldManager": MANAGER}
+
+
+class _Metadata(msgspec.Struct, omit_defaults=True):
+    """Nothing else is made into objects: `managedFields` are most of a page."""
+
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Named(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _Names(msgspec.Struct):
+    metadata: dict[str, Any] = {}
+    items: list[_Named] | None = None
+
+
+def _names(data: bytes) -> Body:
+    found: Body = msgspec.to_builtins(msgspec.json.decode(data, type=_Names))
+    return found
 
 
 class Client:
@@ -90,13 +114,14 @@ class Client:
         labels: str = "",
         fields: str = "",
         accept: str = _JSON,
+        decode: Callable[[bytes], Body] = msgspec.json.decode,
     ) -> AsyncIterator[Body]:
         """Each object of a collection, asked for in pages. `labels`, `fields`: selectors."""
         path = resource.path(namespace=namespace)
         selectors = {"labelSelector": labels, "fieldSelector": fields}
         query = {"limit": _PAGE, **{name: one for name, one in selectors.items() if one}}
         while True:
-            page = await self._call("GET", path, query=query, accept=accept)
+            page = await self._call("GET", path, query=query, accept=accept, decode=decode)
             for one in page.get("items") or []:
                 yield one
             token = (page.get("metadata") or {}).get("continue")
@@ -105,9 +130,9 @@ class Client:
             query["continue"] = token
 
     async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
-        """The same, of each object its metadata alone."""
-        async for one in self.list(resource, accept=_METADATA, **where):
-            yield {"metadata": one["metadata"]}
+        """The same, of each object its metadata alone, and of that what names and describes it."""
+        async for one in self.list(resource, accept=_METADATA, decode=_names, **where):
+            yield one
 
     async def create(self, resource: Resource, body: Body, *, namespace: str | None = None) -> Body:
         """Raises Conflict when it exists."""
@@ -160,6 +185,7 @@ class Client:
         content_type: str = _JSON,
         accept: str = _JSON,
         timeout_s: float = _REQUEST_S,
+        decode: Callable[[bytes], Body] = msgspec.json.decode,
     ) -> Body:
         """One request, one JSON answer."""
         headers = {"Accept": accept, "Content-Type": content_type}
@@ -173,8 +199,7 @@ class Client:
                 method, target, headers, body, _request_timeout=timeout
             )
             await _require_success(response)
-            answer: Body = msgspec.json.decode(await response.read())
-            return answer
+            return decode(await response.read())
 
     async def _authorized(self, request: aiohttp.ClientRequest, handler: Any) -> Any:
         known = await self._access.configuration.auth_settings()

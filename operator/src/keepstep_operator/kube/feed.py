@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 import kopf
+from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory
 
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
@@ -110,6 +111,7 @@ class Feed(Generic[Key]):
             failures = 0
             for key in before - listed:
                 self.forget(key)
+                await asyncio.sleep(0)  # others have their turn between two of thousands
             await self._listed(listed)
 
     async def _names(self, client: Client) -> set[Key]:
@@ -209,6 +211,7 @@ class _Watches:
         await kopf.operator(
             registry=self._registry(),
             settings=settings(self._feeds, self._doubt),
+            memories=_Forgetful(),
             stop_flag=stop,
             **self._options,
         )
@@ -253,9 +256,11 @@ def settings(feeds: Sequence[Feed[Any]], failed: Callable[[], None]) -> kopf.Ope
     made.posting.enabled = False
     made.scanning.disabled = True  # kinds are there before it begins: no right to list CRDs needed
     made.persistence.diffbase_storage = _NoDiffs()
-    made.watching.chunk_size = 500
-    made.queueing.worker_limit = 200
-    made.queueing.idle_timeout = 0.2  # a worker keeps its place, of those 200, for so long
+    made.watching.chunk_size = 100  # a page is taken apart in one go, and nothing else runs then
+    made.queueing.worker_limit = 100
+    # a worker keeps its place, of those 100, and its object for so long: what is listed must not
+    # come faster than workers get free, or all of it waits in memory
+    made.queueing.idle_timeout = 0.01
     made.networking.request_timeout = 60.0
     made.networking.connect_timeout = 10.0
     made.networking.error_backoffs = _Pauses(failed)
@@ -277,6 +282,13 @@ class _Pauses:
             if failures:
                 self._failed()
             yield pause_s(failures + 1)
+
+
+class _Forgetful(ResourceMemories):
+    """What kopf remembers of each object for handlers that we have none of: a kilobyte."""
+
+    async def recall(self, *arguments: Any, **options: Any) -> ResourceMemory:
+        return await super().recall(*arguments, **{**options, "ephemeral": True})
 
 
 class _NoDiffs(kopf.DiffBaseStorage):

@@ -20,6 +20,7 @@ from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
+from keepstep_operator.reconcile.garbage import collect_when_grown, spare_what_stays
 from keepstep_operator.reconcile.helpers.controller import HelperController
 from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
@@ -185,6 +186,7 @@ def reconcile(**options: Any) -> None:
       keepstep-operator reconcile --namespace keepstep-system --host-path /mnt/nvme0
     """
     journal.configure("reconcile", level=options.pop("log_level"))
+    spare_what_stays()
     asyncio.run(serve(Settings(**options)))
 
 
@@ -333,10 +335,12 @@ async def serve(settings: Settings) -> None:
                 authorities=lambda: tls.authorities,
             )
             reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")
+            collecting = group.create_task(collect_when_grown(), name="collect garbage")
             ended = group.create_task(until_signal(), name="wait for a signal")
             await _work(parts, settings, tls, role, ended=ended)
             parts.stop()
             reloading.cancel()
+            collecting.cancel()
             ended.cancel()
         if role is not None and role.leads:
             await role.release()

@@ -12,7 +12,7 @@ Ranks are bits of an integer: what a node holds of a step is one number, however
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ class Completeness:
 
     def __init__(self) -> None:
         self._held: dict[Place, dict[StepId, Holding]] = {}
-        self._places: dict[int, set[Place]] = {}
+        self._places: dict[int, dict[Place, Place]] = {}
         self._of_step: dict[StepId, Tally] = {}
         self._steps: list[StepId] = []
         self._epochs: Counter[EpochId] = Counter()
@@ -210,10 +210,10 @@ class Completeness:
         id, steps = shard.step_id, self._held.get(place)
         if steps is None:
             steps = self._held[place] = {}
-            self._places.setdefault(place[0], set()).add(place)
+            self._places.setdefault(place[0], {})[place] = place
         held = steps.get(id)
         if held is None:
-            tally = self._tally_of(id)
+            tally, place = self._tally_of(id), self._places[place[0]][place]
             held = steps[tally.id] = tally.places[place] = Holding()
         elif held.ranks >> rank & 1:
             if held.is_of(rank, shard):
@@ -223,13 +223,17 @@ class Completeness:
         tally = self._of_step[id]
         if shard.root is not None or tally.contested >> rank & 1:
             tally.contest(rank)
-        self._note(id, tally)
+        self._note(tally.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
+        """Steps stay by the thousand: what is the same of them is one object."""
         tally = self._of_step.get(id)
         if tally is None:
+            at = bisect_left(self._steps, id)
+            beside = next((one.epoch for one in self._steps[max(0, at - 1) : at + 1]), id.epoch)
+            id = StepId(beside, id.step) if beside == id.epoch else id
             tally = self._of_step[id] = Tally(id)
-            insort(self._steps, id)
+            self._steps.insert(at, id)
             self._epochs[id.epoch] += 1
         return tally
 
@@ -243,18 +247,21 @@ class Completeness:
             del self._held[place][id], tally.places[place]
             if not self._held[place]:
                 del self._held[place]
-                self._places[place[0]].discard(place)
+                self._places[place[0]].pop(place, None)
         else:
             for rank in bits(leaving):
                 held.remove(rank)
         for rank in bits(tally.contested & leaving):
             tally.contest(rank)
-        self._note(id, tally)
+        self._note(tally.id, tally)
 
     def _note(self, id: StepId, tally: Tally) -> None:
         tally.known = 0
         self.changed.add(id)
-        self._contested.add(id) if tally.contested else self._contested.discard(id)
+        if tally.contested:
+            self._contested.add(id)
+        elif self._contested:
+            self._contested.discard(id)
         if not tally.places:
             del self._of_step[id]
             del self._steps[bisect_left(self._steps, id)]

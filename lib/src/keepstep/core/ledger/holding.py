@@ -16,7 +16,7 @@ from keepstep.core.shard import Shard
 Column = Union[int, "array[int]"]
 """A number for each rank that is held, in their order; one number while it is the same of all."""
 
-_ROOTS, _PARAMS, _SIZES = "q", "i", "q"
+_DIGESTS, _SIZES = "i", "q"
 
 
 def bits(ranks: int) -> Iterator[int]:
@@ -60,8 +60,8 @@ class Holding:
     def add(self, rank: int, shard: Shard) -> None:
         """An image of a rank of which there is none."""
         at, count = self._index(rank), self.ranks.bit_count()
-        self._roots = _put(self._roots, at, number_of(shard.root), count, _ROOTS)
-        self._params = _put(self._params, at, _short(shard.params_digest), count, _PARAMS)
+        self._roots = _put(self._roots, at, number_of(shard.root), count, _DIGESTS)
+        self._params = _put(self._params, at, number_of(shard.params_digest), count, _DIGESTS)
         self._sizes = _put(self._sizes, at, shard.size_bytes, count, _SIZES)
         self.ranks |= 1 << rank
         self.written_at = max(self.written_at, shard.written_at or 0.0)
@@ -87,7 +87,7 @@ class Holding:
         at = self._index(rank)
         return (
             _get(self._roots, at) == number_of(shard.root)
-            and _get(self._params, at) == _short(shard.params_digest)
+            and _get(self._params, at) == number_of(shard.params_digest)
             and _get(self._sizes, at) == shard.size_bytes
             and (shard.written_at or 0.0) <= self.written_at
             and not self.doubled >> rank & 1
@@ -124,11 +124,8 @@ class Holding:
 
 
 def number_of(digest: str | None) -> int:
-    """What tells a digest from others; the same within one process only."""
-    return 0 if digest is None else hash(digest) or 1
-
-
-def _short(digest: str | None) -> int:
+    """What tells a digest from others; the same within one process only, where nobody can choose
+    two of one number. 31 bits: of a step in the archive these are most of what is held."""
     return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
 
 

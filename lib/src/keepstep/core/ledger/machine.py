@@ -42,7 +42,7 @@ from keepstep.core.ledger.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
-_Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], frozenset[StepId]]
+_Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
 _RANKS_NAMED = 8
 
@@ -123,6 +123,8 @@ class Ledger:
                 others = self._unfinished[tier]
                 waits = self._copies.is_there(id) and not is_among(id, ids)
                 others.add(id) if waits else others.discard(id)
+            if moved:
+                self._unfinished[tier] = set(self._unfinished[tier])  # as large as it needs to be
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self._copies.complete(id, tier) and self._lineage.restorable(id)
@@ -244,7 +246,7 @@ class Ledger:
                 expendable.add(id)
         return sorted(expendable - policy.pinned)
 
-    def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], frozenset[StepId]]:
+    def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
         """Live steps that are committed, and those of them that the policy does not keep; worked
         out again when one of the three is another."""
         of = self.committed(tier), self._lineage, policy
@@ -253,7 +255,7 @@ class Ledger:
         if timed or known is None or any(map(operator.is_not, known[0], of)):
             alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
             times = None if policy.every_s is None else self.written_at(alive)
-            gone = frozenset(retired(alive, policy, written_at=times)) if alive else frozenset()
+            gone = tuple(retired(alive, policy, written_at=times)) if alive else ()
             known = self._kept[tier] = of, alive, gone
         return known[1:]
 

@@ -1,7 +1,8 @@
 """A node rank of a run: the pod that holds it, and what its sidecar said last.
 
 What lies where is in the ledger alone; here is what a report says besides. Ranks are bits of an
-integer, as in the ledger.
+integer, as in the ledger. What comes anew with each report is nothing that the garbage collector
+looks at (`gc=False`): it is part of no cycle.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from keepstep.core.ledger.holding import bitmap
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SidecarState:
+class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a sidecar says of itself and of its pod. `failed`: volumes that take no writes, by name,
     and why."""
 
@@ -49,8 +51,7 @@ class SidecarState:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
+class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What was told of one rank besides its images. `own`: it trains, or trained, here; else its
     pod only keeps copies of it (`copied`), or saw it archived."""
 

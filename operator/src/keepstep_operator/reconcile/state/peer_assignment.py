@@ -12,6 +12,7 @@ as many copies as it sends, wherever the domains are of equal size. Pure.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ class PeerAssignment:
     """Remembers the ring until something moves. `nodes`: by name, empty where they are not seen."""
 
     def __init__(self, run: Run, nodes: Mapping[str, NodeRecord]) -> None:
-        self._run = run
+        self._run: Run = weakref.proxy(run)  # no cycle: a run that is over goes with its last word
         self._nodes = nodes
         self._known: tuple[object, dict[int, tuple[int, ...]]] | None = None
 

@@ -7,9 +7,11 @@ object is a name for a step, not its owner. Pure.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from keepstep_operator import names
 from keepstep_operator.api.run import utc
@@ -18,6 +20,26 @@ from keepstep_operator.reconcile.state.run_view import KeptStep
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "keepstep"
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is remembered of an object that is there: a run may have hundreds. `since`: when its
+    condition last changed, '' where it has none."""
+
+    uid: str = ""
+    tiers: tuple[str, ...] = ()
+    since: str = ""
+
+
+def seen(body: Body) -> Seen:
+    """Of an object as the API server has it."""
+    status = body.get("status") or {}
+    times = (one.get("lastTransitionTime") for one in status.get("conditions") or ())
+    return Seen(
+        uid=str((body.get("metadata") or {}).get("uid") or ""),
+        tiers=tuple(sys.intern(str(one)) for one in status.get("tiers") or ()),
+        since=sys.intern(str(next(times, None) or "")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +60,7 @@ class Changes:
         return len(self.made) + len(self.moved) + len(self.gone)
 
 
-def changes(kept: Iterable[KeptStep], known: Mapping[str, Body], *, certain: bool) -> Changes:
+def changes(kept: Iterable[KeptStep], known: Mapping[str, Seen], *, certain: bool) -> Changes:
     """`known`: our objects of the run as they are, by name. `certain`: what is not kept is gone."""
     wanted = {one.name: one for one in kept}
     return Changes(
@@ -46,7 +68,7 @@ def changes(kept: Iterable[KeptStep], known: Mapping[str, Body], *, certain: boo
         moved=tuple(
             one
             for name, one in wanted.items()
-            if name in known and certain and _tiers(known[name]) != list(one.tiers)
+            if name in known and certain and known[name].tiers != tuple(one.tiers)
         ),
         gone=tuple(sorted(known.keys() - wanted.keys())) if certain else (),
     )
@@ -78,10 +100,8 @@ def body_of(one: KeptStep, *, namespace: str, owner_uid: str) -> Body:
     }
 
 
-def status_of(one: KeptStep, before: Body, *, at: float) -> Body:
-    """Its status; `before` has the object that is there, for the time of the condition."""
-    known: Iterable[dict[str, Any]] = (before.get("status") or {}).get("conditions") or ()
-    since = next((each.get("lastTransitionTime") for each in known), None)
+def status_of(one: KeptStep, *, since: str, at: float) -> Body:
+    """Its status; `since`: the time of the condition, '' for one that it did not have."""
     return {
         "tiers": list(one.tiers),
         "conditions": [
@@ -94,7 +114,3 @@ def status_of(one: KeptStep, before: Body, *, at: float) -> Body:
             }
         ],
     }
-
-
-def _tiers(body: Body) -> list[str]:
-    return list((body.get("status") or {}).get("tiers") or [])

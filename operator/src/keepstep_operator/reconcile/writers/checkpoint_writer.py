@@ -6,6 +6,7 @@ Objects that somebody else made are left alone: only those with our label are lo
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -30,8 +31,10 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
     MANAGED_BY,
     MANAGER,
     Changes,
+    Seen,
     body_of,
     changes,
+    seen,
     status_of,
 )
 
@@ -58,7 +61,7 @@ class CheckpointWriter:
         self._metrics = metrics
         self._clock = clock
         self._pacer = pacer or Pacer(least_period_s=PERIOD_S, writes_a_second=5.0)
-        self._known: dict[RunKey, dict[str, Body]] = {}
+        self._known: dict[RunKey, dict[str, Seen]] = {}
         self.feed = Feed[tuple[RunKey, str]](
             name="checkpoints",
             resource=CHECKPOINTS,
@@ -108,7 +111,7 @@ class CheckpointWriter:
         for one in due.made:
             await self._make(key, one)
         for one in due.moved:
-            await self._tell(key, one, self._known[key].get(one.name, {}))
+            await self._tell(key, one, since=self._known[key].get(one.name, Seen()).since)
         for name in due.gone:
             await self._forget(key, name)
 
@@ -123,10 +126,10 @@ class CheckpointWriter:
         except Conflict:
             return  # of that name, but not ours
         self._metrics.wrote("checkpoint")
-        await self._tell(key, one, body)
+        await self._tell(key, one, since="")
 
-    async def _tell(self, key: RunKey, one: KeptStep, before: Body) -> None:
-        status = status_of(one, before, at=self._clock())
+    async def _tell(self, key: RunKey, one: KeptStep, *, since: str) -> None:
+        status = status_of(one, since=since, at=self._clock())
         patch = [{"op": "add", "path": "/status", "value": status}]
         try:
             await self._client.patch(
@@ -143,7 +146,7 @@ class CheckpointWriter:
 
     async def _forget(self, key: RunKey, name: str) -> None:
         try:
-            uid = str((self._known[key][name].get("metadata") or {}).get("uid") or "")
+            uid = self._known[key][name].uid
             await self._client.delete(CHECKPOINTS, name, namespace=key.namespace, uid=uid)
         except (NotFound, Conflict):
             return
@@ -152,11 +155,14 @@ class CheckpointWriter:
 
     def _seen(self, body: Body) -> None:
         key, name = _named(body)
-        self._known.setdefault(key, {})[name] = body
+        self._known.setdefault(key, {})[name] = seen(body)
 
     def _gone(self, which: tuple[RunKey, str]) -> None:
         key, name = which
-        self._known.get(key, {}).pop(name, None)
+        known = self._known.get(key, {})
+        known.pop(name, None)
+        if not known:
+            self._known.pop(key, None)
         self.mark(key)
 
 
@@ -167,5 +173,6 @@ def _key_of(body: Body) -> tuple[RunKey, str] | None:
 
 def _named(body: Body) -> tuple[RunKey, str]:
     metadata = body.get("metadata") or {}
-    run = str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or "")
-    return RunKey(str(metadata.get("namespace") or ""), run), str(metadata.get("name") or "")
+    run = sys.intern(str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or ""))
+    namespace = sys.intern(str(metadata.get("namespace") or ""))
+    return RunKey(namespace, run), str(metadata.get("name") or "")
