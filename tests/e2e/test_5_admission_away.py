@@ -164,17 +164,22 @@ def test_with_failure_policy_fail_annotated_pods_wait_and_others_start(
 
 def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace: Kubectl) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
+    namespace.apply(jobs.policy())
+    owner = jobs.owner(namespace)
     system("scale", "deployment/keepstep-certificates", "--replicas=0")
     try:
         expired, key = _expired(f"keepstep-admission.{NAMESPACE}.svc")
         _serve_certificate(cluster, expired, key)
+        # pods that end serve the old one while they are taken out of the Service
+        namespace.eventually(
+            lambda: not _is_injected(namespace, owner), what="the certificate is refused"
+        )
         _starts_without_us(namespace)
     finally:
         system("scale", "deployment/keepstep-certificates", "--replicas=1")
     system.eventually(lambda: _served(cluster) != expired, within_s=90, what="a new certificate")
     system("rollout", "restart", "deployment/keepstep-admission")  # rather than wait for kubelets
     _rolled_out(cluster)
-    owner = jobs.owner(namespace)
     namespace.eventually(lambda: _is_injected(namespace, owner), what="admission works again")
 
 
