@@ -265,7 +265,7 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
     path = f"{HOST_PATH}/small-{run}"
     cluster.on_node(one, "mkdir", "-p", path)
     stores.start(namespace)
-    with tiers.small_drive(cluster, two, path, mib=160):
+    with tiers.small_drive(cluster, two, path, mib=320):
         namespace.apply(tiers.policy(path), tiers.job(one, two, run=run))
         tiers.beyond(namespace, "peer", 10)
         tiers.fill(cluster, two, path)
