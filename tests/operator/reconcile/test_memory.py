@@ -24,6 +24,7 @@ from keepstep_operator import names
 from keepstep_operator.kube import POLICIES, Client, Feed, follow
 from keepstep_operator.reconcile import garbage
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.parsing import parse_pod_record
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.checkpoint_objects import MANAGED_BY, MANAGER
 from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
@@ -33,6 +34,7 @@ from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import policy_body
 from tests.operator.promises.surface import idle_connections, rank, report, still_open
+from tests.operator.reconcile.pod_bodies import pod_body
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod, policy, run_object
 from tests.operator.reconcile.serving import make_certificate
 
@@ -101,6 +103,16 @@ def test_of_a_checkpoint_object_no_more_is_held_than_is_compared() -> None:
             writer.feed.take(None, checkpoint(number))
     assert len(writer.feed.known) == count
     assert more[0] / count < 1200
+
+
+def test_what_pods_have_in_common_is_one_object() -> None:
+    bodies = [json.dumps(pod_body(number)) for number in (0, 1)]
+    one, other = (parse_pod_record(json.loads(body)) for body in bodies)
+    assert one is not None
+    assert other is not None
+    for name in ("namespace", "phase", "policy", "sidecar_image", "sidecar_version"):
+        assert getattr(one, name) is getattr(other, name), name
+    assert one.run.name is other.run.name
 
 
 def checkpoint(number: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -67,23 +68,23 @@ def parse_pod_record(body: Body) -> PodRecord | None:
     trainer = _container_status(status, _training_name(pod, said))
     return PodRecord(
         uid=pod.uid,
-        namespace=pod.namespace,
+        namespace=_shared(pod.namespace),
         name=pod.name,
         injected=injected,
-        run=RunKey(pod.namespace, place.run_key),
+        run=RunKey(_shared(pod.namespace), _shared(place.run_key)),
         node_rank=place.node_rank,
         node=pod.node,
-        phase=pod.phase or "Pending",
+        phase=_shared(pod.phase or "Pending"),
         created_at=str(metadata.get("creationTimestamp") or ""),
         training="running" in (trainer.get("state") or {}),
         restarts=int(trainer.get("restartCount") or 0),
         trouble=cut(_trouble(status) if injected else said.message),
         volumes=_volumes(body),
         host_paths=_host_paths(body),
-        policy=said.policy,
+        policy=_shared(said.policy),
         policy_generation=said.generation,
-        sidecar_image=said.image,
-        sidecar_version=said.version,
+        sidecar_image=_shared(said.image),
+        sidecar_version=_shared(said.version),
         sidecar_contract=said.contract,
         labelled=names.RUN_LABEL in pod.labels,
         queued=is_queued(pod),
@@ -91,6 +92,11 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         job=said.job or root_of(pod),
         deleting=pod.deleting,
     )
+
+
+def _shared(text: str) -> str:
+    """One object for what thousands of pods have in common."""
+    return sys.intern(text) if type(text) is str else text
 
 
 def _training_name(pod: Pod, said: Injected) -> str:
