@@ -177,9 +177,12 @@ def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace
         _starts_without_us(namespace)
     finally:
         system("scale", "deployment/keepstep-certificates", "--replicas=1")
-    system.eventually(lambda: _served(cluster) != expired, within_s=90, what="a new certificate")
-    system("rollout", "restart", "deployment/keepstep-admission")  # rather than wait for kubelets
-    _rolled_out(cluster)
+        system.eventually(
+            lambda: _served(cluster) != expired, within_s=90, what="a new certificate"
+        )
+        # rather than wait for kubelets
+        system("rollout", "restart", "deployment/keepstep-admission")
+        _rolled_out(cluster)
     namespace.eventually(lambda: _is_injected(namespace, owner), what="admission works again")
 
 
