@@ -102,7 +102,7 @@ def test_of_a_checkpoint_object_no_more_is_held_than_is_compared() -> None:
         for number in range(count):
             writer.feed.take(None, checkpoint(number))
     assert len(writer.feed.known) == count
-    assert more[0] / count < 1200
+    assert more[0] / count < 500
 
 
 def test_what_pods_have_in_common_is_one_object() -> None:

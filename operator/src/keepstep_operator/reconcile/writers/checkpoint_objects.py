@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -37,9 +38,15 @@ def seen(body: Body) -> Seen:
     times = (one.get("lastTransitionTime") for one in status.get("conditions") or ())
     return Seen(
         uid=str((body.get("metadata") or {}).get("uid") or ""),
-        tiers=tuple(sys.intern(str(one)) for one in status.get("tiers") or ()),
+        tiers=_tiers(*map(str, status.get("tiers") or ())),
         since=sys.intern(str(next(times, None) or "")),
     )
+
+
+@lru_cache(maxsize=64)
+def _tiers(*told: str) -> tuple[str, ...]:
+    """The same ones as one object."""
+    return told
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ Objects that somebody else made are left alone: only those with our label are lo
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from keepstep_operator import names
@@ -42,6 +42,10 @@ PERIOD_S: Final = 10.0
 AT_ONCE: Final = 20
 """Writes of one run in one period, at most."""
 _POLL_S: Final = 1.0
+
+
+_run_key: Final = lru_cache(maxsize=4096)(RunKey)
+"""One object for the hundred checkpoints of a run."""
 
 
 class CheckpointWriter:
@@ -173,6 +177,6 @@ def _key_of(body: Body) -> tuple[RunKey, str] | None:
 
 def _named(body: Body) -> tuple[RunKey, str]:
     metadata = body.get("metadata") or {}
-    run = sys.intern(str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or ""))
-    namespace = sys.intern(str(metadata.get("namespace") or ""))
-    return RunKey(namespace, run), str(metadata.get("name") or "")
+    run = str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or "")
+    key = _run_key(str(metadata.get("namespace") or ""), run)
+    return key, str(metadata.get("name") or "")
