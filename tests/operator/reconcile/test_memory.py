@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import psutil
 import pytest
 from aiohttp import web
 from kopf._core.reactor.inventory import ResourceMemory
@@ -180,6 +181,26 @@ def test_a_run_that_is_over_goes_with_its_last_reference() -> None:
         assert run() is None
     finally:
         gc.enable()
+
+
+async def test_freed_memory_goes_back_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    large, between = [], []
+    for _ in range(1500):
+        large.append(bytearray(60_000))
+        between.append(bytearray(1000))
+    full = resident()
+    large.clear()
+    monkeypatch.setattr(garbage, "_GIVE_BACK_S", 0.0)
+    task = asyncio.create_task(garbage.give_back_freed())
+    try:
+        await until(lambda: resident() < full - (60 << 20))
+        assert between
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextmanager

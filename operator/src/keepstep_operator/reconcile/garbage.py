@@ -11,6 +11,7 @@ quarter: once an hour or so with 10,000 pods that report.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import sys
 from typing import Final
@@ -23,6 +24,7 @@ _SETTLED_S: Final = 120.0
 """After the start, until all sidecars have reported."""
 _LOOK_S: Final = 1.0
 _GROWN: Final = 1.25
+_GIVE_BACK_S: Final = 60.0
 
 
 def spare_what_stays() -> None:
@@ -42,3 +44,12 @@ async def collect_when_grown() -> None:
         if sys.getallocatedblocks() > known * _GROWN:
             gc.collect()
             known = sys.getallocatedblocks()
+
+
+async def give_back_freed() -> None:
+    """For ever: what the C library keeps of freed memory goes back to the kernel. Buffers of a few
+    hundred connections at once, as after a start, leave it 80 MB in pieces; that takes 10 ms."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_GIVE_BACK_S)
+        trim(0)

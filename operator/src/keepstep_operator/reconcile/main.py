@@ -20,7 +20,11 @@ from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
-from keepstep_operator.reconcile.garbage import collect_when_grown, spare_what_stays
+from keepstep_operator.reconcile.garbage import (
+    collect_when_grown,
+    give_back_freed,
+    spare_what_stays,
+)
 from keepstep_operator.reconcile.helpers.controller import HelperController
 from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
@@ -336,11 +340,13 @@ async def serve(settings: Settings) -> None:
             )
             reloading = group.create_task(tls.keep_fresh(), name="reload the certificate")
             collecting = group.create_task(collect_when_grown(), name="collect garbage")
+            giving = group.create_task(give_back_freed(), name="give back freed memory")
             ended = group.create_task(until_signal(), name="wait for a signal")
             await _work(parts, settings, tls, role, ended=ended)
             parts.stop()
             reloading.cancel()
             collecting.cancel()
+            giving.cancel()
             ended.cancel()
         if role is not None and role.leads:
             await role.release()
