@@ -10,8 +10,8 @@ KILLS ?= 500
 MINUTES ?= 60
 # workers for tests, 0 for none: two a core, as tests wait for half of their time
 JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
-# end-to-end tests side by side (E2E_JOBS=3), 0 for one after the other: they share one cluster
-E2E_JOBS ?= 0
+# end-to-end tests side by side, 0 for one after the other: they share one cluster
+E2E_JOBS ?= 3
 
 .PHONY: demo test check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 

@@ -1,6 +1,6 @@
 """One cluster for the suite, a namespace a test, and everything written down when a test fails.
 
-With workers (`E2E_JOBS=3 make e2e`) tests run side by side:
+With workers (three, unless `E2E_JOBS=0 make e2e`) tests run side by side:
 most of their time they wait. Those that take away what all need (the operator, the webhook, the API
 server, a node) ask for `turn_alone` or `cluster_alone`: they come last, and nothing runs beside
 them. The process that has the workers makes the cluster and deletes it, whatever becomes of them.
