@@ -87,17 +87,16 @@ def _costs(found: Iterable[Struck]) -> dict[str, object]:
     }
 
 
-def write(summary: dict[str, object], name: str) -> None:
+def write(summary: dict[str, object], name: str, *, title: str) -> None:
     """The summary, for programs and for people."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(_table(summary))
+    (RESULTS / f"{name}.md").write_text(f"# {title}\n\n{_table(summary)}")
 
 
 def _table(summary: dict[str, object]) -> str:
     plain = {key: one for key, one in summary.items() if key not in ("by_fault", "all")}
-    lines = ["# Soak over all tiers", ""]
-    lines += [f"- {key.replace('_', ' ')}: {one}" for key, one in plain.items()]
+    lines = [f"- {key.replace('_', ' ')}: {one}" for key, one in plain.items()]
     lines += [
         "",
         "| fault | times | restores | finished steps lost, median (max) | s to a new step, median"
