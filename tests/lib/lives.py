@@ -9,7 +9,7 @@ import keepstep
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.core.vote import Decision
 from keepstep.image import Layout
-from keepstep.restore.restore import Restore, Torn
+from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.save.snapshot import Snapshots
 from keepstep.state.take import take
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -50,12 +50,16 @@ def keep(components: dict[str, Any], path: Path) -> None:
 
 
 def bring_back(
-    components: dict[str, Any], path: Path, *, direct: bool = True, torn: Torn | None = None
+    components: dict[str, Any],
+    path: Path,
+    *,
+    direct: bool = True,
+    partial: PartialRestore | None = None,
 ) -> None:
     """Restore the step in the slot at `path`, as `Checkpointer.restore` does once it is chosen:
     from the rank's own image, or put together as for another world."""
     decision = Decision(id=_ID, tiers=(Tier.MEMORY,), epoch_number=2, direct=(direct,), world=1)
-    with torn or Torn() as torn:
+    with partial or PartialRestore() as partial:
         restoring = Restore(
             components,
             _Link(path),
@@ -64,7 +68,7 @@ def bring_back(
             take=lambda: take(components),
             rng=False,
             trusted=False,
-            torn=torn,
+            partial=partial,
         )
         for stage in restoring.stages:
             stage([])

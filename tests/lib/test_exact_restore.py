@@ -13,7 +13,7 @@ from torch import nn
 
 import keepstep
 from keepstep.image import Layout
-from keepstep.restore.restore import Torn
+from keepstep.restore.restore import PartialRestore
 from tests.harness import eventually
 from tests.lib.lives import bring_back, keep
 
@@ -145,9 +145,9 @@ def test_names_with_dots_are_told_apart_whatever_their_order(again):
 def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_path, direct):
     keep({"p": {"grown": torch.ones(3)}}, tmp_path / "slot")
     live = {"grown": torch.zeros(2), "gone": torch.zeros(2)}
-    with Torn() as torn:
+    with PartialRestore() as torn:
         torn.begin(live.values())
-        bring_back({"p": live}, tmp_path / "slot", direct=direct, torn=torn)
+        bring_back({"p": live}, tmp_path / "slot", direct=direct, partial=torn)
     assert list(live) == ["grown"]
     assert live["grown"].tolist() == [1, 1, 1]
 

@@ -33,7 +33,7 @@ from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather
-from keepstep.restore.restore import Restore, Torn
+from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.save.agent import Agent
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
@@ -142,8 +142,8 @@ class Checkpointer:
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world)
         try:
-            with Torn() as torn:
-                begin = functools.partial(self._restoring, torn)
+            with PartialRestore() as partial:
+                begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(self._connect, begin, meet=self._meet)
         finally:
             self._probed = None
@@ -207,7 +207,7 @@ class Checkpointer:
         is replaced before every tensor is filled."""
         return self._probed or take(self._components, self._topology)
 
-    def _restoring(self, torn: Torn, decision: Decision) -> Restore:
+    def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
         assert self._agent is not None
         return Restore(
             self._components,
@@ -217,7 +217,7 @@ class Checkpointer:
             take=self._take,
             rng=self._rng,
             trusted=self._trusted,
-            torn=torn,
+            partial=partial,
             reader=self._topology.first_here,
             timeout_s=self._restore_timeout_s,
         )

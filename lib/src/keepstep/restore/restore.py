@@ -6,7 +6,7 @@ layout, where its own image holds only its part of a replica, or where its own i
 twin's is not. Ranks may differ in that; what counts is that all come to
 the same step. Nothing is changed before every rank knows that it can get all that it needs, and
 no component gets its values before every rank has filled its tensors: what a failure in between
-leaves behind are tensors that the next attempt fills, or nobody can train on (`Torn`).
+leaves behind are tensors that the next attempt fills, or nobody can train on (`PartialRestore`).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Restore:
         take: Callable[[], Taken],
         rng: bool,
         trusted: bool,
-        torn: Torn,
+        partial: PartialRestore,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
     ) -> None:
-        """`timeout_s`: for fetching this rank's image, or one window of others'. `torn`: what
+        """`timeout_s`: for fetching this rank's image, or one window of others'. `partial`: what
         earlier attempts have changed. `reader`: the first rank of this node."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
@@ -83,7 +83,7 @@ class Restore:
         self._id: StepId = decision.id
         self._direct = decision.direct[rank]
         self._rank, self._rng, self._trusted = rank, rng, trusted
-        self._torn, self._reader = torn, reader
+        self._partial, self._reader = partial, reader
         self._slot: SlotMapping | None = None
         self._control: ControlPage
         self._loader: Loader
@@ -163,7 +163,7 @@ class Restore:
             kept=None if slot is None else self._kept,
         )
         loader.plan()
-        self._torn.check(self._id, self._lasting(taken), loader.targets)
+        self._partial.check(self._id, self._lasting(taken), loader.targets)
         return loader.unused()
 
     def _lasting(self, taken: Taken) -> Iterator[Tensor]:
@@ -190,7 +190,7 @@ class Restore:
         # a rank that went on from its own image has compared all names with it already
         if all(unused):
             check_unused(unused)
-        self._torn.begin(self._loader.targets)
+        self._partial.begin(self._loader.targets)
         self.bytes = self._loader.copy()
 
     def _finish(self, _: Sequence[Any]) -> None:
@@ -255,14 +255,14 @@ def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
 _Place = tuple[torch.device, int, int]
 
 
-class Torn:
+class PartialRestore:
     """Of one rank, for the time of one `restore()`: whoever leaves it with an error leaves nothing
     in the tensors to train on."""
 
     def __init__(self) -> None:
         self._begun: dict[_Place, Tensor] = {}
 
-    def __enter__(self) -> Torn:
+    def __enter__(self) -> PartialRestore:
         return self
 
     def __exit__(

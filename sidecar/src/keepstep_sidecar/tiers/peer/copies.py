@@ -205,7 +205,7 @@ class Copies:
         told = {rank: one.committed for one in self._told.values() for rank in one.ranks}
         known = {rank: id for rank, id in told.items() if id is not None}
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
-        for id, rank in placement.crowded_out(held, committed):
+        for id, rank in placement.first_to_go(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
             self._drop(id, rank, why="no space")
@@ -260,7 +260,7 @@ class Copies:
             )
             while sum(len(one.ranks) for one in self._told.values()) > MOST_RANKS:
                 self._told.pop(next(iter(self._told)))
-            doomed = placement.expendable(self._by_rank(), wanted)
+            doomed = placement.superseded(self._by_rank(), wanted)
             for id, rank in doomed:
                 self._drop(id, rank, why="superseded")
             self._drop_parts(wanted)

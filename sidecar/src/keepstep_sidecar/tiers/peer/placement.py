@@ -30,7 +30,7 @@ def _merit(id: StepId) -> tuple[int, int, StepId]:
     return id.epoch.number, zeros, id
 
 
-def expendable(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[tuple[StepId, int]]:
+def superseded(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[tuple[StepId, int]]:
     """Copies (step, rank) that nobody needs: not wanted any more, and older than a copy of the same
     rank that is wanted, committed, and whole here.
 
@@ -47,7 +47,7 @@ def expendable(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[t
     return sorted(doomed)
 
 
-def crowded_out(
+def first_to_go(
     held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
 ) -> list[tuple[StepId, int]]:
     """Copies that go when the volume is full, oldest first: all but the newest committed one of
