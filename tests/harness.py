@@ -26,16 +26,22 @@ PROGRAM = (sys.executable, "-m", "keepstep_sidecar")
 
 
 def eventually(
-    condition: Callable[[], Any], *, within_s: float = 60.0, what: str = "", every_s: float = 0.01
+    condition: Callable[[], Any],
+    *,
+    within_s: float = 60.0,
+    what: str | Callable[[], str] = "",
+    every_s: float = 0.01,
 ) -> Any:
-    """The first true value of `condition`; fails the test when there is none in time."""
+    """The first true value of `condition`; fails the test when there is none in time. `what`: what
+    was waited for, or what says so then."""
     deadline = time.monotonic() + within_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what or condition}")
+            said = what() if callable(what) else what
+            pytest.fail(f"not within {within_s} s: {said or condition}")
         time.sleep(every_s)
 
 

@@ -111,7 +111,11 @@ class Kubectl:
             versions += said.split()
 
     def eventually(
-        self, look: Callable[[], Any], *, within_s: float = 120.0, what: str = ""
+        self,
+        look: Callable[[], Any],
+        *,
+        within_s: float = 120.0,
+        what: str | Callable[[], str] = "",
     ) -> Any:
         """The first true answer of `look`, which may fail while the API server is away. In
         `within_s` where nothing else runs, in `_PATIENCE` times that anywhere."""

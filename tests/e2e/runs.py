@@ -42,6 +42,24 @@ def condition(kubectl: Kubectl, kind: str, job: str = "gpt") -> Object:
     raise KeyError(kind)
 
 
+def becomes(
+    kubectl: Kubectl, kind: str, status: str = "True", *, words: str = "", within_s: float = 120.0
+) -> Object:
+    """Wait until a condition of the run has this status, and `words` in its message."""
+    found: Object = {}
+
+    def look() -> bool:
+        nonlocal found
+        found = condition(kubectl, kind)
+        return found["status"] == status and words in found["message"]
+
+    def what() -> str:
+        return f"{kind}={status} {words!r}; it is {found or 'not there'}"
+
+    kubectl.eventually(look, within_s=within_s, what=what)
+    return found
+
+
 def committed_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
     """Wait until a step beyond `step` is committed; the step."""
 

@@ -41,11 +41,7 @@ def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl
     namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
     _archived_beyond(namespace, 5)
     namespace("scale", "deployment/s3", "--replicas=0")
-    namespace.eventually(
-        lambda: runs.condition(namespace, "Archived")["status"] == "False",
-        within_s=150,
-        what="the condition says that the archive is away",
-    )
+    runs.becomes(namespace, "Archived", "False", within_s=150)
     at = runs.training_beyond(namespace, 0).last
     committed = runs.committed_beyond(namespace, at)
     namespace("scale", "deployment/s3", "--replicas=1")
@@ -117,11 +113,7 @@ def test_a_lost_node_with_a_buddy_costs_no_committed_step(
     safe = next(one for one in cluster.workers() if one != doomed)
     namespace.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
     runs.training_beyond(namespace, 20)
-    namespace.eventually(
-        lambda: runs.condition(namespace, "Replicated")["status"] == "True",
-        within_s=120,
-        what="every shard has a copy on another node",
-    )
+    runs.becomes(namespace, "Replicated")
     before = _newest(namespace, "peer")
     _lose(cluster, namespace, doomed, "gpt-worker-0")
     last = runs.training_beyond(namespace, 0).last

@@ -281,11 +281,7 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
         tiers.beyond(namespace, "archive", full_at.last)
         tiers.free(cluster, two, path)
         tiers.beyond(namespace, "peer", runs.training_beyond(namespace, 0).last)
-        namespace.eventually(
-            lambda: runs.condition(namespace, "Protected")["status"] == "True",
-            within_s=90,
-            what="all is well again",
-        )
+        runs.becomes(namespace, "Protected")
         tiers.went(namespace)
 
 

@@ -21,11 +21,7 @@ def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> Non
     first = runs.committed_beyond(namespace, 0)
     assert runs.committed_beyond(namespace, first) > first, "the watermark advances"
 
-    protected = namespace.eventually(
-        lambda: (one := runs.condition(namespace, "Protected"))["status"] == "True" and one,
-        what="Protected",
-    )
-    assert protected["message"]
+    assert runs.becomes(namespace, "Protected")["message"]
     header, line = namespace("get", "ckrun").splitlines()
     assert header.split() == ["NAME", "JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED"]
     columns = line.split()

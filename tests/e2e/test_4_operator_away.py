@@ -42,9 +42,7 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
         system("scale", "deployment/keepstep-reconcile", "--replicas=2")
     after = runs.committed_beyond(namespace, life.first)
     assert after > committed
-    namespace.eventually(
-        lambda: runs.condition(namespace, "Protected")["status"] == "True", what="Protected again"
-    )
+    runs.becomes(namespace, "Protected")
 
 
 def test_a_reconciler_killed_again_and_again_mid_write_converges(

@@ -106,11 +106,7 @@ def _starts_without_us(kubectl: Kubectl) -> str:
         ),
         what="an event on the job",
     )
-    missing = kubectl.eventually(
-        lambda: (one := runs.condition(kubectl, "FullyInjected"))["status"] == "False" and one,
-        what="FullyInjected=False",
-    )
-    return str(missing["message"])
+    return str(runs.becomes(kubectl, "FullyInjected", "False")["message"])
 
 
 def _is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:

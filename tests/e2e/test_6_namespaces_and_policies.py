@@ -94,13 +94,7 @@ def test_a_policy_changed_or_deleted_mid_run_leaves_the_run_as_it_is(namespace: 
 def test_an_image_without_the_library_trains_and_the_run_says_so(namespace: Kubectl) -> None:
     command = ["python3", "-c", "import time\nwhile True: time.sleep(1)"]
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0, command=command, args=[]))
-    condition = namespace.eventually(
-        lambda: (
-            (one := runs.condition(namespace, "Protected"))["status"] == "False"
-            and "pip install keepstep" in one["message"]
-            and one
-        ),
-        within_s=150,
-        what="a condition that says what to do",
+    condition = runs.becomes(
+        namespace, "Protected", "False", words="pip install keepstep", within_s=150
     )
     assert condition["reason"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keepstep.errors import StorageError
 from keepstep.image import verify_image
 from keepstep.steps import Answer
+from keepstep_sidecar.tiers.peer import replicate
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.scan import survey
+from keepstep_sidecar.volume.scan import LocalShard, survey
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
@@ -173,6 +177,37 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
         assert here.remote_tier.status().backlog == 1
         assert not list(buddy.root.rglob("*.part"))
         assert not here.remote_tier.in_use(big.step_id)
+
+
+async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_trouble_is_over(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps come as fast as they are sent: while one is on its way, the next becomes durable."""
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    loop, really = asyncio.get_running_loop(), replicate.send
+    coming = {step: here.write(step, rank=0)[1] for step in range(2, 12)}
+    seen: list[tuple[str, int]] = []
+
+    async def meanwhile(step: int) -> None:
+        durable(here.remote_tier, coming[step])
+        committed(here.remote_tier, step_id(max(step - 2, 1)))
+        seen.append((here.remote_tier.status().trouble, here.remote_tier.status().backlog))
+
+    def send(found: LocalShard, *others: Any) -> int:
+        if not seen:
+            seen.append(("", 0))
+            raise StorageError("no space there")
+        if (step := found.step_id.step + 1) in coming:
+            asyncio.run_coroutine_threadsafe(meanwhile(step), loop).result()
+        return really(found, *others)
+
+    monkeypatch.setattr(replicate, "send", send)
+    async with running(here, buddy):
+        committed(here.remote_tier, step_id(1), [here.write(1, rank=0)[1]])
+        await until(lambda: (11, 0) in buddy.copies())
+        assert seen[1:] == [("no space there", 2), *[("", 2)] * 9], "trouble, backlog"
+        assert buddy.copies()[0] >= (9, 0)
 
 
 async def test_the_ring_is_built_of_a_static_list_and_certificates(

@@ -195,11 +195,14 @@ class ArchiveTier(RemoteTier):
         except KeepstepError as error:
             self._failed(error)
             return self._later_s(self._attempts)
+        self._works()
+        self._polls += 1
+        return self._later_s(self._polls) if self._unsettled else _IDLE_S
+
+    def _works(self) -> None:
         if self._trouble:
             say("archive works again", where=self.store.where)
         self._trouble, self._attempts = "", 0
-        self._polls += 1
-        return self._later_s(self._polls) if self._unsettled else _IDLE_S
 
     def _failed(self, error: KeepstepError) -> None:
         self._count.failures += 1
@@ -252,6 +255,7 @@ class ArchiveTier(RemoteTier):
         began = time.monotonic()
         sent_bytes = await self._sender.send(found)
         if sent_bytes:
+            self._works()  # not after all that waits: where steps come as fast, that has no end
             self._count.sent += 1
             self._count.sent_bytes += sent_bytes
             self._count.sent_seconds += time.monotonic() - began

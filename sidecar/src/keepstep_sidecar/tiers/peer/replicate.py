@@ -119,10 +119,11 @@ class Feeder:
         await asyncio.sleep(min(2.0 ** min(self._failures - 2, 10), _LONGEST_BACKOFF_S))
 
     async def _round(self) -> None:
-        """See what it has, say what is wanted, and send one thing after the other."""
+        """See what it has, send one thing, and say what is wanted. Never all that waits: where
+        steps come faster than they go, that has no end, and the buddy would let go of nothing."""
         if not self._known or time.monotonic() - self._looked_at >= _LOOK_AGAIN_S:
             await self._look()
-        while (found := self._choose()) is not None:
+        if (found := self._choose()) is not None:
             await self._send(found)
         await self._want()
 
