@@ -1,9 +1,9 @@
 """The operator at size: `python -m bench.operator_load` says what it takes and how soon.
 
 Ten thousand pods of eight ranks in a thousand runs, each with a hundred archived steps; as many
-runs that are finished, and twenty thousand pods of others. The stand-in for the API server is a
-process of its own, and so is whoever asks the reconciler's health; the reporters and the webhook's
-client are this one. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
+runs that are finished, and twenty thousand pods of others. The stand-in for the API server, all
+reporters, and whoever asks the reconciler's health are processes of their own; the webhook's
+client is this one. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
 
 (Not `operator`: a script in this folder would import that in place of the standard library's.)
 """
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
+import psutil
 from aiohttp import web
 
 from bench import machine
@@ -44,6 +46,7 @@ from tests.operator.promises.surface import (
     report,
     webhook,
 )
+from tests.operator.reconcile.serving import trusting
 
 _RANKS, _ARCHIVED, _STEP, _NAMESPACES = 8, 100, 1_000_000, 100
 _RESULTS = Path(__file__).parent / "results"
@@ -153,6 +156,15 @@ class Apart:
             finally:
                 child.kill()
 
+    async def seen(self) -> dict[str, Any]:
+        """What was written there, and which conditions changed when."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}/bench") as answer,
+        ):
+            found: dict[str, Any] = await answer.json()
+            return found
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Apart]:
         """What `reconciler` asks for: it runs already."""
@@ -216,19 +228,20 @@ class Reporter:
         }
 
     async def go_on(self, operator: Operator, until_s: float) -> None:
+        """Reports until then; its whole one when its turn has come."""
         loop = asyncio.get_running_loop()
         each_s = self.size.period_s / (self.size.runs * self.size.pods)
         await asyncio.sleep((self.run * self.size.pods + self.number) * each_s)
         while loop.time() < until_s:
             next_s = loop.time() + self.size.period_s
-            reply = await self._told(operator, self.body())
+            reply = await self._told(operator, msgspec.json.encode(self.body()))
             follows = reply.get("changes_since") == self.sequence
             self.known = self.sequence if follows else 0
             if self.number == 0 and self.size.changing(self.run):
                 self.toggled.append((time.time(), self.stalls))
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
-    async def _told(self, operator: Operator, body: Body) -> Body:
+    async def _told(self, operator: Operator, body: bytes) -> Body:
         """Again when a connection breaks, as a sidecar does."""
         try:
             return await operator.take(body, token=self.token)
@@ -268,12 +281,38 @@ async def _admit(hook: Webhook, until_s: float) -> list[float]:
     return sorted(spent)
 
 
-def _visible_s(reporters: list[Reporter], changed: dict[str, list[list[Any]]]) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What all reporters did. `toggled`: by run, when a report that changes a condition was
+    answered, and whether it stalls commits."""
+
+    reports: int
+    as_changes: float
+    toggled: dict[int, list[tuple[float, bool]]]
+
+
+async def _report(size: Size, url: str, certificate: Path, for_s: float) -> Told:
+    loop = asyncio.get_running_loop()
+    connector = aiohttp.TCPConnector(ssl=trusting(certificate.read_bytes()), limit=0)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        operator = Operator(psutil.Process(), url, "", session)
+        end_s = loop.time() + for_s
+        all = [Reporter(size, run, one) for run in range(size.runs) for one in range(size.pods)]
+        await asyncio.gather(*(one.go_on(operator, end_s) for one in all))
+    return Told(
+        reports=sum(one.sequence for one in all),
+        as_changes=sum(one.known > 0 for one in all) / len(all),
+        toggled={one.run: one.toggled for one in all if one.toggled},
+    )
+
+
+def _visible_s(told: Told, changed: dict[str, list[list[Any]]]) -> list[float]:
     """From the answer to a report that changes a condition until the object says so."""
     found = []
-    for one in (each for each in reporters if each.toggled):
-        seen = changed.get(f"run-{one.run}", [])
-        for at, stalls in one.toggled[1:-1]:
+    for run, toggled in told.toggled.items():
+        seen = changed.get(f"run-{run}", [])
+        for at, stalls in toggled[1:-1]:
             says = "False" if stalls else "True"
             after = [when - at for when, status in seen if status == says and when > at - 1.0]
             if after:
@@ -281,47 +320,53 @@ def _visible_s(reporters: list[Reporter], changed: dict[str, list[list[Any]]]) -
     return sorted(found)
 
 
-async def _measure(size: Size, apart: Apart, minutes: float, directory: Path) -> dict[str, float]:
-    loop = asyncio.get_running_loop()
+async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) -> dict[str, float]:
+    loop, size = asyncio.get_running_loop(), Size.scaled(scale)
     begun = loop.time()
     async with (
         reconciler(cast(Cluster, apart), directory / "reconcile") as operator,
         webhook(directory / "admission", policy()[1]) as hook,
     ):
         ready_s = loop.time() - begun
-        reporters = [
-            Reporter(size, run, one) for run in range(size.runs) for one in range(size.pods)
-        ]
         end_s = loop.time() + minutes * 60
-        going = [asyncio.create_task(one.go_on(operator, end_s)) for one in reporters]
+        certificate = str(directory / "reconcile" / "tls.crt")
+        reporting = await _begun(
+            "--report", operator.url, certificate,
+            "--scale", str(scale), "--minutes", str(minutes),
+        )  # fmt: skip
         await asyncio.sleep(2 * size.period_s)  # all have told everything by then
-        command = [sys.executable, "-m", "bench.operator_load", "--probe", operator.metrics_url]
-        probe = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        probe = await _begun("--probe", operator.metrics_url)
         asked = asyncio.create_task(probe.communicate())
-        cpu_s, since = operator.cpu_s(), loop.time()
+        cpu_s, since, before = operator.cpu_s(), loop.time(), await apart.seen()
         admitted = await _admit(hook, end_s)
-        cores = (operator.cpu_s() - cpu_s) / (loop.time() - since)
+        over_s = loop.time() - since
+        cores, after = (operator.cpu_s() - cpu_s) / over_s, await apart.seen()
         probe.kill()
         health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
-        await asyncio.gather(*going)
+        told = msgspec.json.decode((await reporting.communicate())[0], type=Told)
         await asyncio.sleep(5.0)
-        async with aiohttp.ClientSession() as session, session.get(f"{apart.url}/bench") as answer:
-            seen = await answer.json()
-        visible = _visible_s(reporters, seen["changed"])
+        visible = _visible_s(told, (await apart.seen())["changed"])
         return {
             "pods": size.runs * size.pods,
             "ready_s": ready_s,
             "rss_mib": operator.memory_mib(),
             "cores": cores,
-            "reports": sum(one.sequence for one in reporters),
-            "told_as_changes": sum(one.known > 0 for one in reporters) / len(reporters),
+            "reports": told.reports,
+            "share_told_as_changes": told.as_changes,
             "condition_visible_s": visible[-1] if visible else float("nan"),
             "conditions_seen": len(visible),
             "slowest_health_ms": health[-1] if health else float("nan"),
             "health_p99_ms": health[int(len(health) * 0.99)] if health else float("nan"),
-            "api_writes_a_second": seen["writes"] / (minutes * 60),
+            "api_writes_to_begin": before["writes"],
+            "api_writes_a_second": (after["writes"] - before["writes"]) / over_s,
             "admission_p99_ms": admitted[int(len(admitted) * 0.99)],
         }
+
+
+async def _begun(*options: str) -> asyncio.subprocess.Process:
+    """This program once more, as something else."""
+    command = (sys.executable, "-m", "bench.operator_load", *options)
+    return await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
 
 
 def _table(found: dict[str, float], size: Size, scale: float, minutes: float) -> str:
@@ -361,15 +406,20 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="the result into bench/results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--probe", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--report", nargs=2, metavar=("URL", "CA"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = Size.scaled(options.scale)
     if options.probe:
         _ask_health(options.probe)
     elif options.serve:
         asyncio.run(_serve(size))
+    elif options.report:
+        url, certificate = options.report
+        told = asyncio.run(_report(size, url, Path(certificate), options.minutes * 60))
+        sys.stdout.buffer.write(msgspec.json.encode(told))
     else:
         with tempfile.TemporaryDirectory() as directory, Apart().started(options.scale) as apart:
-            found = asyncio.run(_measure(size, apart, options.minutes, Path(directory)))
+            found = asyncio.run(_measure(options.scale, apart, options.minutes, Path(directory)))
         table = _table(found, size, options.scale, options.minutes)
         print(json.dumps(found, indent=2), table, sep="\n\n")
         if options.write:

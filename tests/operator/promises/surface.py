@@ -153,7 +153,7 @@ class Operator:
         async with self.session.post(url, data=io.BytesIO(data), headers=headers) as response:
             return response.status, await response.json()
 
-    async def take(self, body: Body, *, token: str) -> Body:
+    async def take(self, body: Body | bytes, *, token: str) -> Body:
         """The reply to a report that is no part of what is tested; one that comes too soon is sent
         again. Raises RuntimeError when it is refused."""
         loop = asyncio.get_running_loop()
