@@ -31,7 +31,11 @@ import psutil
 from aiohttp import web
 
 from bench import machine
+from keepstep.steps import EpochId, StepId
+from keepstep_operator.reconcile.state.run_view import KeptStep
+from keepstep_operator.reconcile.writers.checkpoint_objects import body_of, status_of
 from tests.operator.promises.surface import (
+    GROUP,
     Body,
     Cluster,
     Operator,
@@ -48,7 +52,9 @@ from tests.operator.promises.surface import (
 )
 from tests.operator.reconcile.serving import trusting
 
-_RANKS, _ARCHIVED, _STEP, _NAMESPACES = 8, 100, 1_000_000, 100
+_RANKS, _STEP, _NAMESPACES = 8, 1_000_000, 100
+_ARCHIVED_STEPS = tuple(range(1000, 101_000, 1000))
+_NONCE = epoch()["nonce"]
 _RESULTS = Path(__file__).parent / "results"
 _BARS = {
     "rss_mib": 300.0, "cores": 0.5, "ready_s": 60.0, "condition_visible_s": 3.0,
@@ -126,10 +132,26 @@ def _cluster(size: Size) -> Watched:
     for run in range(size.runs):
         for number in range(size.pods):
             found.bind(pod(number, run=f"run-{run}", namespace=_namespace(run)))
+        found.objects.update(_archived(size, run))
     finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
     found.objects.update(finished_run(f"over-{one}", at=finished) for one in range(size.finished))
     found.objects.update(foreign_pod(one) for one in range(size.foreign))
     return found
+
+
+def _archived(size: Size, run: int) -> Iterator[tuple[str, Body]]:
+    """Path and body of a run and of its archived steps, as reconcile has written them before."""
+    name, namespace, uid = f"run-{run}", _namespace(run), f"u-run-{run}"
+    base = f"{GROUP}/namespaces/{namespace}"
+    metadata = {"name": name, "namespace": namespace, "uid": uid, "generation": 1}
+    yield f"{base}/checkpointruns/{name}", {"metadata": metadata, "spec": {}, "status": {}}
+    for step in _ARCHIVED_STEPS:
+        id = StepId(epoch=EpochId(number=1, nonce=_NONCE), step=step)
+        kept = KeptStep(run=name, step=str(id), ranks=size.pods * _RANKS, tiers=("archive",))
+        body = body_of(kept, namespace=namespace, owner_uid=uid)
+        body["metadata"]["uid"] = f"u-{kept.name}"
+        body["status"] = status_of(kept, since="", at=time.time())
+        yield f"{base}/checkpoints/{kept.name}", body
 
 
 async def _serve(size: Size) -> None:
@@ -215,9 +237,8 @@ class Reporter:
         return newest, newest - 1, newest - 2, newest - 3
 
     def _whole(self, number: int, world: int) -> Body:
-        archived = tuple(1000 * (one + 1) for one in range(_ARCHIVED))
         local = (_STEP, _STEP - 10)
-        return rank(number, world, memory=self._steps(), local=local, archive=archived)
+        return rank(number, world, memory=self._steps(), local=local, archive=_ARCHIVED_STEPS)
 
     def _changes(self, number: int, world: int) -> Body:
         newest, oldest = self._steps()[0], self._steps()[3] - 1
@@ -245,7 +266,7 @@ class Reporter:
         """Again when a connection breaks, as a sidecar does."""
         try:
             return await operator.take(body, token=self.token)
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             await asyncio.sleep(0.5)
             return await self._told(operator, body)
 
@@ -382,8 +403,8 @@ def _table(found: dict[str, float], size: Size, scale: float, minutes: float) ->
             "# The operator at size",
             "",
             f"{size.runs * size.pods:,} pods of {_RANKS} ranks in {size.runs:,} runs,"
-            f" {_ARCHIVED} archived steps each, {size.finished:,} finished runs, {size.foreign:,}"
-            f" pods of others; a report of each pod every {size.period_s:.0f} s,"
+            f" {len(_ARCHIVED_STEPS)} archived steps each, {size.finished:,} finished runs,"
+            f" {size.foreign:,} pods of others; a report of each pod every {size.period_s:.0f} s,"
             f" {size.changes:g} conditions a second change. The reporters and the stand-in for the"
             " API server run on the same cores.",
             "",
