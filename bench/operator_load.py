@@ -14,11 +14,15 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from asyncio import sslproto
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +38,8 @@ from bench import machine
 from keepstep.steps import EpochId, StepId
 from keepstep_operator.reconcile.state.run_view import KeptStep
 from keepstep_operator.reconcile.writers.checkpoint_objects import body_of, status_of
+from keepstep_sidecar.report.reporter import Rhythm
+from tests.harness import until
 from tests.operator.promises.surface import (
     GROUP,
     Body,
@@ -55,6 +61,9 @@ from tests.operator.reconcile.serving import trusting
 _RANKS, _STEP, _NAMESPACES = 8, 1_000_000, 100
 _ARCHIVED_STEPS = tuple(range(1000, 101_000, 1000))
 _NONCE = epoch()["nonce"]
+_AT_ONCE = asyncio.Semaphore(64)
+"""Reports on their way: one process cannot be as fast as ten thousand pods, and if it tries its own
+handshakes time out."""
 _RESULTS = Path(__file__).parent / "results"
 _BARS = {
     "rss_mib": 300.0, "cores": 0.5, "ready_s": 60.0, "condition_visible_s": 3.0,
@@ -248,12 +257,12 @@ class Reporter:
             "gone": {"memory": [{"epoch": epoch(), "step": oldest}]},
         }
 
-    async def go_on(self, operator: Operator, until_s: float) -> None:
-        """Reports until then; its whole one when its turn has come."""
+    async def go_on(self, operator: Operator) -> None:
+        """Report until cancelled, the first time when its turn has come."""
         loop = asyncio.get_running_loop()
         each_s = self.size.period_s / (self.size.runs * self.size.pods)
         await asyncio.sleep((self.run * self.size.pods + self.number) * each_s)
-        while loop.time() < until_s:
+        while True:
             next_s = loop.time() + self.size.period_s
             reply = await self._told(operator, msgspec.json.encode(self.body()))
             follows = reply.get("changes_since") == self.sequence
@@ -263,12 +272,20 @@ class Reporter:
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
     async def _told(self, operator: Operator, body: bytes) -> Body:
-        """Again when a connection breaks, as a sidecar does."""
-        try:
-            return await operator.take(body, token=self.token)
-        except (aiohttp.ClientError, TimeoutError):
-            await asyncio.sleep(0.5)
-            return await self._told(operator, body)
+        """Again when a connection breaks, or it is to come later, after the pauses of a sidecar."""
+        for failures in itertools.count(1):
+            try:
+                async with _AT_ONCE:
+                    status, reply = await operator.report(body, token=self.token)
+            except (aiohttp.ClientError, TimeoutError):
+                status = 0
+            if status == 200:
+                return reply
+            if status not in (0, 429, 503):
+                raise RuntimeError(f"{status}: {reply}")
+            pause_s = Rhythm().backoff_s(failures, broken=not status, chance=random.random())
+            await asyncio.sleep(pause_s)
+        raise AssertionError("there is always a next one")
 
 
 # --- what is measured ----------------------------------------------------------------------------
@@ -312,19 +329,43 @@ class Told:
     toggled: dict[int, list[tuple[float, bool]]]
 
 
-async def _report(size: Size, url: str, certificate: Path, for_s: float) -> Told:
-    loop = asyncio.get_running_loop()
-    connector = aiohttp.TCPConnector(ssl=trusting(certificate.read_bytes()), limit=0)
-    timeout = aiohttp.ClientTimeout(total=60)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        operator = Operator(psutil.Process(), url, "", session)
-        end_s = loop.time() + for_s
-        all = [Reporter(size, run, one) for run in range(size.runs) for one in range(size.pods)]
-        await asyncio.gather(*(one.go_on(operator, end_s) for one in all))
+async def _report(size: Size, url: str, certificate: Path) -> Told:
+    """Until SIGTERM; says in a line when every reporter's whole report was taken, and what
+    conditions become counts from then on."""
+    trust = trusting(certificate.read_bytes())
+    sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of ten thousand connections else
+
+    async def go_on(one: Reporter) -> None:
+        """From an address of its own, as every pod: of one source few connections are taken."""
+        number = one.run * size.pods + one.number
+        connector = aiohttp.TCPConnector(
+            ssl=trust,
+            limit=1,
+            local_addr=(f"127.{1 + (number >> 16)}.{number >> 8 & 255}.{number & 255}", 0),
+        )
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=60)
+        ) as session:
+            await one.go_on(Operator(psutil.Process(), url, "", session))
+
+    reporters = [Reporter(size, run, one) for run in range(size.runs) for one in range(size.pods)]
+    going = [asyncio.create_task(go_on(one)) for one in reporters]
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await until(
+        lambda: all(one.known for one in reporters), within_s=1800, what="all have told everything"
+    )
+    for one in reporters:
+        one.toggled.clear()
+    print(flush=True)
+    await ended.wait()
+    for task in going:
+        task.cancel()
+    await asyncio.gather(*going, return_exceptions=True)
     return Told(
-        reports=sum(one.sequence for one in all),
-        as_changes=sum(one.known > 0 for one in all) / len(all),
-        toggled={one.run: one.toggled for one in all if one.toggled},
+        reports=sum(one.sequence for one in reporters),
+        as_changes=sum(one.known > 0 for one in reporters) / len(reporters),
+        toggled={one.run: one.toggled for one in reporters if one.toggled},
     )
 
 
@@ -349,27 +390,30 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
         webhook(directory / "admission", policy()[1]) as hook,
     ):
         ready_s = loop.time() - begun
-        end_s = loop.time() + minutes * 60
         certificate = str(directory / "reconcile" / "tls.crt")
         reporting = await _begun(
-            "--report", operator.url, certificate,
-            "--scale", str(scale), "--minutes", str(minutes),
+            "--report", operator.url, certificate, "--scale", str(scale),
         )  # fmt: skip
-        await asyncio.sleep(2 * size.period_s)  # all have told everything by then
+        assert reporting.stdout is not None
+        await reporting.stdout.readline()
+        taken_s = loop.time() - begun - ready_s
+        await asyncio.sleep(size.period_s)  # what was put off, and is written now
         probe = await _begun("--probe", operator.metrics_url)
         asked = asyncio.create_task(probe.communicate())
         cpu_s, since, before = operator.cpu_s(), loop.time(), await apart.seen()
-        admitted = await _admit(hook, end_s)
+        admitted = await _admit(hook, loop.time() + minutes * 60)
         over_s = loop.time() - since
         cores, after = (operator.cpu_s() - cpu_s) / over_s, await apart.seen()
         probe.kill()
         health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
-        told = msgspec.json.decode((await reporting.communicate())[0], type=Told)
         await asyncio.sleep(5.0)
+        reporting.terminate()
+        told = msgspec.json.decode((await reporting.communicate())[0], type=Told)
         visible = _visible_s(told, (await apart.seen())["changed"])
         return {
             "pods": size.runs * size.pods,
             "ready_s": ready_s,
+            "all_told_everything_s": taken_s,
             "rss_mib": operator.memory_mib(),
             "cores": cores,
             "reports": told.reports,
@@ -423,7 +467,9 @@ def _table(found: dict[str, float], size: Size, scale: float, minutes: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the whole size")
-    parser.add_argument("--minutes", type=float, default=6.0, help="the first one warms up")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="from when all have told everything"
+    )
     parser.add_argument("--write", action="store_true", help="the result into bench/results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--probe", default="", help=argparse.SUPPRESS)
@@ -436,7 +482,7 @@ def main() -> None:
         asyncio.run(_serve(size))
     elif options.report:
         url, certificate = options.report
-        told = asyncio.run(_report(size, url, Path(certificate), options.minutes * 60))
+        told = asyncio.run(_report(size, url, Path(certificate)))
         sys.stdout.buffer.write(msgspec.json.encode(told))
     else:
         with tempfile.TemporaryDirectory() as directory, Apart().started(options.scale) as apart:

@@ -7,7 +7,7 @@ to which nothing happened are equal.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keepstep.core.ledger import NEAREST_FIRST
@@ -204,7 +204,7 @@ def _slowest(run: Run) -> str:
 @dataclass(frozen=True, kw_only=True)
 class KeptStep:
     """A step that is there whole. `tiers`: each of them holds all of it. `bytes`: of one copy, 0
-    while that is not known."""
+    while that is not known, or nobody asked (`measured`)."""
 
     run: str
     step: str
@@ -237,8 +237,12 @@ def _kept(run: Run, id: StepId) -> KeptStep:
         step=str(id),
         ranks=max(1, world),
         tiers=tiers,
-        bytes=ledger.size_bytes(id),
     )
+
+
+def measured(run: Run, one: KeptStep) -> KeptStep:
+    """With its bytes, which are summed up over all ranks: only for an object that is made."""
+    return replace(one, bytes=run.ledger.core.size_bytes(StepId.parse(one.step)))
 
 
 def is_certain(run: Run) -> bool:

@@ -26,7 +26,12 @@ from keepstep_operator.kube import (
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.state.run_view import KeptStep, is_certain, kept_steps
+from keepstep_operator.reconcile.state.run_view import (
+    KeptStep,
+    is_certain,
+    kept_steps,
+    measured,
+)
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
     MANAGED_BY,
     MANAGER,
@@ -124,7 +129,7 @@ class CheckpointWriter:
         if run is None or run.object is None or not run.object.uid:
             self.mark(key)  # its owner is being made
             return
-        body = body_of(one, namespace=key.namespace, owner_uid=run.object.uid)
+        body = body_of(measured(run, one), namespace=key.namespace, owner_uid=run.object.uid)
         try:
             await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
