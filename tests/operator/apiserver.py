@@ -84,6 +84,7 @@ class ApiServer:
     _oldest: int = 0
     _history: list[tuple[str, str, Body, Body | None]] = field(default_factory=list)
     _watches: list[_Watch] = field(default_factory=list)
+    _pages: dict[tuple[str, str], list[Body]] = field(default_factory=dict)
 
     # --- how it is reached -------------------------------------------------------------------
 
@@ -222,13 +223,16 @@ class ApiServer:
         if not _is_collection(path):
             return _status(404, "NotFound", f"{path} not found")
         labels = query.get("labelSelector", "")
-        found = [
-            one for at, one in self.objects.items() if is_of(path, at) and matches(one, labels)
-        ]
+        found = self._pages.pop((path, labels), None) if query.get("continue") else None
+        if found is None:
+            found = [
+                one for at, one in self.objects.items() if is_of(path, at) and matches(one, labels)
+            ]
         first, limit = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(found)
         metadata = {"resourceVersion": str(self._version)}
         if first + limit < len(found):
             metadata["continue"] = str(first + limit)
+            self._pages[path, labels] = found  # all pages are of one moment
         items = found[first : first + limit]
         return web.json_response({"kind": "List", "metadata": metadata, "items": items})
 
