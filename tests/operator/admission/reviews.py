@@ -60,12 +60,14 @@ class ApiServersWebhook:
         await self._session.close()
 
     async def post(self, review: Body) -> Body:
-        """The answer's `response`; it is for this review, and lets the pod pass."""
+        """The answer's `response`; it is for this review, lets the pod pass, and ends its
+        connection, so that the API server keeps none to a replica that may be lost."""
         assert self._session is not None
         async with self._session.post(
             f"{self._url}/inject?timeout=5s", json=review, server_hostname=NAME
         ) as answer:
             assert answer.status == 200, await answer.text()
+            assert answer.headers["Connection"] == "close"
             body = json.loads(await answer.read())
         assert (body["apiVersion"], body["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
         response: Body = body["response"]

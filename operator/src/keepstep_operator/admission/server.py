@@ -54,7 +54,7 @@ class Admission:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self.draining = False
-        """Set before the end: answers then ask the API server to connect to somebody else."""
+        """Set before the end: it is not ready any more."""
 
     def application(self, ready: Ready) -> web.Application:
         """The routes of the webhook's port."""
@@ -121,8 +121,9 @@ class Admission:
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
-        if self.draining:
-            response.force_close()
+        # The API server keeps open connections for a minute and a half, also those to a replica
+        # whose node was lost: each review that is sent there is one pod without a sidecar.
+        response.force_close()
         seconds = time.perf_counter() - begun
         self._metrics.reviewed(verdict, seconds=seconds)
         _tell(review, verdict, seconds)
