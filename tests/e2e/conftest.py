@@ -12,11 +12,10 @@ a failure, not a success.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import re
+import secrets
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,6 @@ from tests.e2e.kubectl import Kubectl
 
 _SCRATCH = ROOT / "build" / "e2e"
 _REFERENCE_STEPS = 800
-_NUMBERS = itertools.count(int(time.time()))
 
 _CLUSTER = pytest.StashKey[Cluster]()
 _BROKEN = pytest.StashKey[str]()
@@ -161,9 +159,9 @@ def _locked(path: Path, kind: int) -> Iterator[TextIO]:
 
 
 def _namespace_name(test: str) -> str:
-    """Readable, and never that of a namespace that is still being deleted."""
+    """Readable, and never one that is still being deleted, or that another worker makes for a test named alike."""
     words = re.sub(r"[^a-z0-9]+", "-", test.removeprefix("test_").lower())[:48].strip("-")
-    return f"{words}-{next(_NUMBERS) % 10**6:06d}"
+    return f"{words}-{secrets.token_hex(4)}"
 
 
 @pytest.fixture
