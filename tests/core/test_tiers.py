@@ -422,3 +422,14 @@ class Tiers(RuleBasedStateMachine):
 
 TestTiers = Tiers.TestCase
 TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blob=True)
+
+
+def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_twins() -> None:
+    """Node 0 is lost. Its ranks have step 0 at node 1 and step 1 by twins; ranks 2 and 3 have
+    step 0 in their node's memory, where node 0 does not see it."""
+    run = Tiers()
+    run.begin(nodes=2, per_node=2, replicated=True, peers=True, archive=False)
+    run.the_run_goes_on([(1, {2}, set(), set()), (1, set(), {0}, set())])
+    run.a_node_is_lost(0)
+    run.the_trainers_start(per_node=2)
+    assert set(run.at.values()) == {0}

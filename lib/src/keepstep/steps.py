@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _HEX = "0123456789abcdef"
@@ -82,6 +83,12 @@ class Epoch:
     origin: str = ""
 
 
+def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
+    """Each of these epochs once, oldest first; of those with one id the last."""
+    known = {one.id: one for one in epochs}
+    return tuple(known[id] for id in sorted(known))
+
+
 class Word(str, enum.Enum):
     """A state or a kind: `str()` is what messages and files say."""
 
@@ -96,6 +103,10 @@ class Tier(Word):
     LOCAL = "local"
     PEER = "peer"
     ARCHIVE = "archive"
+
+
+NEAREST_FIRST = tuple(Tier)
+"""The order in which a restore prefers the tiers; also from the weakest to the strongest."""
 
 
 class State(Word):

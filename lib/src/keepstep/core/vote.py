@@ -6,7 +6,8 @@ its verification on any rank joins `excluded`, and all vote again.
 
 A rank can go on from an image of its own (of a step that as many ranks saved as run now), or from
 an *offer*: a step of any world size of which its sidecar can bring every byte. The newest step that
-every rank can go on from wins, whichever way each of them does it.
+every rank can go on from wins, whichever way each of them does it; only where twins would stand in
+for some ranks, one that is exact and nearby comes first (`_preferred`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.candidates import Candidate, Candidates, Offer
-from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError
+from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 LAST_EARLY_STEP = 2
@@ -81,12 +82,13 @@ def choose(
     number = max((vote.highest_epoch for vote in votes), default=0) + 1
     allowed = _allowed(excluded, limit, exact=exact)
     ways = [_ways(vote, len(votes), allowed) for vote in votes]
-    newest = max(_common(ways), default=None)
-    _check_world(votes, newest, allowed)
-    if newest is not None:
-        taken = [each[newest] for each in ways]
+    common = _common(ways)
+    _check_world(votes, max(common, default=None), allowed)
+    if common:
+        id = _preferred(ways, common)
+        taken = [each[id] for each in ways]
         tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
-        return Decision(newest, tiers, number, direct=direct, world=taken[0].world)
+        return Decision(id, tiers, number, direct=direct, world=taken[0].world)
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
     if _all_none(votes) and not excluded:
@@ -147,6 +149,19 @@ def _common(ways: Sequence[_Ways]) -> set[StepId]:
         return set()
     ids = set(ways[0]).intersection(*ways[1:])
     return {id for id in ids if len({each[id].world for each in ways}) == 1}
+
+
+def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
+    """The newest; but an offer of as many ranks as run means twins, which have a rank's boxes but
+    not its buffers, RNG and extras. So the newest step of which all ranks have their own images is
+    taken instead where these ranks have it nearby: `commit_rule.whole`, which each sidecar follows
+    in what it offers, over what only all of them see together."""
+    newest = max(common)
+    by_twins = [each for each in ways if not each[newest].direct]
+    exact = max((id for id in common if all(each[id].direct for each in ways)), default=None)
+    if exact is None or ways[0][newest].world != len(ways):
+        return newest
+    return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
 
 
 def _check_world(
@@ -294,5 +309,4 @@ def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
 
 
 def _few(lines: Sequence[str]) -> str:
-    more = f"; and {len(lines) - _RANKS_NAMED} more" if len(lines) > _RANKS_NAMED else ""
-    return "; ".join(lines[:_RANKS_NAMED]) + more
+    return few(lines, _RANKS_NAMED, by="; ", rest="; and ")
