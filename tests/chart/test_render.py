@@ -213,6 +213,13 @@ def test_failure_policy_fail_holds(chart: Chart) -> None:
     assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 10)
 
 
+def test_admission_knows_how_long_the_api_server_waits_for_it(chart: Chart) -> None:
+    objects = chart.render({"admission": {"timeoutSeconds": 10}})
+    (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
+    spec = of_kind(objects, "Deployment")["keepstep-admission"]["spec"]["template"]["spec"]
+    assert f"--timeout={webhook['timeoutSeconds']}" in spec["containers"][0]["args"]
+
+
 def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
     spec = of_kind(plain, "Deployment")["keepstep-admission"]["spec"]
     assert spec["replicas"] == 2

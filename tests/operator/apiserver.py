@@ -249,9 +249,9 @@ class ApiServer:
         if old is None:
             return _status(404, "NotFound", f"{at} not found")
         if method == "DELETE":
-            wanted = ((body or {}).get("preconditions") or {}).get("uid")
-            if wanted not in (None, old["metadata"].get("uid")):
-                return _status(409, "Conflict", "the UID in the precondition is another")
+            for name, wanted in ((body or {}).get("preconditions") or {}).items():
+                if wanted != old["metadata"].get(name):
+                    return _status(409, "Conflict", f"the {name} in the precondition is another")
             self.remove(at)
             return web.json_response(old)
         if method == "PUT":

@@ -157,6 +157,21 @@ async def test_what_somebody_else_saw_is_gone_when_it_is_not_listed() -> None:
         await until(lambda: "-never" in followed.seen)
 
 
+async def test_an_end_that_is_not_as_expected_ends_no_feed() -> None:
+    async with _followed("a", "b") as (_, followed):
+        gone: list[str] = []
+
+        def end(name: str) -> None:
+            gone.append(name)
+            raise ValueError(name)
+
+        followed.feed.gone = end
+        for name in ("never", "neither"):
+            followed.feed.shown(name)
+        await until(lambda: sorted(gone) == ["neither", "never"])
+        assert followed.feed.known == {"a", "b"}
+
+
 async def test_a_watch_that_ends_by_an_error_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kube_feed, "_ANEW_S", 0.1)
     async with _followed("a") as (server, followed):

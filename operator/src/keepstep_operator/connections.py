@@ -18,6 +18,10 @@ from typing import Any, Final
 
 HEAD_S: Final = 4.0
 """From the connection to the end of the first request's head, with the handshake."""
+SERVED: Final = 256
+"""Where each connection brings one request and ends with its answer, so many are worked on at once.
+After an upgrade all sidecars of a cluster come together with everything they know, and each open
+connection holds a fifth of a MiB then: as bare sockets the others cost nothing."""
 WAIT_S: Final = 15.0
 """Before its handshake, at most."""
 YOUNG_OF_A_SOURCE: Final = 32
@@ -31,7 +35,8 @@ sslproto.SSLProtocol.max_size = 32 << 10
 
 
 class Limits:
-    """Of one listener. `serve` makes the protocol that answers requests."""
+    """Of one listener. `serve` makes the protocol that answers requests. `one_request`: its
+    connections end with an answer, and keep their place until then."""
 
     def __init__(
         self,
@@ -39,8 +44,11 @@ class Limits:
         context: ssl.SSLContext | None,
         *,
         head_s: float = HEAD_S,
+        one_request: bool = False,
     ) -> None:
         self.serve = serve
+        self.one_request = one_request
+        self._places = SERVED if one_request else YOUNG
         self.context = context
         self.head_s = head_s
         self._young: Counter[str] = Counter()
@@ -90,7 +98,7 @@ class Limits:
     def _begin(self, source: str) -> None:
         waiting = self._waiting.get(source, {})
         while waiting and self._young[source] < YOUNG_OF_A_SOURCE:
-            self._full = self._young_of_all >= YOUNG
+            self._full = self._young_of_all >= self._places
             if self._full:
                 return
             gate = next(iter(waiting))
@@ -137,8 +145,7 @@ class _Gate(asyncio.Protocol):
     def begin(self) -> None:
         """Its turn: from now on time runs."""
         self._young = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._limits.head_s, self._transport.abort)
         if self._limits.context is not None:
@@ -180,7 +187,7 @@ class _Gate(asyncio.Protocol):
         if self._young:
             self._tail += data
             if _END_OF_HEAD in self._tail:
-                self._grow()
+                self._asked()
             self._tail = self._tail[-3:]
         if self._inner is None:
             self._early.append(data)
@@ -210,10 +217,18 @@ class _Gate(asyncio.Protocol):
             self._admitted = False
             self._limits.ended(self)
 
-    def _grow(self) -> None:
+    def _asked(self) -> None:
+        self._stop_timer()
+        if not self._limits.one_request:
+            self._grow()
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _grow(self) -> None:
+        self._stop_timer()
         if self._young:
             self._young = False
             self._limits.grown(self.source)

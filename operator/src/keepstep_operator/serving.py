@@ -14,9 +14,10 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from keepstep_operator import __version__
 from keepstep_operator.connections import Limits
 from keepstep_operator.journal import say
 
@@ -25,6 +26,19 @@ _KEEPALIVE_S: Final = 30.0
 
 Ready = Callable[[], str]
 """Why the process is not ready, '' when it is."""
+
+
+def metrics_registry() -> CollectorRegistry:
+    """A process's own, with what is true of every one of ours: its version."""
+    registry = CollectorRegistry()
+    build = Gauge(
+        "keepstep_operator_build_info",
+        "1, labelled with the version",
+        ("version",),
+        registry=registry,
+    )
+    build.labels(__version__).set(1)
+    return registry
 
 
 def health_routes(ready: Ready) -> list[web.RouteDef]:
@@ -55,21 +69,27 @@ async def listening(
     host: str | None = None,
     ssl_context: ssl.SSLContext | None = None,
     shutdown_s: float = _SHUTDOWN_S,
+    one_request: bool = False,
 ) -> AsyncIterator[int]:
     """Serve `app` on `port` while the context lasts; yields the port. 0: any free one of loopback
     (on all interfaces, IPv4 and IPv6 would get two different ones).
 
     At the end no new connection is taken, and requests under way get `shutdown_s` to finish.
+    `one_request`: every answer of `app` ends its connection.
     """
     host = "127.0.0.1" if host is None and port == 0 else host
     runner = web.AppRunner(
-        app, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=_KEEPALIVE_S
+        app,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=_KEEPALIVE_S,
+        lingering_time=0.0,  # what is refused by its head is not read
     )
     await runner.setup()
     if runner.server is None:
         raise RuntimeError("the application was not set up")
     loop = asyncio.get_running_loop()
-    limits = Limits(runner.server, ssl_context)
+    limits = Limits(runner.server, ssl_context, one_request=one_request)
     listener = await loop.create_server(limits, host, port, backlog=128, start_serving=True)
     try:
         bound: int = listener.sockets[0].getsockname()[1]

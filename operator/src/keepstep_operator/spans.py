@@ -8,6 +8,7 @@ from itertools import islice
 LONGEST = 4096
 """Characters that the schema allows for such a field."""
 MOST = 65_536
+_LONGEST_NUMBER = 10
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -35,6 +36,7 @@ def numbers(text: str) -> Iterator[int]:
 
 def _ends(part: str) -> tuple[int, int]:
     first, _, last = part.partition("-")
-    if not first.isdigit() or not (last or first).isdigit():
+    ends = first, last or first
+    if not all(one.isascii() and one.isdigit() and len(one) < _LONGEST_NUMBER for one in ends):
         return 1, 0
-    return int(first), int(last or first)
+    return int(ends[0]), int(ends[1])

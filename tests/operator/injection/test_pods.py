@@ -190,6 +190,25 @@ def test_a_stateful_set_of_an_older_cluster_tells_the_index_by_the_name() -> Non
     assert node_rank(parse_pod(body)) == 4
 
 
+def test_a_pod_that_its_controller_has_not_numbered_is_no_first_one() -> None:
+    body = pytorch_job()
+    del body["metadata"]["labels"]["training.kubeflow.org/replica-index"]
+    body["spec"]["containers"][1]["env"] = []
+    for one in (body, _of_an_older_job_set()):
+        with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+            node_rank(parse_pod(one))
+        assert refused.value.reason == "UnknownJobKind"
+        one["metadata"]["labels"]["keepstep.dev/node-rank"] = "3"
+        assert node_rank(parse_pod(one)) == 3
+
+
+def _of_an_older_job_set() -> Body:
+    body = job_set(job=1, index=1)
+    for where in ("labels", "annotations"):
+        del body["metadata"][where]["jobset.sigs.k8s.io/job-global-index"]
+    return body
+
+
 def _of_a_leader_worker_set(name: str, **labels: str) -> Body:
     body = bare_pod(name)
     owned = "train" if labels["worker-index"] == "0" else name.rpartition("-")[0]

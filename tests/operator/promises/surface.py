@@ -15,6 +15,7 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import os
 import socket
 import ssl
@@ -34,12 +35,15 @@ from jsonpatch import apply_patch
 
 from keepstep.wire.reports import Report
 from keepstep_operator.api.model import JobState
+from keepstep_operator.api.pod import Injected
+from keepstep_operator.api.run import RunStatus
 from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
 from keepstep_operator.kube.feed import settings as kopf_settings
+from keepstep_operator.reconcile.main import Reconciler
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
-from keepstep_operator.reconcile.writers import checkpoint_writer
+from keepstep_operator.reconcile.writers import checkpoint_writer, events
 from keepstep_sidecar.report.changes import changes
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
@@ -153,7 +157,7 @@ class Operator:
         async with self.session.post(url, data=io.BytesIO(data), headers=headers) as response:
             return response.status, await response.json()
 
-    async def take(self, body: Body | bytes, *, token: str) -> Body:
+    async def take(self, body: Body, *, token: str) -> Body:
         """The reply to a report that is no part of what is tested; one that comes too soon is sent
         again. Raises RuntimeError when it is refused."""
         loop = asyncio.get_running_loop()
@@ -576,16 +580,113 @@ class SpoiltError(Exception):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, part: str, run: str) -> None:
     """Let a part of the reconciler raise whenever it looks at this run."""
-    whole = {"tick": (Run, "tick"), "checkpoints": (checkpoint_writer, "changes")}
+    whole = {
+        "tick": (Run, "tick"),
+        "checkpoints": (checkpoint_writer, "kept_steps"),
+        "events": (events, "event_bodies"),
+    }
     owner, name = whole[part]
     true = getattr(owner, name)
 
-    def spoilt(about: Run, *arguments: Any, **options: Any) -> Any:
-        if about.key.name == run:
+    def spoilt(about: Any, *arguments: Any, **options: Any) -> Any:
+        key = about.key if isinstance(about, Run) else about.run
+        if key.name == run:
             raise SpoiltError
         return true(about, *arguments, **options)
 
     monkeypatch.setattr(owner, name, spoilt)
+
+
+def left_out(served: Served, part: str) -> float:
+    """How often a part of the reconciler failed at a run, and left it out."""
+    name, registry = "keepstep_run_failures_total", served.parts.metrics.registry
+    return registry.get_sample_value(name, {"part": part}) or 0.0
+
+
+SAID_OF_A_POD = tuple(Injected.__dataclass_fields__)
+"""Fields of the annotation keepstep.dev/status."""
+SAID_OF_A_RUN = RunStatus.__struct_encode_fields__
+"""Fields of CheckpointRun.status."""
+
+
+class _Taking(Client):
+    """Of an API server that takes whatever is JSON, and has nothing."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, Any]] = []
+
+    async def _call(self, method: str, path: str, **options: Any) -> Body:
+        body = json.loads(msgspec.json.encode(options.get("body")))
+        self.written.append((path, body))
+        return body if isinstance(body, dict) else {}
+
+
+class _Crashes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(self.format(record))
+
+
+@dataclass
+class Shown:
+    """What became of objects that a reconciler was shown. `written`: path and body. `crashes`: with
+    a traceback, where it failed at something, and left that out."""
+
+    written: list[tuple[str, Any]]
+    crashes: list[str]
+
+    def status(self, run: str) -> Body:
+        """As it was written last; empty when it was not."""
+        path = f"{GROUP}/namespaces/{NAMESPACE}/checkpointruns/{run}/status"
+        found = [body[0]["value"] for at, body in self.written if at == path]
+        return found[-1] if found else {}
+
+    def events(self, run: str) -> list[Body]:
+        """On the CheckpointRun, or on its job, which has the same name."""
+        found = [body for at, body in self.written if at.endswith("/events")]
+        return [one for one in found if one["regarding"]["name"] == run]
+
+
+def shown(*objects: tuple[str, Body], tells: Callable[[Shown], bool]) -> Shown:
+    """A reconciler is shown objects, each by the feed of this name, until it `tells` what it must.
+    AssertionError when it does not, or when an object ends it, as it would end the process."""
+    handler, log = _Crashes(), logging.getLogger("keepstep.operator")
+    log.addHandler(handler)
+    try:
+        return asyncio.run(_shown(objects, tells, handler.told))
+    except Exception as error:
+        raise AssertionError(f"the process ended: {getattr(error, 'exceptions', error)}") from error
+    finally:
+        log.removeHandler(handler)
+
+
+async def _shown(
+    objects: tuple[tuple[str, Body], ...], tells: Callable[[Shown], bool], crashes: list[str]
+) -> Shown:
+    """Its time passes as often as it asks for it, so nothing is waited for."""
+    client, seconds = _Taking(), itertools.count(1_790_000_000.0)
+    found = Shown(client.written, crashes)
+    async with asyncio.TaskGroup() as group:
+        options: Any = {"host_paths": (PREFIX,), "clock": lambda: next(seconds)}
+        parts = Reconciler(client, group=group, **options)
+        writers = [parts.writer.run(), parts.event_writer.run()]
+        tasks = [group.create_task(one) for one in writers]
+        feeds = {one.name: one for one in (*parts.objects, parts.pods)}
+        for name, body in objects:
+            feeds[name].take("ADDED", body)
+
+        def ticked() -> bool:
+            parts.errands.carry_out(parts.registry.tick(at=next(seconds)))
+            return tells(found)
+
+        await promised(ticked, lambda: f"written: {client.written}", within_s=20.0)
+        for task in tasks:
+            task.cancel()
+        parts.stop()
+    return found
 
 
 @dataclass

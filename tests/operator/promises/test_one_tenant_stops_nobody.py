@@ -55,7 +55,32 @@ def many_warnings() -> Body:
     return report(rank(0, 1, local=(1,)), warnings=["x"] * 250_000)
 
 
-REPORTS = [a_large_world, many_steps, many_epochs, many_warnings]
+def many_steps_of_many_ranks() -> Body:
+    """Each rank has steps of its own, so that each step is a bitmap up to a high rank."""
+    ranks = []
+    for number in range(400):
+        steps = range(100 * number, 100 * number + 100)
+        local = [held(one, 65_536) for one in steps]
+        ranks.append({"rank": 65_000 + number, "world": 65_536, "alive": True, "local": local})
+    return report(*ranks)
+
+
+def long_words() -> Body:
+    word = "x" * 400_000
+    volumes = [{"name": word, "failed": word, "engine": "direct", "used_bytes": 1, "free_bytes": 1}]
+    depots = [{"tier": "peer", "where": word, "trouble": word}]
+    more: Body = {"sidecar": word, "library": word, "pinned": word}
+    return {**report(rank(0, 1, local=(1,)), volumes=volumes, depots=depots), **more}
+
+
+REPORTS = [
+    a_large_world,
+    many_steps,
+    many_epochs,
+    many_warnings,
+    many_steps_of_many_ranks,
+    long_words,
+]
 
 
 @pytest.mark.parametrize("hostile", REPORTS)

@@ -26,7 +26,14 @@ PATHS: list[dict[str, Any]] = [
     {"name": "x?watch=true"},
     {"name": "x/log"},
 ]
-_ONE_JOB = re.compile(r"/apis/batch/v1/namespaces/evil/jobs/[^/?]+")
+_IN_ITS_OWN = re.compile(
+    r"/apis/batch/v1/namespaces/evil/jobs/[^/?]+"
+    r"|/apis/kubeflow\.org/v1/namespaces/evil/pytorchjobs/[^/?]+"
+    r"|/api/v1/namespaces/evil/pods/[^/?]+"
+    r"|/apis/keepstep\.dev/v1alpha1/namespaces/evil/checkpoints\?limit=500&labelSelector="
+    r"keepstep\.dev/run-key%3Devil-[a-z0-9-]+%2C[^&?]+"
+)
+"""The job; where no object can be that, what owns the pod, or the pod; and the run's steps."""
 _OF_A_RUN = re.compile(r"/host/\d+/[a-z0-9-]+/[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -36,22 +43,34 @@ async def test_a_job_is_looked_up_nowhere_else(tmp_path: Path) -> None:
         pod(0, run=f"evil-{number}", namespace="evil", job=_JOB | change)
         for number, change in enumerate(PATHS)
     ]
+    pods += [
+        _owned(pod(0, run=f"evil-owned-{number}", namespace="evil", job=_JOB | change), change)
+        for number, change in enumerate(PATHS)
+    ]
     good = pod(0)
     for one in (*pods, good):
         cluster.bind(one)
+    runs = len(pods) + 1
     async with reconciler(cluster, tmp_path) as operator:
-        await until(lambda: operator.knows(len(PATHS) + 1), what="all pods")
+        await until(lambda: operator.knows(runs), what="all pods")
         # a run that has neither pods nor an object is nothing that anybody asks about
-        runs = len(PATHS) + 1
         await until(lambda: len(cluster.made("checkpointruns")) >= runs, what="all runs' objects")
         for one in (*pods, good):  # the good one last: when its job was asked for, all were
             cluster.drop(one)
         await until(lambda: cluster.asked("GET", f"/pytorchjobs/{RUN}"), what="the good run's job")
     elsewhere = [one for one in cluster.targets if "/victim/" in one]
     named = [one for one in cluster.targets if "/namespaces/evil/" in one]
-    beside = [one for one in named if not _ONE_JOB.fullmatch(one)]
+    beside = [one for one in named if not _IN_ITS_OWN.fullmatch(one)]
     assert not elsewhere
     assert not beside
+
+
+def _owned(body: Body, change: dict[str, Any]) -> Body:
+    """With the same written of its owner."""
+    (owner,) = body["metadata"]["ownerReferences"]
+    owner["name"] = change["name"]
+    owner["apiVersion"] = change.get("api_version", owner["apiVersion"])
+    return body
 
 
 @pytest.mark.parametrize("key", ["", "A..b"])

@@ -41,5 +41,25 @@ async def test_a_run_is_deleted_by_its_uid(tmp_path: Path) -> None:
     assert (asked.get("preconditions") or {}).get("uid") == "u-old"
 
 
+async def test_a_run_that_somebody_wrote_meanwhile_is_looked_at_again(tmp_path: Path) -> None:
+    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
+    path, body = finished_run("old", at=ended)
+    cluster, there = Cluster(objects=dict([policy()])), []
+    cluster.add(path, body)
+
+    def pin(method: str, at: str) -> None:
+        """Just before its end comes, unseen by the watches."""
+        if method == "DELETE" and at == path and not there:
+            pins = {"spec": {"pins": ["0001.aaaaaaaa-000000005"]}}
+            with cluster.unseen():
+                there.append(cluster.add(path, cluster.objects[path] | pins))
+
+    cluster.before = pin
+    async with reconciler(cluster, tmp_path):
+        asked = "/checkpointruns/old"
+        await until(lambda: len(cluster.asked("DELETE", asked)) > 1, what="its end")
+        assert path in cluster.objects
+
+
 def test_a_run_whose_kind_of_job_may_not_be_read_ends() -> None:
     assert ends_when_its_kind_may_not_be_read(days=60)

@@ -108,7 +108,7 @@ def simulate(runs: int, pods: int, ranks: int, *, seconds: int = SECONDS) -> dic
             reported[uid] = at
             for action in registry.reported(uid, decode(body), at=at):
                 if isinstance(action, WriteStatus):
-                    pacer.mark(action.run, at=at)
+                    pacer.mark(action.run, at=at, soon=action.soon)
                 elif isinstance(action, EmitEvent):
                     thing = (action.reason, action.topic)
                     events += throttle.allows(action.run, thing, period_s=action.period_s, at=at)

@@ -72,6 +72,7 @@ async def serving(cluster: ApiServer, directory: Path) -> AsyncIterator[Served]:
             host="127.0.0.1",
             ssl_context=tls.context,
             shutdown_s=0.1,
+            one_request=True,
         ) as port:
             yield Served(parts, cluster, tls, session, port)
         parts.stop()

@@ -63,7 +63,10 @@ class Bench:
 
 
 def play(
-    scene: Callable[[Bench], Coroutine[Any, Any, None]], cluster: ApiServer | None = None
+    scene: Callable[[Bench], Coroutine[Any, Any, None]],
+    cluster: ApiServer | None = None,
+    *,
+    list_every_s: float = 600.0,
 ) -> None:
     async def run() -> None:
         registry, loop = Registry(), asyncio.get_running_loop()
@@ -75,17 +78,14 @@ def play(
                 metrics=Metrics(registry),
                 clock=loop.time,
                 pacer=Pacer(least_period_s=0.2, settle_s=0.05),
+                list_every_s=list_every_s,
             )
-            tasks = [
-                loop.create_task(follow(client, [checkpoint_writer.feed])),
-                loop.create_task(checkpoint_writer.run()),
-            ]
+            task = loop.create_task(checkpoint_writer.run())
             try:
                 await scene(Bench(registry, standin, checkpoint_writer))
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
 
@@ -127,7 +127,7 @@ def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> N
         await until(lambda: path(80) in bench.there())
         assert theirs in bench.there()
 
-    play(scene, cluster)
+    play(scene, cluster, list_every_s=0.5)
 
 
 def test_a_step_that_stays_costs_no_further_write_and_many_come_a_few_at_a_time() -> None:
@@ -149,9 +149,14 @@ def test_what_could_not_be_written_is_written_later() -> None:
     cluster = ApiServer(broken=1, broken_part=f"namespaces/{KEY.namespace}/checkpoints")
 
     async def scene(bench: Bench) -> None:
-        bench.archive([80])
+        bench.archive([70])
+        await until(lambda: path(70) in bench.there())
+        assert len(bench.cluster.asked("GET", "/checkpoints")) == 2
+        await until(lambda: bench.asked() == 2)
+        bench.cluster.broken = 1
+        bench.archive([70, 80])
         await until(lambda: path(80) in bench.there())
-        assert len(bench.cluster.asked("POST", "/checkpoints")) == 2
+        assert len(bench.cluster.asked("POST", "/checkpoints")) == 3
 
     play(scene, cluster)
 

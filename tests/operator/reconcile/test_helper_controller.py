@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.api.model import RunKey
@@ -20,7 +22,10 @@ from keepstep_operator.reconcile.helpers.controller import (
     HelperController,
 )
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.helper_plan import Helper
 from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run import Run
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import KEY, T0, pod, run_object
@@ -93,7 +98,9 @@ async def _stage(
     server = ApiServer()
     async with server.running(), Client(server.access) as client, asyncio.TaskGroup() as group:
         for grave in (before,) if isinstance(before, RunDirectories) else before:
-            server.put(CONFIG_MAPS, cleanup.render(grave, namespace=SYSTEM))
+            body = cleanup.render(grave, namespace=SYSTEM)
+            body["metadata"]["uid"] = "uid-of-the-record"
+            server.put(CONFIG_MAPS, body)
         stage = Stage(registry, server, client, grace_s=grace_s)
         feeds = (stage.helper_controller.pods, stage.helper_controller.records)
         following = group.create_task(follow(client, feeds))
@@ -187,6 +194,19 @@ def test_a_run_that_went_while_nobody_watched_is_cleaned_too() -> None:
     async def story(stage: Stage) -> None:
         await stage.sync()
         assert len(stage.pods()) == 1
+
+    play(story, Registry(), before=GONE)
+
+
+def test_a_record_is_deleted_by_its_uid() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.sync()
+        (made,) = stage.pods()
+        await stage.becomes(made["metadata"]["name"], "Succeeded")
+        await stage.sync()
+        await stage.sync()
+        (asked,) = stage.server.asked("DELETE", "/configmaps/")
+        assert asked.body["preconditions"]["uid"] == "uid-of-the-record"
 
     play(story, Registry(), before=GONE)
 
@@ -321,5 +341,37 @@ def test_an_api_server_that_is_away_costs_nothing_but_time() -> None:
         stage.now += AGAIN_S
         await stage.sync()
         assert (len(stage.pods()), len(stage.notes())) == (1, 1)
+
+    play(story, move.registry)
+
+
+def test_a_run_that_raises_has_its_helpers_left_alone_and_others_get_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    move, true, raised = Move(), helper_plan.wanted, set[RunKey]()
+    move.move()
+    other = RunKey(KEY.namespace, "another")
+    # the first of all runs
+    move.registry.runs = {other: Run(other), **move.registry.runs}
+
+    def wanted(run: Run) -> Iterator[Helper]:
+        if run.key in raised:
+            raise ValueError(run.key)
+        return iter(true(run))
+
+    monkeypatch.setattr(helper_plan, "wanted", wanted)
+
+    async def story(stage: Stage) -> None:
+        raised.add(other)
+        await stage.sync()
+        (made,) = stage.pods()
+        raised.add(KEY)
+        await stage.sync()
+        assert stage.pods() == [made], "what the run wants is not known"
+        raised.clear()
+        move.lose(move.moved)
+        move.see(pod(1, life=3, node="node-1", host_paths=(PATH,)))
+        await stage.sync()
+        assert stage.pods() == []
 
     play(story, move.registry)

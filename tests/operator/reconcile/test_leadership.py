@@ -17,6 +17,7 @@ import pytest
 
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import LEASES, PODS, RUNS, TOKEN_REVIEWS, Client, KubeError
+from keepstep_operator.reconcile import leadership
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
@@ -99,6 +100,23 @@ async def test_one_of_two_leads_and_has_the_label_and_the_other_takes_over_when_
         assert stage.lease()["holderIdentity"] == "b"
         assert stage.lease()["leaseTransitions"] == 2
         await second.kill()
+
+
+async def test_a_label_that_somebody_removed_is_set_again_and_one_that_is_there_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leadership, "MARK_S", 0.0)
+    async with staged() as stage:
+        first = stage.replica("a")
+        await until(lambda: stage.labelled() == {"a"})
+        path = PODS.path("a", namespace=SYSTEM)
+        body = stage.server.objects[path]
+        stage.server.add(path, {**body, "metadata": {**body["metadata"], "labels": {}}})
+        await until(lambda: stage.labelled() == {"a"})
+        looked = len(stage.server.asked("GET", "/pods"))
+        await until(lambda: len(stage.server.asked("GET", "/pods")) >= looked + 2)
+        assert len(stage.server.asked("PATCH", "/pods/a")) == 2
+        await first.kill()
 
 
 async def test_a_lease_that_is_released_is_taken_at_once() -> None:

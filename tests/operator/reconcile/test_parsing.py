@@ -99,6 +99,34 @@ def test_all_kinds_of_jobs_tell_by_their_conditions_whether_they_are_over(
     assert job_state({"status": {"conditions": conditions}}) is state
 
 
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [
+        ("Completed", JobState.FINISHED),
+        ("Failed", JobState.FAILED),
+        ("Terminated", JobState.FAILED),
+        *((one, JobState.ACTIVE) for one in ("Pending", "Running", "Restarting", "Completing")),
+        *((one, JobState.ACTIVE) for one in ("Aborting", "Aborted", "Terminating", "")),
+    ],
+)
+def test_a_volcano_job_tells_by_its_phase_and_one_that_may_be_resumed_is_not_over(
+    phase: str, state: JobState
+) -> None:
+    body = {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "status": {
+            "conditions": [
+                {"lastTransitionTime": "2026-11-21T07:00:00Z", "status": "Pending"},
+                {"lastTransitionTime": "2026-11-21T08:00:00Z", "status": phase},
+            ],
+            "minAvailable": 2,
+            "state": {"lastTransitionTime": "2026-11-21T08:00:00Z", "phase": phase},
+        },
+    }
+    assert job_state(body) is state
+
+
 def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
     object = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
     assert object.key == RunKey("team", "gpt")

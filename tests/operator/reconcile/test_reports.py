@@ -19,7 +19,8 @@ from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
 from keepstep_operator.kube import Client
-from keepstep_operator.reconcile import watch
+from keepstep_operator.reconcile import reports_api, watch
+from keepstep_operator.reconcile import turns as turns_module
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import AskJob
@@ -66,8 +67,8 @@ def play(
     asyncio.run(run())
 
 
-def whole(rank: int = 0) -> bytes:
-    return msgspec.json.encode(Sidecar(rank=rank, world=1).staged(5).durable(5).report())
+def whole(rank: int = 0, world: int = 1) -> bytes:
+    return msgspec.json.encode(Sidecar(rank=rank, world=world).staged(5).durable(5).report())
 
 
 def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
@@ -93,6 +94,102 @@ def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_i
         assert event.body["regarding"]["kind"] == "PyTorchJob"
 
     play(tmp_path, scene)
+
+
+def test_of_many_reports_that_came_together_each_turn_of_the_loop_works_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for health waits for one report, not for all of them."""
+    count = 20
+    turns, worked = 0, list[int]()
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def scene(served: Served) -> None:
+        registry = served.parts.registry
+        reported = registry.reported
+
+        def noted(*told: Any, **more: Any) -> Any:
+            worked.append(turns)
+            return reported(*told, **more)
+
+        monkeypatch.setattr(registry, "reported", noted)
+        monkeypatch.setattr(turns_module, "SLICE_S", 0.0)
+        turning = asyncio.create_task(turn())
+        assert await _together(served, count, monkeypatch) == [200] * count
+        turning.cancel()
+        assert len(set(worked)) == count
+
+    play(tmp_path, scene, _pods(count))
+
+
+def test_of_a_namespace_only_so_many_bodies_are_waited_for_and_others_are_taken(
+    tmp_path: Path,
+) -> None:
+    """A tenant whose pods send theirs a byte at a time takes no places from others."""
+    slow = reports_api.MOST_READ
+    at = _pods(slow + 1)
+    at.tokens["other"] = bound_to("more", "gpt-worker-0", "other-0")
+    other = pod_body(0)
+    other["metadata"] |= {"namespace": "more", "uid": "other-0"}
+    at.objects[pod_path("gpt-worker-0", "more")] = other
+
+    async def scene(served: Served) -> None:
+        trust = trusting((tmp_path / "tls.crt").read_bytes())
+        head = "POST /v1/reports HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n"
+        held = []
+        for rank in range(slow):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1",
+                served.port,
+                ssl=trust,
+                local_addr=(f"127.0.1.{rank}", 0),
+            )
+            writer.write(f"{head}Authorization: Bearer token-{rank}\r\n\r\n{{".encode())
+            held.append((reader, writer))
+        api = served.parts.reports
+        await until(lambda: api._reading["team"] == slow, what="all are waited for")
+        status, body = await served.post(whole(slow, slow + 1), token=f"token-{slow}")
+        assert (status, body["code"]) == (429, "busy")
+        status, _ = await served.post(whole(), token="other")
+        assert status == 200
+        for _, writer in held:
+            writer.close()
+        await until(lambda: not api._reading, what="nothing is remembered of them")
+
+    play(tmp_path, scene, at)
+
+
+def _pods(count: int) -> ApiServer:
+    """So many injected pods and their tokens."""
+    made = ApiServer()
+    for rank in range(count):
+        made.tokens[f"token-{rank}"] = bound_to("team", f"gpt-worker-{rank}", f"pod-{rank}")
+        made.objects[pod_path(f"gpt-worker-{rank}")] = pod_body(rank)
+    return made
+
+
+async def _together(served: Served, count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each pod's whole report, all of them there before the first one is worked on; the answers."""
+    body_of, here, all_here = reports_api._body, 0, asyncio.Event()
+
+    async def together(request: Any) -> bytes:
+        nonlocal here
+        body, here = await body_of(request), here + 1
+        if here == count:
+            all_here.set()
+        await all_here.wait()
+        return body
+
+    monkeypatch.setattr(reports_api, "_body", together)
+    answers = await asyncio.gather(
+        *(served.post(whole(rank, count), token=f"token-{rank}") for rank in range(count))
+    )
+    return [status for status, _ in answers]
 
 
 def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:

@@ -13,10 +13,22 @@ import yaml
 from keepstep.core.retention import Retention
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedVolume
+from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import JobState, RunKey
 from keepstep_operator.api.policy import Accounting, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
-from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun, NameFreshStart, NoteCommit
+from keepstep_operator.reconcile.state.actions import (
+    AskJob,
+    DeleteRun,
+    NameFreshStart,
+    NoteCommit,
+    WriteStatus,
+)
+from keepstep_operator.reconcile.state.restart_history import (
+    MOST_DONE,
+    MOST_WAITING,
+    RestartHistory,
+)
 from keepstep_operator.reconcile.state.run_view import view_of
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 from keepstep_operator.reconcile.status.render import render
@@ -974,3 +986,52 @@ def test_nothing_is_said_of_a_pod_that_left_in_time_or_with_all_others(everythin
         play.see(replace(gone, deleting=True))
     play.lose(leaves)
     assert play.events("LastStepLost") == []
+
+
+def _full_volume() -> ReportedVolume:
+    return ReportedVolume(
+        name="nvme", engine="direct", used_bytes=9, free_bytes=0, failed="it takes no writes"
+    )
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"more": {"warnings": ("the drive is slow",)}},
+        {"more": {"volumes": (_full_volume(),)}},
+        {"more": {"depots": (TierProgress(tier=Tier.PEER, where="a", trouble="no space"),)}},
+        {"library": ""},
+        {"archive": [step(90)]},
+    ],
+)
+def test_what_changes_a_condition_is_to_be_written_before_what_changes_numbers(
+    trouble: dict[str, Any],
+) -> None:
+    play, pods, sidecars = running()
+
+    def soon(rank: int = 0) -> bool:
+        play.actions.clear()
+        play.hear(pods[rank], sidecars[rank].staged(101 + len(sidecars[0].memory)).report())
+        (write,) = (one for one in play.actions if isinstance(one, WriteStatus))
+        return write.soon
+
+    assert not soon()
+    for sidecar in sidecars:
+        for name, value in trouble.items():
+            setattr(sidecar, name, value)
+    assert [soon(0), soon(1)].count(True) >= 1
+    assert not soon()
+
+
+def test_of_restarts_that_are_told_no_more_is_remembered_than_is_needed() -> None:
+    history, told = RestartHistory(), Sidecar(rank=0, world=1)
+    for number in range(2, 3 * MOST_WAITING):
+        told.restored(later(number, 0))
+    history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
+    assert len(history.due(world=1, at=T0)) == MOST_WAITING
+    for number in range(2, 2 * MOST_DONE):
+        told.restores, told.epochs = [], []
+        told.restored(later(10**6 + number, 0))
+        history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
+        history.due(world=1, at=T0)
+    assert len(history._done) <= MOST_DONE

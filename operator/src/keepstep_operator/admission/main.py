@@ -15,7 +15,7 @@ from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.run_record import RunRecords
-from keepstep_operator.admission.server import Admission
+from keepstep_operator.admission.server import TIMEOUT_S, Admission, deadline_of
 from keepstep_operator.injection import Defaults
 from keepstep_operator.journal import say
 from keepstep_operator.kube import Client, find_access
@@ -48,6 +48,7 @@ class Settings:
     port: int
     metrics_port: int
     namespace: str
+    timeout_s: float
     drain_s: float
 
     def defaults(self, reports_ca: str) -> Defaults | None:
@@ -90,6 +91,15 @@ class Settings:
 @metrics_port_option
 @namespace_option
 @option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(1, 30),
+    default=TIMEOUT_S,
+    metavar="SECONDS",
+    help="How long the API server waits for an answer (timeoutSeconds of the webhook): a pod is"
+    " answered before that, without a sidecar if need be.",
+)
+@option(
     "--drain",
     "drain_s",
     type=click.FloatRange(0, 60),
@@ -129,10 +139,13 @@ async def serve(settings: Settings) -> None:
             records=RunRecords(client),
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
+            deadline_s=deadline_of(settings.timeout_s),
         )
 
+        ending = asyncio.Event()
+
         def ready() -> str:
-            if server.draining:
+            if ending.is_set():
                 return "ending"
             return "" if policies.synced and authority.pem else "policies or CA not known yet"
 
@@ -150,7 +163,7 @@ async def serve(settings: Settings) -> None:
         ):
             say("listening", port=port, metrics_port=seen)
             await until_signal()
-            server.draining = True
+            ending.set()
             await asyncio.sleep(settings.drain_s)
         for task in followers:
             task.cancel()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from keepstep_operator.admission.reviews import Verdict
+from keepstep_operator.serving import metrics_registry
 
 _BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 
@@ -15,7 +16,7 @@ class Metrics:
     """Of one process, with a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = metrics_registry()
         self._seconds = Histogram(
             "keepstep_admission_seconds",
             "Time from a review's last byte to its answer",

@@ -31,9 +31,14 @@ from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, health_routes
 
-DEADLINE_S: Final = 3.5
-"""The webhook's timeout is 5 s; the way there and back is in it."""
+TIMEOUT_S: Final = 5
+"""Of the webhook, as the chart has it by default."""
 _LARGEST_REVIEW_BYTES: Final = 8 << 20
+
+
+def deadline_of(timeout_s: float) -> float:
+    """Of a review: the way there and back is in the webhook's timeout, too."""
+    return 0.7 * timeout_s
 
 
 class Admission:
@@ -46,15 +51,13 @@ class Admission:
         records: RunRecords,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float,
     ) -> None:
         self._records = records
         self._policies = policies
         self._defaults = defaults
         self._metrics = metrics
         self._deadline_s = deadline_s
-        self.draining = False
-        """Set before the end: it is not ready any more."""
 
     def application(self, ready: Ready) -> web.Application:
         """The routes of the webhook's port."""
@@ -121,8 +124,8 @@ class Admission:
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
-        # The API server keeps open connections for a minute and a half, also those to a replica
-        # whose node was lost: each review that is sent there is one pod without a sidecar.
+        # The API server goes on with connections that are open, also with one to a replica whose
+        # node was lost (kubernetes/kubernetes#127335): each review there is a pod without a sidecar
         response.force_close()
         seconds = time.perf_counter() - begun
         self._metrics.reviewed(verdict, seconds=seconds)

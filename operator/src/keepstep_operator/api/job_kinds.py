@@ -18,7 +18,6 @@ class RankSource(enum.Enum):
     NONE = "one pod"
     COMPLETION_INDEX = "completion index"
     JOBSET = "index of the job in its set, and completion index"
-    KUBEFLOW = "RANK, else the replica's index"
     GROUPED = "index of the group, and of the pod in it"
     WRITTEN = "RANK, else a label of its controller"
     LABEL = "a label of its controller"
@@ -48,8 +47,9 @@ _KINDS: Final = (
         group="kubeflow.org",
         kind="PyTorchJob",
         plural="pytorchjobs",
-        rank=RankSource.KUBEFLOW,
+        rank=RankSource.WRITTEN,
         container="pytorch",
+        label="training.kubeflow.org/replica-index",
     ),
     JobKind(
         group="jobset.x-k8s.io",
@@ -97,7 +97,9 @@ _KINDS: Final = (
 )
 _BY_NAME: Final = {(one.group, one.kind): one for one in _KINDS}
 _VERSION = re.compile(r"v[0-9][a-z0-9]{0,20}")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+NAME: Final = r"(?!.*\.\.)[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+"""Of an object, as a pattern."""
+_NAME = re.compile(NAME)
 
 
 def kind_of(api_version: str, kind: str) -> JobKind | None:
@@ -108,4 +110,4 @@ def kind_of(api_version: str, kind: str) -> JobKind | None:
 
 def is_name(text: str) -> bool:
     """Whether an object can have this name."""
-    return _NAME.fullmatch(text) is not None and ".." not in text
+    return _NAME.fullmatch(text) is not None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from keepstep_operator.api.job_kinds import NAME
 from keepstep_operator.api.policy import Policy, VolumeKind
 
 
@@ -21,15 +24,30 @@ class RunKey:
         return f"{self.namespace}/{self.name}"
 
 
+def _form(pattern: str) -> msgspec.Meta:
+    return msgspec.Meta(pattern=rf"\A(?:{pattern})\Z")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The root owner of a run's pods: what people look at, and where events go. `uid`: '' for a pod
-    without an owner, its own root, that is not created yet."""
+    """The root owner of a run's pods: what people look at, and where events go. `name` and `uid`:
+    '' for a pod without an owner, its own root, that is not created yet.
 
-    api_version: str
-    kind: str
-    name: str
-    uid: str = ""
+    The forms, and the bounds of CheckpointRun.status.job, hold where msgspec reads one (`job_of`).
+    """
+
+    api_version: Annotated[str, _form(r"([a-z0-9][-a-z0-9.]{0,252}/)?[a-z0-9]{1,62}")]
+    kind: Annotated[str, _form(r"[A-Za-z][-A-Za-z0-9]{0,62}")]
+    name: Annotated[str, _form(f"({NAME})?")]
+    uid: Annotated[str, _form(r"[-.:_A-Za-z0-9]{0,63}")] = ""
+
+
+def job_of(**fields: object) -> Job | None:
+    """What others wrote as a job; None where no object can be that."""
+    try:
+        return msgspec.convert(fields, Job)
+    except msgspec.ValidationError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +123,12 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunObject:
-    """A CheckpointRun as it lies in the cluster. `status` is ours, from an earlier life maybe;
-    `policy`: the snapshot in it."""
+    """A CheckpointRun as it lies in the cluster. `version`: its resourceVersion. `status` is ours,
+    from an earlier life maybe; `policy`: the snapshot in it."""
 
     key: RunKey
     uid: str
+    version: str = ""
     generation: int = 1
     pins: tuple[str, ...] = ()
     restore_from: str = ""

@@ -12,12 +12,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
 from keepstep_operator.api.job_kinds import JobKind, RankSource, kind_of
-from keepstep_operator.api.model import Job
+from keepstep_operator.api.model import Job, job_of
 from keepstep_operator.bodies import Body
 
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -25,7 +27,6 @@ JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_INDEX_LABEL = "jobset.sigs.k8s.io/job-global-index"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 """Annotation of every pod of an Indexed Job; since Kubernetes 1.28 a label, too."""
-REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
 TRAINJOB_LABELS = (
     "trainer.kubeflow.org/trainjob-name",
     "trainer.kubeflow.org/trainjob-ancestor-step",
@@ -107,6 +108,12 @@ class Placement:
     node_rank: int
 
 
+_Word = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{0,128}\Z")]
+_Image = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{0,1024}\Z")]
+_Generation = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Contract = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Injected:
     """The annotation keepstep.dev/status: what admission did to the pod, or why it did nothing.
@@ -114,25 +121,29 @@ class Injected:
     `reason` is '' when the sidecar was injected, else one word, and `message` says what to do.
     `job`: None when refused. `image` and `version`: of the sidecar. `warnings`: what was done in
     another way than asked. `ranked`: the node rank is the one that the pod asked for by label.
-    `contract`: see `injection.settings`; 0 before there was one.
+    `contract`: see `injection.settings`; 0 before there was one. The types hold where it is read,
+    as whoever may write pods may have written it; `policy`, `message` and `warnings` are any text.
     """
 
     policy: str
-    reason: str = ""
+    reason: _Word = ""
     message: str = ""
-    generation: int = 0
-    image: str = ""
-    version: str = ""
-    container: str = ""
+    generation: _Generation = 0
+    image: _Image = ""
+    version: _Word = ""
+    container: _Word = ""
     job: Job | None = None
     warnings: tuple[str, ...] = ()
     ranked: bool = False
-    contract: int = 0
+    contract: _Contract = 0
 
     def render(self) -> str:
         """As the annotation's value: JSON without what is empty, keys in a fixed order."""
         fields = {name: value for name, value in asdict(self).items() if value}
         return json.dumps(fields, separators=(",", ":"))
+
+
+_INJECTED = msgspec.json.Decoder(Injected)
 
 
 def parse_pod(body: Body, *, namespace: str = "") -> Pod:
@@ -157,12 +168,16 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
 def root_of(pod: Pod) -> Job:
     """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by its labels, else the
     controller, else itself."""
-    jobset, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
-    if jobset and uid:
-        return Job(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=jobset, uid=uid)
-    if pod.owner is not None and (leads := pod.labels.get(LWS_NAME_LABEL)):
+    name, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
+    if name and uid:
+        version = "jobset.x-k8s.io/v1alpha2"
+        if job := job_of(api_version=version, kind="JobSet", name=name, uid=uid):
+            return job
+    if pod.owner is not None and (name := pod.labels.get(LWS_NAME_LABEL)):
         # its StatefulSets are many, and no label has its uid
-        return Job(api_version="leaderworkerset.x-k8s.io/v1", kind="LeaderWorkerSet", name=leads)
+        version = "leaderworkerset.x-k8s.io/v1"
+        if job := job_of(api_version=version, kind="LeaderWorkerSet", name=name):
+            return job
     return pod.owner or Job(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
 
 
@@ -201,10 +216,8 @@ def node_rank(pod: Pod) -> int:
         return asked
     root = root_of(pod)
     kind = kind_of(root.api_version, root.kind)
-    completion = _indexed(pod, COMPLETION_INDEX)
-    if kind is not None and kind.rank is RankSource.JOBSET:
-        return (_indexed(pod, JOBSET_INDEX_LABEL) or 0) * PODS_OF_A_JOB + (completion or 0)
-    if completion is not None:
+    of_a_set = kind is not None and kind.rank is RankSource.JOBSET
+    if not of_a_set and (completion := _indexed(pod, COMPLETION_INDEX)) is not None:
         return completion
     index = _index_by(pod, kind) if kind is not None else None
     if index is None:
@@ -215,8 +228,8 @@ def node_rank(pod: Pod) -> int:
 def _index_by(pod: Pod, kind: JobKind) -> int | None:
     """As the kind of job tells its pods apart; None when this one lacks what it should have."""
     match kind.rank:
-        case RankSource.KUBEFLOW:
-            return _written_rank(pod, REPLICA_INDEX_LABEL) or 0
+        case RankSource.JOBSET:
+            return _of_a_set(pod)
         case RankSource.WRITTEN:
             return _written_rank(pod, kind.label)
         case RankSource.GROUPED:
@@ -228,6 +241,12 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
             return index
         case _:
             return 0
+
+
+def _of_a_set(pod: Pod) -> int | None:
+    """An older JobSet numbers its jobs only among those of one template."""
+    job = _indexed(pod, JOBSET_INDEX_LABEL)
+    return None if job is None else job * PODS_OF_A_JOB + (_indexed(pod, COMPLETION_INDEX) or 0)
 
 
 def _grouped(pod: Pod) -> int | None:
@@ -311,24 +330,20 @@ def placement_of(pod: Pod) -> Placement | None:
 def injected_of(pod: Pod) -> Injected | None:
     """What admission wrote about the pod; None when it wrote nothing, or somebody spoilt it."""
     try:
-        fields: dict[str, Any] = json.loads(pod.annotations.get(names.STATUS_ANNOTATION, ""))
-        job = fields.pop("job", None)
-        fields["warnings"] = tuple(fields.get("warnings", ()))
-        known = {name: fields[name] for name in Injected.__dataclass_fields__ if name in fields}
-        return Injected(**known, job=Job(**job) if job else None)
-    except (ValueError, TypeError, AttributeError):
+        return _INJECTED.decode(pod.annotations.get(names.STATUS_ANNOTATION, ""))
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
 
 
 def controller_of(references: list[Body]) -> Job | None:
-    """Of an object's owners the one that made it."""
+    """Of an object's owners the one that made it; None, too, for what can be no owner."""
     for one in references:
         if one.get("controller"):
-            return Job(
-                api_version=one.get("apiVersion", ""),
-                kind=one.get("kind", ""),
-                name=one.get("name", ""),
-                uid=one.get("uid", ""),
+            return job_of(
+                api_version=one.get("apiVersion"),
+                kind=one.get("kind"),
+                name=one.get("name"),
+                uid=one.get("uid") or "",
             )
     return None
 

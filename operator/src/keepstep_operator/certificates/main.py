@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import click
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from keepstep_operator import journal
 from keepstep_operator.api.quantities import parse_duration
@@ -25,7 +25,7 @@ from keepstep_operator.certificates.peers import AuthorityKeeper, published_with
 from keepstep_operator.certificates.rotation import Lifetimes
 from keepstep_operator.journal import say, warn
 from keepstep_operator.kube import Client, KubeError, find_access
-from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.serving import listening, metrics_registry, observed, until_signal
 from keepstep_operator.settings import (
     log_level_option,
     metrics_port_option,
@@ -66,7 +66,7 @@ class Metrics:
     """Every metric of this component. docs/metrics.md lists the same."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = metrics_registry()
         self.expiry = Gauge(
             "keepstep_certificate_expiry_timestamp_seconds",
             "When the server's certificate ends",

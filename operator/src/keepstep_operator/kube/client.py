@@ -168,12 +168,21 @@ class Client:
         return await self._call("PATCH", path, query=_WRITTEN, body=patch, content_type=kind.value)
 
     async def delete(
-        self, resource: Resource, name: str, *, namespace: str | None = None, uid: str = ""
+        self,
+        resource: Resource,
+        name: str,
+        *,
+        namespace: str | None = None,
+        uid: str = "",
+        version: str = "",
     ) -> Body:
-        """`uid`: of the object that was looked at; raises Conflict when another has its name."""
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        """`uid`, `version` (its resourceVersion): of the object that was looked at; raises Conflict
+        when another has its name, or when somebody wrote it since."""
+        given = {"uid": uid, "resourceVersion": version}
+        wanted = {name: value for name, value in given.items() if value}
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": wanted}
         path = resource.path(name, namespace=namespace)
-        return await self._call("DELETE", path, body=options if uid else None)
+        return await self._call("DELETE", path, body=options if wanted else None)
 
     async def _call(
         self,

@@ -93,7 +93,10 @@ class Feed(Generic[Key]):
         """It is gone."""
         if key is not None and key in self.known:
             self.known.discard(key)
-            self.gone(key)
+            try:
+                self.gone(key)
+            except Exception:  # as in `take`: what is listed anew has no other guard
+                crash("end of an object not understood", collection=self.name)
 
     async def look_after(self, client: Client) -> None:
         """For ever: find out what kopf does not tell."""

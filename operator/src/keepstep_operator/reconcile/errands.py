@@ -76,7 +76,7 @@ class Errands:
         """Take each action to whoever does it; returns at once."""
         for action in actions:
             if isinstance(action, WriteStatus):
-                self._writer.mark(action.run)
+                self._writer.mark(action.run, soon=action.soon)
                 self._checkpoint_writer.mark(action.run)
             elif isinstance(action, EmitEvent):
                 self._event_writer.tell(action)
@@ -123,11 +123,16 @@ class Errands:
         if known is None or known.object is None:
             return
         try:
-            uid = known.object.uid
-            await self._client.delete(RUNS, run.name, namespace=run.namespace, uid=uid)
+            await self._client.delete(
+                RUNS,
+                run.name,
+                namespace=run.namespace,
+                uid=known.object.uid,
+                version=known.object.version,
+            )
             self._metrics.wrote("run")
             say("run deleted", run=str(run), reason="finished for its policy's runTTL")
-        except (NotFound, Conflict):  # or somebody made another one of that name
+        except (NotFound, Conflict):  # or somebody wrote it, or made another one of that name
             return
 
     async def _annotate(self, run: RunKey, said: dict[str, str]) -> None:

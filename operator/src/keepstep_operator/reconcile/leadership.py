@@ -33,6 +33,8 @@ from keepstep_operator.names import LEADER_LABEL
 LEASE_S: Final = 15.0
 RENEW_S: Final = 5.0
 RETRY_S: Final = 2.0
+MARK_S: Final = 60.0
+"""The label is looked at again: somebody may have removed it."""
 WRITES_S: Final = 10.0
 """After the last renewal; below the time after which somebody else may take the Lease."""
 
@@ -59,7 +61,7 @@ class Leadership:
         self._clock = clock
         self._lease: Body = {}
         self._renewed_at: float | None = None
-        self._marked = False
+        self._marked_at: float | None = None
         self._unmarked_because = ""
         self._away = False
 
@@ -101,7 +103,7 @@ class Leadership:
         """Until another replica leads."""
         while True:
             await self._mark()
-            await self._pause(RETRY_S if self._away or not self._marked else RENEW_S)
+            await self._pause(RETRY_S if self._away or self._marked_at is None else RENEW_S)
             try:
                 await self._put(self._lease)
                 self._away = False
@@ -181,20 +183,23 @@ class Leadership:
 
     async def _mark(self) -> None:
         """Have the label, alone: the Service of the reports selects it."""
-        if self._marked:
+        if self._marked_at is not None and self._clock() - self._marked_at < MARK_S * self._scale:
             return
         try:
-            listed = self._client.list(PODS, namespace=self._namespace, labels=LEADER_LABEL)
-            names = {str(one["metadata"]["name"]) async for one in listed}
-            for name in sorted({*names, self._identity}):
-                label = "true" if name == self._identity else None
-                await self._label(name, label)
+            async with _soon():
+                listed = self._client.list(PODS, namespace=self._namespace, labels=LEADER_LABEL)
+                found = {str(one["metadata"]["name"]): one["metadata"] async for one in listed}
+                own = found.pop(self._identity, {}).get("labels") or {}
+                for name in sorted(found):
+                    await self._label(name, None)
+                if own.get(LEADER_LABEL) != "true":
+                    await self._label(self._identity, "true")
         except KubeError as error:
-            if self._unmarked_because != str(error):
+            if self._marked_at is None and self._unmarked_because != str(error):
                 warn("reports do not find this replica: label not set", reason=str(error))
             self._unmarked_because = str(error)
         else:
-            self._marked = True
+            self._marked_at = self._clock()
 
     async def _label(self, name: str, value: str | None) -> None:
         """By way of `pods/status`: the right to patch pods themselves would be one to change the

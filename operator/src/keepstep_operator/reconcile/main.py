@@ -275,7 +275,6 @@ class Reconciler:
         """Begin all tasks."""
         feeds: list[Feed[Any]] = [*self.objects, self.pods, *self.nodes]
         seen = [feed.loaded for feed in feeds]
-        feeds.append(self.checkpoint_writer.feed)
         if self.helper_controller is not None:
             feeds += [self.helper_controller.pods, self.helper_controller.records]
             # only once all that is there was seen is anything made, or said to be gone
@@ -391,7 +390,9 @@ async def _work(
             return
         parts.start()
         reports = parts.reports.application()
-        async with listening(reports, port=settings.port, ssl_context=tls.context) as port:
+        async with listening(
+            reports, port=settings.port, ssl_context=tls.context, one_request=True
+        ) as port:
             say("listening", port=port, metrics_port=metrics_port)
             await (ended if role is None else _either(ended, role.hold()))
 

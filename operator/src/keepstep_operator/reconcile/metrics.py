@@ -10,22 +10,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
+from keepstep_operator.serving import metrics_registry
 
 
 @dataclass(frozen=True)
 class Row:
-    """One gauge per run; a run without a value is left out."""
+    """One value per run; a run without a value is left out."""
 
     name: str
     help: str
     value: Callable[[Run], float | None]
+    family: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
+
+def _counted(value: Callable[[Run], int]) -> Callable[[Run], float | None]:
+    """Nothing before the run's object is known, whose status says from where to count on: a count
+    that began at 0 for a moment would be taken for as many new ones."""
+    return lambda run: float(value(run)) if run.object is not None else None
 
 
 def _condition(type: str) -> Callable[[Run], float | None]:
@@ -60,12 +68,14 @@ RUNS: Final = (
     Row(
         "keepstep_run_restarts",
         "Restores after the first start",
-        lambda run: float(run.restores.restarts),
+        _counted(lambda run: run.restores.restarts),
+        CounterMetricFamily,
     ),
     Row(
         "keepstep_run_lost_steps",
         "Steps that had to be made again",
-        lambda run: float(run.restores.lost_steps),
+        _counted(lambda run: run.restores.lost_steps),
+        CounterMetricFamily,
     ),
     Row(
         "keepstep_run_finished",
@@ -89,7 +99,7 @@ class _Runs(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for row in RUNS:
-            family = GaugeMetricFamily(row.name, row.help, labels=("namespace", "run"))
+            family = row.family(row.name, row.help, labels=("namespace", "run"))
             for key, run in self._registry.runs.items():
                 if (value := row.value(run)) is not None:
                     family.add_metric((key.namespace, key.name), value)
@@ -100,7 +110,7 @@ class Metrics:
     """Of one process, with a registry of their own."""
 
     def __init__(self, registry: Registry) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = metrics_registry()
         self.registry.register(_Runs(registry))
         self.reports = Counter("keepstep_reports", "Reports taken in", registry=self.registry)
         self.refused = Counter(
@@ -117,7 +127,8 @@ class Metrics:
         )
         self._left_out = Counter(
             "keepstep_run_failures",
-            "Runs that a part of the reconciler failed at, and left out: tick, status, checkpoints",
+            "Runs that a part of the reconciler failed at, and left out: tick, status, checkpoints,"
+            " events, helpers",
             ("part",),
             registry=self.registry,
         )

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import msgspec
+
 from keepstep_operator import names
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.model import (
@@ -35,11 +37,18 @@ from keepstep_operator.api.policy import (
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run import PolicyStatus, cut
 from keepstep_operator.bodies import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")
+_LONGEST_NAME = 253
 _DONE = {"Complete", "Succeeded", "Completed", "Finished"}
+_PHASES = {
+    "Completed": JobState.FINISHED,
+    "Failed": JobState.FAILED,
+    "Terminated": JobState.FAILED,
+}
+"""Of a Volcano Job that is over. One that is Aborted may have been suspended, and be resumed."""
 
 
 def asks(body: Body) -> bool:
@@ -81,7 +90,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         trouble=cut(_trouble(status) if injected else said.message),
         volumes=_volumes(body),
         host_paths=_host_paths(body),
-        policy=_shared(said.policy),
+        policy=_shared(cut(said.policy, longest=_LONGEST_NAME)),
         policy_generation=said.generation,
         sidecar_image=_shared(said.image),
         sidecar_version=_shared(said.version),
@@ -194,32 +203,45 @@ def _of_tiers(policy: Policy) -> str:
 
 def parse_run_object(body: Body) -> RunObject:
     """A CheckpointRun; what is not of the schema counts as absent."""
-    metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
-    pins = spec.get("pins") or []
+    metadata = body.get("metadata") or {}
+    spec, status = _object(body.get("spec")), _object(body.get("status"))
+    pins, restore_from = spec.get("pins"), spec.get("restoreFrom")
+    namespace = str(metadata.get("namespace") or "")
     return RunObject(
-        key=RunKey(str(metadata.get("namespace") or ""), str(metadata.get("name") or "")),
+        key=RunKey(namespace, str(metadata.get("name") or "")),
         uid=str(metadata.get("uid") or ""),
+        version=str(metadata.get("resourceVersion") or ""),
         generation=int(metadata.get("generation") or 1),
-        pins=tuple(str(one) for one in pins) if isinstance(pins, list) else (),
-        restore_from=str(spec.get("restoreFrom") or ""),
-        paused=bool(spec.get("paused")),
+        pins=tuple(map(str, pins)) if isinstance(pins, list) else (),
+        restore_from=restore_from if isinstance(restore_from, str) else "",
+        paused=spec.get("paused") is True,
         fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
-        policy=_snapshot(body.get("status") or {}, str(metadata.get("namespace") or "")),
-        status=body.get("status") or {},
+        policy=_snapshot(status, namespace),
+        status=status,
     )
+
+
+def _object(value: object) -> Body:
+    return value if isinstance(value, dict) else {}
 
 
 def _snapshot(status: Body, namespace: str) -> Policy | None:
     """The policy that the run was known to go by; it was allowed then."""
-    written = status.get("policy") or {}
-    metadata = {**written, "namespace": namespace}
-    body = {"metadata": metadata, "spec": written.get("spec") or {}}
+    try:
+        written = msgspec.convert(status.get("policy"), PolicyStatus)
+    except msgspec.ValidationError:
+        return None
+    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
+    body = {"metadata": metadata, "spec": written.spec}
     return parse_policy_record(body, allowed_paths=("/",)).policy
 
 
 def job_state(body: Body) -> JobState:
-    """Whether a Job, JobSet, PyTorchJob or TrainJob is over: all tell by their conditions."""
-    for one in (body.get("status") or {}).get("conditions") or []:
+    """Whether a job is over: a Volcano Job tells by its phase, all others by their conditions."""
+    status = body.get("status") or {}
+    if phase := (status.get("state") or {}).get("phase"):
+        return _PHASES.get(str(phase), JobState.ACTIVE)
+    for one in status.get("conditions") or []:
         if one.get("status") == "True" and one.get("type") in _DONE:
             return JobState.FINISHED
         if one.get("status") == "True" and one.get("type") == "Failed":

@@ -13,6 +13,9 @@ SETTLE_S = 0.2
 LEAST_PERIOD_S = 2.0
 WRITES_A_SECOND = 25.0
 """Over all runs; with more than fifty, each is written less often than every two seconds."""
+SOON_AT_ONCE = 3.0
+SOON_EVERY_S = 15.0
+"""How often one key may go before those that can wait."""
 _LONGEST_BACKOFF_S = 15.0
 
 
@@ -33,24 +36,38 @@ class Pacer(Generic[Key]):
         self._due: dict[Key, float] = {}
         self._began: dict[Key, float] = {}
         self._failures: dict[Key, int] = {}
+        self._soon = Buckets[Key](burst=SOON_AT_ONCE, refill_s=SOON_EVERY_S)
+        self._wanted: set[Key] = set()
 
     @property
     def period_s(self) -> float:
         """Between two writes of one key, now."""
         return max(self._least_period_s, len(self._began) / self._writes_a_second)
 
-    def mark(self, key: Key, *, at: float) -> None:
-        """It has changed. What waits already keeps its turn."""
+    def mark(self, key: Key, *, at: float, soon: bool = False) -> float:
+        """It has changed; when it is due. What waits already keeps its turn. `soon`: it is not to
+        wait until all others had theirs, as long as it seldom asks for that, and does not fail."""
         if key not in self._due:
-            earliest = self._began.get(key, -self.period_s) + self.period_s
-            self._due[key] = max(at + self._settle_s, earliest)
+            self._due[key] = self._turn(key, at, self.period_s)
+        hurries = soon and key not in self._failures and key not in self._wanted
+        if hurries and self._soon.take(key, at=at):
+            self._wanted.add(key)
+            self._due[key] = min(self._due[key], self._turn(key, at, self._least_period_s))
+        return self._due[key]
 
-    def take(self, *, at: float) -> list[Key]:
-        """Everything that is due, in order; it counts as begun now."""
-        due = sorted((when, index, key) for index, (key, when) in enumerate(self._due.items()))
-        keys = [key for when, _, key in due if when <= at]
+    def _turn(self, key: Key, at: float, period_s: float) -> float:
+        return max(at + self._settle_s, self._began.get(key, -period_s) + period_s)
+
+    def take(self, *, at: float, most: int | None = None) -> list[Key]:
+        """What is due, in order, what is wanted soon first; it counts as begun now. `most`: where
+        that takes time, in which others may be wanted sooner."""
+        keys = sorted(
+            (key for key, when in self._due.items() if when <= at),
+            key=lambda key: (key not in self._wanted, self._due[key]),
+        )[:most]
         for key in keys:
             del self._due[key]
+            self._wanted.discard(key)
             self._began[key] = at
         return keys
 
@@ -73,6 +90,7 @@ class Pacer(Generic[Key]):
 
     def forget(self, key: Key) -> None:
         """It is gone."""
+        self._wanted.discard(key)
         for known in (self._due, self._began, self._failures):
             known.pop(key, None)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -25,10 +26,13 @@ from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedShard,
+    ReportedVolume,
 )
+from keepstep.wire.status import TierProgress
 from keepstep.wire.trainer import Problem
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.run import cut
+from keepstep_operator.connections import SERVED
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import PODS, Client, KubeError, NotFound
 from keepstep_operator.reconcile.metrics import Metrics
@@ -40,6 +44,7 @@ from keepstep_operator.reconcile.state.node_rank import epochs_needed, kept
 from keepstep_operator.reconcile.state.registry import BUDGET, Registry
 from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS
 from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
+from keepstep_operator.reconcile.turns import Parts, Turns
 from keepstep_operator.serving import Ready, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
@@ -49,6 +54,8 @@ MOST_STEPS: Final = 1024
 """Of one rank on one tier: of more the newest count, and the older ones are left alone."""
 _MOST_BITS: Final = 1 << 23
 """A step costs a bit for each rank up to the highest: of ranks beyond 8,192 fewer steps count."""
+MOST_BITS_OF_ALL: Final = 1 << 26
+"""The same over all ranks and tiers of a report: 8 MiB."""
 MOST_EPOCHS: Final = 1024
 """Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
 a run may have begun any number of times."""
@@ -59,6 +66,7 @@ MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_VOLUMES: Final = 64
 MOST_DEPOTS: Final = 64
 LONGEST_ADDRESS: Final = 280
+LONGEST_NAME: Final = 256
 LARGEST_STEP: Final = 10**15
 LARGEST_EPOCH: Final = 10**9
 _HEX: Final = frozenset("0123456789abcdef")
@@ -68,6 +76,8 @@ _EARLY: Final = 0.8
 """Of the gap that a reply asked for: clocks and networks are not exact."""
 _REPORTS_AT_ONCE: Final = 5.0
 """Of one pod: a sidecar that begins, or ends, has some to say at once."""
+MOST_READ: Final = SERVED // 4
+"""Bodies of one namespace, at a time."""
 _CPU_AT_ONCE_S: Final = 3.0
 """Of one namespace; after that it has as much of a core as all namespaces together are to need."""
 
@@ -110,10 +120,14 @@ class ReportsApi:
         self._logged = Throttle(burst=5, refill_s=_LOGGED_EVERY_S)
         self._pace = Buckets[str](burst=_REPORTS_AT_ONCE, refill_s=1.0)
         self._cpu = Buckets[str](burst=_CPU_AT_ONCE_S, refill_s=1.0 / BUDGET)
+        self._turns = Turns()
+        self._reading: Counter[str] = Counter()
 
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
-        app = web.Application(client_max_size=LARGEST_REPORT_BYTES, middlewares=[self._problems])
+        app = web.Application(
+            client_max_size=LARGEST_REPORT_BYTES, middlewares=[_ends, self._problems]
+        )
         mine = [web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
@@ -138,18 +152,38 @@ class ReportsApi:
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._sender(request)
         self._require_pace(pod)
-        body = await _body(request)
-        with self._spending(pod.namespace):
-            report = _checked(_decode(body))
-        await asyncio.sleep(0)  # between its parts others have their turn
-        with self._spending(pod.namespace), _known(pod):
-            self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
-        await asyncio.sleep(0)
-        with self._spending(pod.namespace), _known(pod):
-            told = self._registry.reply(pod.uid, at=self._clock())
-            reply = _json(replace(told, authorities=self._authorities()))
+        with self._one_of_few(pod.namespace):
+            body = await _body(request)
+        reply = await self._turns.work(self._parts(pod, body))
         self._metrics.reports.inc()
         return reply
+
+    def _parts(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
+        self._require_budget(pod.namespace)  # others of it were worked on while this one came
+        with self._spending(pod.namespace):
+            report = _checked(_decode(body))
+        yield
+        with self._spending(pod.namespace), _known(pod):
+            self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
+        yield
+        with self._spending(pod.namespace), _known(pod):
+            told = self._registry.reply(pod.uid, at=self._clock())
+            return _json(replace(told, authorities=self._authorities()))
+
+    @contextmanager
+    def _one_of_few(self, namespace: str) -> Iterator[None]:
+        """Raises Refused where so many bodies of a namespace are on their way that slow ones could
+        take all places of the listener."""
+        if self._reading[namespace] >= MOST_READ:
+            message = f"{MOST_READ} reports of namespace {namespace} are on their way already"
+            raise Refused(429, "busy", f"{message}; come again later")
+        self._reading[namespace] += 1
+        try:
+            yield
+        finally:
+            self._reading[namespace] -= 1
+            if not self._reading[namespace]:
+                del self._reading[namespace]
 
     @contextmanager
     def _spending(self, namespace: str) -> Iterator[None]:
@@ -162,14 +196,16 @@ class ReportsApi:
     def _require_pace(self, pod: PodRecord) -> None:
         """What replies ask for is no advice: whoever comes sooner, or belongs to a namespace whose
         reports cost more than all of them may, comes again later. Raises Refused."""
-        now = self._clock()
-        if self._cpu.left(pod.namespace, at=now) <= 0.0:
-            message = f"the reports of namespace {pod.namespace} cost too much; come again later"
-            raise Refused(429, "budget", message)
+        self._require_budget(pod.namespace)
         gap_s = self._registry.least_gap_of(pod.uid)
-        if not self._pace.take(pod.uid, at=now, each_s=gap_s * _EARLY):
+        if not self._pace.take(pod.uid, at=self._clock(), each_s=gap_s * _EARLY):
             message = f"pod {pod.name} reports more often than each {gap_s:.0f} s"
             raise Refused(429, "too-often", message)
+
+    def _require_budget(self, namespace: str) -> None:
+        if self._cpu.left(namespace, at=self._clock()) <= 0.0:
+            message = f"the reports of namespace {namespace} cost too much; come again later"
+            raise Refused(429, "budget", message)
 
     async def _look_up(self, identity: Identity) -> PodRecord:
         """A pod that the watch has not shown yet: the sidecar may be faster."""
@@ -249,7 +285,9 @@ def _checked(report: Report) -> Report:
         raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
     epochs = [*report.epochs, *(one.epoch for one in report.restores)]
     parents = [one.parent for one in epochs if one.parent is not None]
-    if not all(map(_is_epoch, (one.id for one in epochs))) or not all(map(_is_step, parents)):
+    if not all(_is_epoch(one.id) and len(one.origin) <= LONGEST_NAME for one in epochs) or not all(
+        map(_is_step, parents)
+    ):
         raise Refused(400, "bad-report", "an epoch that cannot be")
     twins = 0
     for one in report.ranks:
@@ -257,11 +295,45 @@ def _checked(report: Report) -> Report:
         if twins > MOST_TWINS:
             raise Refused(400, "bad-report", "more twins than one pod can tell of")
     report = replace(report, ranks=tuple(map(_newest, report.ranks)))
+    if _bits(report.ranks) > MOST_BITS_OF_ALL:
+        raise Refused(400, "bad-report", "more steps of more ranks than one pod can tell of")
     return replace(
         report,
+        sidecar=cut(report.sidecar, longest=LONGEST_NAME),
+        library=cut(report.library, longest=LONGEST_NAME),
+        pinned=cut(report.pinned),
         epochs=epochs_needed(report, most=MOST_EPOCHS),
+        volumes=tuple(map(_short_volume, report.volumes)),
+        depots=tuple(map(_short_depot, report.depots)),
         warnings=tuple(cut(text) for text in report.warnings[:MOST_WARNINGS]),
     )
+
+
+def _bits(ranks: Sequence[ReportedRank]) -> int:
+    """What the steps of a report take as bitmaps of ranks; more where that is little anyhow."""
+    named = [(one.rank, len((*one.memory, *one.local, *one.peer, *one.archive))) for one in ranks]
+    most = max(named, default=(0, 0))[0] * sum(count for _, count in named)
+    if most <= MOST_BITS_OF_ALL:
+        return most
+    highest: dict[tuple[str, StepId], int] = {}
+    for one in ranks:
+        for tier in ("memory", "local", "peer", "archive"):
+            for held in getattr(one, tier):
+                at = tier, held.id
+                highest[at] = max(one.rank, highest.get(at, 0))
+    return sum(highest.values())
+
+
+def _short_volume(one: ReportedVolume) -> ReportedVolume:
+    if len(one.name) <= LONGEST_NAME and len(one.failed) <= LONGEST_NAME:
+        return one
+    return replace(one, name=cut(one.name, longest=LONGEST_NAME), failed=cut(one.failed))
+
+
+def _short_depot(one: TierProgress) -> TierProgress:
+    if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
+        return one
+    return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))
 
 
 def _newest(one: ReportedRank) -> ReportedRank:
@@ -310,9 +382,14 @@ def _is_epoch(id: EpochId) -> bool:
     return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX
 
 
-def _json(value: object, *, status: int = 200) -> web.Response:
-    """An answer, and the end of its connection: an open TLS connection holds some 80 KiB, which is
-    800 MiB for 10,000 sidecars; a handshake costs less than a millisecond."""
-    response = web.Response(body=_encode(value), status=status, content_type="application/json")
+@web.middleware
+async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """An answer ends its connection: an open one holds some 80 KiB, which is 800 MiB for 10,000
+    sidecars; a handshake costs a millisecond."""
+    response = await handler(request)
     response.force_close()
     return response
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(value), status=status, content_type="application/json")

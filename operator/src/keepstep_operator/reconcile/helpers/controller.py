@@ -7,7 +7,8 @@ be tried again after it failed. Not a step of training or restore waits for any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -25,9 +26,10 @@ from keepstep_operator.kube import (
     NotFound,
 )
 from keepstep_operator.reconcile.helpers import cleanup, pod_spec
-from keepstep_operator.reconcile.helpers.cleanup import RunDirectories
+from keepstep_operator.reconcile.helpers.cleanup import Cleaning, RunDirectories
 from keepstep_operator.reconcile.helpers.pod_spec import CLEANS, HelperDefaults
 from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.state import helper_plan
 from keepstep_operator.reconcile.state.actions import Action
 from keepstep_operator.reconcile.state.registry import Registry
@@ -40,6 +42,8 @@ PENDING_S: Final = 1800.0
 MOST_CLEANERS: Final = 8
 """At once."""
 _OVER: Final = ("Succeeded", "Failed")
+_CRASH_LOGGED_S: Final = 600.0
+_NO_RUN: Final = RunKey("", "")
 
 
 class HelperController:
@@ -69,8 +73,11 @@ class HelperController:
         self.pods_by_name: dict[str, Body] = {}
         self._graves: dict[RunKey, RunDirectories] = {}
         self._written: dict[RunKey, RunDirectories] = {}
+        self._uids: dict[RunKey, str] = {}
         self._not_before: dict[str, float] = {}
         self._pending_since: dict[str, float] = {}
+        self._left_out: set[RunKey] = set()
+        self._crashes = Throttle(burst=5, refill_s=_CRASH_LOGGED_S)
         # not before; None: done
         self._take_over_at: float | None = 0.0 if defaults.release != defaults.namespace else None
         self.pods = Feed[str](
@@ -118,6 +125,7 @@ class HelperController:
         grave = cleanup.parse(body)
         if grave is None or body["metadata"]["name"] != grave.name:
             return
+        self._uids[grave.run] = str(body["metadata"].get("uid") or "")
         if grave.run not in self._graves:
             self._graves[grave.run] = self._written[grave.run] = grave
 
@@ -127,6 +135,7 @@ class HelperController:
             if grave.name == name and run not in self._registry.runs:
                 del self._graves[run]
                 self._written.pop(run, None)
+                self._uids.pop(run, None)
                 say("directories of a run are left alone", run=str(run), reason="record deleted")
 
     # --- working -----------------------------------------------------------------------------
@@ -136,48 +145,72 @@ class HelperController:
         for event in (*seen, self.pods.loaded, self.records.loaded):
             await event.wait()
         while True:
-            try:
+            with self._guarded(_NO_RUN):
                 await self.sync()
-            except Exception:  # one run that is not as expected must not end the process
-                crash("helper pods not looked after")
             await asyncio.sleep(EVERY_S)
+
+    @contextmanager
+    def _guarded(self, run: RunKey) -> Iterator[None]:
+        """One run that is not as expected is left out of this round, and ends nothing."""
+        try:
+            yield
+        except Exception:
+            self._left_out.add(run)
+            self._metrics.left_out("helpers")
+            if self._crashes.allows(run, "helpers", period_s=_CRASH_LOGGED_S, at=self._clock()):
+                crash("helper pods not looked after", run=str(run))
 
     async def sync(self) -> None:
         """One round."""
+        self._left_out.clear()
         await self._take_over()
         await self._bury()
         wanted = {**self._serving(), **self._cleaning()}
         there = dict(self.pods_by_name)
         for name, body in there.items():
-            if name not in wanted or _phase(body) in _OVER:
-                await self._end(name, body)
+            if _phase(body) in _OVER or not (name in wanted or self._stays(body)):
+                with self._guarded(_run_of(body)):
+                    await self._end(name, body)
         for name, body in wanted.items():
             # not what was there a moment ago: if it is wanted still, the next round makes it
             if name not in {*there, *self.pods_by_name} and self._may(name):
-                await self._make(name, body)
+                with self._guarded(_run_of(body)):
+                    await self._make(name, body)
+
+    def _stays(self, body: Body) -> bool:
+        """What a run wants that was left out is not known: in doubt it is served, not cleaned."""
+        told = pod_spec.about(body)
+        return told is not None and told[0] != CLEANS and told[1] in self._left_out
 
     def _may(self, name: str) -> bool:
         """Whether enough time has passed since it failed."""
         return self._clock() >= self._not_before.get(name, 0.0)
 
     def _serving(self) -> dict[str, Body]:
-        found = [one for run in self._registry.runs.values() for one in helper_plan.wanted(run)]
-        return {one.name: pod_spec.serving(one, self._defaults) for one in found}
+        found: dict[str, Body] = {}
+        for key, run in self._registry.runs.items():
+            with self._guarded(key):
+                wanted = helper_plan.wanted(run)
+                found |= {one.name: pod_spec.serving(one, self._defaults) for one in wanted}
+        return found
 
     def _cleaning(self) -> dict[str, Body]:
-        if self._grace_s is None:
-            return {}
-        now, nodes = self._clock(), self._registry.nodes
-        found = [
-            one
-            for grave in self._graves.values()
-            for one in cleanup.due(grave, nodes, grace_s=self._grace_s, at=now)
-            if set(one.paths) == set(helper_plan.allowed(one.paths, self._host_paths))
-            # what has failed, or cannot begin, keeps no place that another could have
-            and self._may(one.name)
-            and not self._stuck(one.name)
-        ]
+        found: list[Cleaning] = []
+        for key, grave in self._graves.items():
+            if key not in self._left_out:
+                with self._guarded(key):
+                    found += self._due(grave)
         return {one.name: pod_spec.cleaning(one, self._defaults) for one in found[:MOST_CLEANERS]}
+
+    def _due(self, grave: RunDirectories) -> Iterator[Cleaning]:
+        now, nodes = self._clock(), self._registry.nodes
+        if self._grace_s is None:
+            return
+        for one in cleanup.due(grave, nodes, grace_s=self._grace_s, at=now):
+            allowed = set(one.paths) == set(helper_plan.allowed(one.paths, self._host_paths))
+            # what has failed, or cannot begin, keeps no place that another could have
+            if allowed and self._may(one.name) and not self._stuck(one.name):
+                yield one
 
     def _stuck(self, name: str) -> bool:
         """Whether the pod waits for too long to begin, so that its node may never take it."""
@@ -212,7 +245,9 @@ class HelperController:
         known = self._graves.get(old.run, old)
         both = replace(known, nodes={**old.nodes, **known.nodes})
         if self._written.get(old.run) == both:
-            await self._client.delete(CONFIG_MAPS, _name(body), namespace=self._defaults.release)
+            uid = str(body["metadata"].get("uid") or "")
+            release = self._defaults.release
+            await self._client.delete(CONFIG_MAPS, _name(body), namespace=release, uid=uid)
             say("record of a run's directories moved", run=str(old.run))
             return False
         self._graves[old.run] = both
@@ -224,15 +259,17 @@ class HelperController:
         """Note where runs are, and since when they are not any more; write what has changed."""
         now = self._clock()
         for key, run in self._registry.runs.items():
-            known = self._graves.get(key) or RunDirectories(run=key)
-            found = cleanup.visited(known, iter(run.pods.values()))
-            if found.nodes:
-                self._graves[key] = found
+            with self._guarded(key):
+                known = self._graves.get(key) or RunDirectories(run=key)
+                found = cleanup.visited(known, iter(run.pods.values()))
+                if found.nodes:
+                    self._graves[key] = found
         for key, grave in list(self._graves.items()):
-            grave = cleanup.judged(grave, self._registry.runs, at=now)
-            self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
-            if self._graves[key] != self._written.get(key):
-                await self._write(self._graves[key])
+            with self._guarded(key):
+                grave = cleanup.judged(grave, self._registry.runs, at=now)
+                self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
+                if self._graves[key] != self._written.get(key):
+                    await self._write(self._graves[key])
 
     async def _write(self, grave: RunDirectories) -> None:
         """An entry without nodes is removed; it is made again when the run is on a node."""
@@ -240,7 +277,8 @@ class HelperController:
         body = cleanup.render(grave, namespace=namespace)
         try:
             if not grave.nodes:
-                await self._client.delete(CONFIG_MAPS, grave.name, namespace=namespace)
+                uid = self._uids.get(grave.run, "")
+                await self._client.delete(CONFIG_MAPS, grave.name, namespace=namespace, uid=uid)
             elif grave.run in self._written:
                 await self._client.replace(CONFIG_MAPS, body, namespace=namespace)
             else:
@@ -261,6 +299,7 @@ class HelperController:
         if not grave.nodes:
             for known in (self._graves, self._written):  # the feed may have been faster
                 known.pop(grave.run, None)
+            self._uids.pop(grave.run, None)
             say("directories of a run are gone", run=str(grave.run))
 
     # --- pods --------------------------------------------------------------------------------
@@ -328,6 +367,11 @@ class HelperController:
 
 def _name(body: Body) -> str:
     return str((body.get("metadata") or {}).get("name") or "")
+
+
+def _run_of(body: Body) -> RunKey:
+    told = pod_spec.about(body)
+    return _NO_RUN if told is None else told[1]
 
 
 def _phase(body: Body) -> str:

@@ -10,9 +10,11 @@ from keepstep_operator.api.model import Job, RunKey
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """The run's status has changed; ask the registry for it when it is time to write."""
+    """The run's status has changed; ask the registry for it when it is time to write. `soon`: more
+    than its numbers did, so that a person may wait for it."""
 
     run: RunKey
+    soon: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

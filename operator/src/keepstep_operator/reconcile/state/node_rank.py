@@ -19,6 +19,9 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 
+MOST_PAST = 64
+"""Sidecars of one pod that were replaced, and whose late reports are known as such."""
+
 
 class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a sidecar says of itself and of its pod. `failed`: volumes that take no writes, by name,
@@ -49,6 +52,12 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             warnings=report.warnings,
             depots=report.depots,
         )
+
+    @property
+    def troubles(self) -> tuple[object, ...]:
+        """What conditions are made of, without numbers that change with each report."""
+        ways = tuple((one.tier, one.trouble, one.backlog > 0) for one in self.depots)
+        return self.ready, self.library, self.failed, self.warnings, bool(self.peer_address), ways
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -151,11 +160,10 @@ def overtaken(place: Place, sender: Sender, report: Report) -> bool:
     return report.sequence < place.sidecar.sequence
 
 
-def follows(place: Place | None, sender: Sender, report: Report) -> bool:
+def follows(place: Place, sender: Sender, report: Report) -> bool:
     """Whether the changes that this report carries are changes to what is known."""
     return (
-        place is not None
-        and place.pod == sender.pod
+        place.pod == sender.pod
         and place.sidecar.started_at == report.started_at
         and place.sidecar.sequence == report.since
     )
@@ -173,7 +181,8 @@ def renewed(
     """The place as this report leaves it; None: the pod is new there."""
     past, since = (place.past, place.since) if place else (frozenset(), at)
     if place is not None and place.sidecar.started_at != report.started_at:
-        past, since = past | {place.sidecar.started_at}, at
+        newest = sorted({*past, place.sidecar.started_at})[-MOST_PAST:]
+        past, since = frozenset(newest), at
     return Place(
         pod=sender.pod,
         created_at=sender.created_at,

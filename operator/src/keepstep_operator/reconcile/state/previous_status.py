@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.steps import EpochId, StepId
-from keepstep_operator.api.model import Job
+from keepstep_operator.api.model import Job, job_of
 from keepstep_operator.api.run import (
     JobStatus,
     RecentStatus,
@@ -87,7 +87,7 @@ def _commit(status: RunStatus) -> Commit | None:
 def _job(job: JobStatus | None) -> Job | None:
     if job is None:
         return None
-    return Job(api_version=job.api_version, kind=job.kind, name=job.name, uid=job.uid)
+    return job_of(api_version=job.api_version, kind=job.kind, name=job.name, uid=job.uid)
 
 
 def _finished_at(status: RunStatus) -> float | None:

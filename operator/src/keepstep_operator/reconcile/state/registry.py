@@ -38,6 +38,8 @@ class Registry:
         """Helper pods by uid; in place of a node rank each has its number."""
         self._helper_paths = helper_paths
         self.runs: dict[RunKey, Run] = {}
+        self._runs_of: dict[str, dict[RunKey, Run]] = {}
+        """The same by namespace: what concerns one is no walk over all runs of a cluster."""
         self._living: set[RunKey] = set()
         """Runs with a pod that is not over: they alone share the time there is."""
         self._run_of_pod: dict[str, RunKey] = {}
@@ -75,9 +77,8 @@ class Registry:
         """The newest run of another job of this name that has a commit."""
         found = [
             other
-            for other in self.runs.values()
+            for other in self._runs_of[run.key.namespace].values()
             if other is not run
-            and other.key.namespace == run.key.namespace
             and other.commit is not None
             and run.job is not None
             and other.job is not None
@@ -129,8 +130,8 @@ class Registry:
         self, namespace: str, name: str, policy: PolicyRecord | None
     ) -> list[Action]:
         actions: list[Action] = []
-        for run in self.runs.values():
-            if run.key.namespace == namespace and name in _policies_of(run):
+        for run in self._runs_of.get(namespace, {}).values():
+            if name in _policies_of(run):
                 actions += run.policy_seen(policy)
         return actions
 
@@ -217,14 +218,18 @@ class Registry:
 
     def _run(self, key: RunKey) -> Run:
         if key not in self.runs:
-            self.runs[key] = Run(key, nodes=self._nodes)
-            self.runs[key].host_paths = self._helper_paths
+            self.runs[key] = run = Run(key, nodes=self._nodes)
+            run.host_paths = self._helper_paths
+            self._runs_of.setdefault(key.namespace, {})[key] = run
         return self.runs[key]
 
     def _drop_if_empty(self, key: RunKey) -> None:
         if key in self.runs and self.runs[key].is_empty:
             del self.runs[key]
             self._living.discard(key)
+            del self._runs_of[key.namespace][key]
+            if not self._runs_of[key.namespace]:
+                del self._runs_of[key.namespace]
 
 
 def _policies_of(run: Run) -> set[str]:

@@ -7,16 +7,21 @@ time. What was counted before the reconciler itself restarted is known from Chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keepstep.core.ledger import NEAREST_FIRST
-from keepstep.steps import Epoch, EpochId, Tier
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, Tier
 from keepstep.wire.reports import Report, ReportedRestore
 
 PATIENCE_S = 35.0
 """For ranks that did not tell of a restore yet: a sidecar that died forgets it, and one of a large
 run may report every half minute only."""
+
+
+MOST_WAITING = 1024
+"""Epochs that are told of and not accounted for; what is told beyond that is not looked at."""
+MOST_DONE = 4096
+"""Epochs that are remembered as counted: the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +98,14 @@ class RestartHistory:
         if current is not None and current in recorded:
             self._note(recorded[current], named, before, at)
         for one in report.restores:
-            self._note(one.epoch, named | {one.epoch.id}, None, at)
+            self._note(one.epoch, named, None, at)
             if one.epoch.id in self._told:
                 self._told[one.epoch.id].ranks[one.rank] = one
 
-    def _note(self, epoch: Epoch, named: Iterable[EpochId], before: int | None, at: float) -> None:
-        if not self._is_counted(epoch.id, set(named)) and epoch.id not in self._told:
+    def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
+        if epoch.id in self._told or len(self._told) >= MOST_WAITING:
+            return
+        if not self._is_counted(epoch.id, named):
             self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
 
     def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
@@ -128,6 +135,8 @@ class RestartHistory:
         begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch
         self._done.add(restart.epoch)
+        if len(self._done) > MOST_DONE:
+            self._done = set(sorted(self._done)[-MOST_DONE // 2 :])
         if first:
             return None
         self.restarts += not begins

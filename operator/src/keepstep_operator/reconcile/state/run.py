@@ -139,7 +139,8 @@ class Run:
         elif before is None or before.restarts != pod.restarts or not before.training:
             self.training_since[pod.uid] = at
         said = self._ended(pod, at) if pod.over else []
-        return [WriteStatus(self.key), *looked_up, *said, *self._not_injected(pod)]
+        soon = before is not None or bool(pod.trouble)  # else all pods of a cluster at each start
+        return [WriteStatus(self.key, soon=soon), *looked_up, *said, *self._not_injected(pod)]
 
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
         """The pod's object is deleted."""
@@ -220,7 +221,8 @@ class Run:
         if object.fresh_start and (before is None or before.fresh_start != object.fresh_start):
             self._fresh_start_until = at + FRESH_START_S
         changed = before is None or before.generation != object.generation
-        return [*self._acknowledge(at=at), *([WriteStatus(self.key)] if changed else [])]
+        write = [WriteStatus(self.key, soon=before is not None)] if changed else []
+        return [*self._acknowledge(at=at), *write]
 
     def object_gone(self) -> list[Action]:
         """Somebody deleted it; as long as the run has pods it is made again."""
@@ -281,6 +283,7 @@ class Run:
     def reported(self, pod: PodRecord, report: Report, *, at: float) -> list[Action]:
         """What a sidecar said. One that comes too late changes nothing."""
         before = self.ledger.progress.step if self.ledger.progress else self._past_step
+        place = self.ledger.places.get(pod.node_rank)
         sender = Sender(
             pod=pod.uid,
             node_rank=pod.node_rank,
@@ -295,10 +298,16 @@ class Run:
         durable = self.ledger.committed(), self.ledger.newest_archived()
         if durable != self._durable and any(self.ledger.orphans):
             self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
-        self._durable = durable
+        lacked, self._durable = [one is None for one in self._durable], durable
+        now = self.ledger.places[pod.node_rank]
+        soon = (
+            place is None
+            or place.sidecar.troubles != now.sidecar.troubles
+            or lacked != [one is None for one in durable]
+        )
         self.restores.take(
             report,
-            named={epoch.id for epoch in self.ledger.places[pod.node_rank].epochs},
+            named={epoch.id for epoch in now.epochs},
             current=self.ledger.core.lineage.current,
             recorded={epoch.id: epoch for epoch in self.ledger.core.epochs},
             before=before,
@@ -307,7 +316,7 @@ class Run:
         self._know_alive(at)
         over = self._ended(pod, at) if pod.over else []
         return [
-            WriteStatus(self.key),
+            WriteStatus(self.key, soon=soon),
             *over,
             *(self._request_restore() if self.restore_request.asked else ()),
             *self._committed(at),

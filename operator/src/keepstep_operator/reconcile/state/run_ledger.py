@@ -49,6 +49,9 @@ _TIERS = (Tier.MEMORY, Tier.LOCAL)
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
 """Of one pod."""
+MOST_STEPS = 4096
+"""At one place, that reports of changes add up to: beyond that it has to say again, whole, what
+there is. In the archive: the newest ones count, and the older ones are left alone."""
 MOST_EPOCHS = 8192
 """On record, of one run; beyond that the ledger is made again from what is there now."""
 
@@ -114,7 +117,8 @@ class RunLedger:
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
             return None
-        if report.since and not follows(place, sender, report):
+        goes_on = place is not None and follows(place, sender, report)
+        if report.since and not (goes_on and self._has_room(sender.node_rank, report)):
             self._asked.add(sender.node_rank)
             return None
         self._asked.discard(sender.node_rank) if not report.since else None
@@ -146,6 +150,11 @@ class RunLedger:
         self._advance()
         return tuple(said)
 
+    def _has_room(self, node_rank: int, report: Report) -> bool:
+        """Whether what is known of a place can grow by a report of changes."""
+        epochs = len(self.places[node_rank].epochs) + len(report.epochs)
+        return self.core.steps_at(node_rank) <= MOST_STEPS and epochs <= MOST_EPOCHS
+
     def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
@@ -159,7 +168,9 @@ class RunLedger:
             for one in archived:
                 ranks[one.rank] = self._believed(one, ranks[one.rank], heard)
             event = replace(event, ranks=ranks)
-        return self.core.apply(event)
+        said = self.core.apply(event)
+        self.core.keep_archived(MOST_STEPS)
+        return said
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
         """As `kept`, also where only changes are told."""

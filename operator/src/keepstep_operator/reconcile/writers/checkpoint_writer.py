@@ -1,24 +1,25 @@
 """Writes Checkpoint objects, seldom, a few at a time, and only after it has seen those there are.
 
-Objects that somebody else made are left alone: only those with our label are looked at.
+Objects that somebody else made are left alone: only those with our label are looked at. Nobody but
+the leading reconciler writes ours, so they are listed run by run, and from time to time again for
+what people deleted: a watch of the hundred objects of each of a thousand runs would keep a process
+from its work for a minute after each start.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
-from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import (
     CHECKPOINTS,
     Client,
     Conflict,
-    Feed,
     KubeError,
     NotFound,
     PatchType,
@@ -44,13 +45,21 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
 )
 
 PERIOD_S: Final = 10.0
+LIST_EVERY_S: Final = 600.0
+"""What somebody deleted is made again then."""
 AT_ONCE: Final = 20
 """Writes of one run in one period, at most."""
 _POLL_S: Final = 1.0
 
 
-_run_key: Final = lru_cache(maxsize=4096)(RunKey)
-"""One object for the hundred checkpoints of a run."""
+@dataclass
+class _Listed:
+    """The objects of a run, by name, as they were listed at a time and written since. `owner`: the
+    uid of the CheckpointRun then."""
+
+    owner: str
+    at: float
+    known: dict[str, Seen] = field(default_factory=dict)
 
 
 class CheckpointWriter:
@@ -64,32 +73,27 @@ class CheckpointWriter:
         metrics: Metrics,
         clock: Callable[[], float],
         pacer: Pacer[RunKey] | None = None,
+        list_every_s: float = LIST_EVERY_S,
     ) -> None:
         self._registry = registry
         self._client = client
         self._metrics = metrics
         self._clock = clock
         self._pacer = pacer or Pacer(least_period_s=PERIOD_S, writes_a_second=5.0)
-        self._known: dict[RunKey, dict[str, Seen]] = {}
-        self.feed = Feed[tuple[RunKey, str]](
-            name="checkpoints",
-            resource=CHECKPOINTS,
-            labels=names.RUN_KEY_LABEL,
-            key_of=_key_of,
-            seen=self._seen,
-            gone=self._gone,
-            told=metrics.following,
-        )
+        self._list_every_s = list_every_s
+        self._listed: dict[RunKey, _Listed] = {}
 
     def mark(self, run: RunKey) -> None:
         """What it keeps may have changed."""
         self._pacer.mark(run, at=self._clock())
 
     async def run(self) -> None:
-        """For ever, from when all that is there was seen."""
-        await self.feed.loaded.wait()
+        """For ever."""
         while True:
             await asyncio.sleep(_POLL_S)
+            for key, listed in [*self._listed.items()]:
+                if self._clock() - listed.at >= self._list_every_s:
+                    self.mark(key)
             for key in self._pacer.take(at=self._clock()):
                 await self._look_after(key)
 
@@ -97,11 +101,16 @@ class CheckpointWriter:
         run = self._registry.runs.get(key)
         if run is None:
             self._pacer.forget(key)
+            self._listed.pop(key, None)
+            return
+        if run.object is None or not run.object.uid:
+            self._pacer.done(key, rests=False)
+            self.mark(key)  # their owner is being made
             return
         try:
-            known = self._known.get(key, {})
-            due = changes(kept_steps(run), known, certain=is_certain(run))
-            await self._write(key, due.first(AT_ONCE))
+            listed = await self._there(key, owner=run.object.uid)
+            due = changes(kept_steps(run), listed.known, certain=is_certain(run))
+            await self._write(key, listed, due.first(AT_ONCE))
         except KubeError as error:
             warn("checkpoints not written", run=str(key), reason=str(error))
             self._metrics.wrote("checkpoint", failed=True)
@@ -116,32 +125,46 @@ class CheckpointWriter:
         if len(due) > AT_ONCE:
             self.mark(key)
 
-    async def _write(self, key: RunKey, due: Changes) -> None:
-        for one in due.made:
-            await self._make(key, one)
-        for one in due.moved:
-            await self._tell(key, one, since=self._known[key].get(one.name, Seen()).since)
-        for name in due.gone:
-            await self._forget(key, name)
+    async def _there(self, key: RunKey, *, owner: str) -> _Listed:
+        """The objects of a run; they go with their owner."""
+        found = self._listed.get(key)
+        if found is None or found.owner != owner or self._clock() - found.at >= self._list_every_s:
+            found = _Listed(owner=owner, at=self._clock())
+            labels = f"{names.RUN_KEY_LABEL}={key.name},{MANAGED_BY}={MANAGER}"
+            async for body in self._client.list(
+                CHECKPOINTS, namespace=key.namespace, labels=labels
+            ):
+                found.known[str(body["metadata"]["name"])] = seen(body)
+            self._listed[key] = found
+        return found
 
-    async def _make(self, key: RunKey, one: KeptStep) -> None:
+    async def _write(self, key: RunKey, listed: _Listed, due: Changes) -> None:
+        for one in due.made:
+            await self._make(key, listed, one)
+        for one in due.moved:
+            await self._tell(key, listed, one)
+        for name in due.gone:
+            await self._forget(key, listed, name)
+
+    async def _make(self, key: RunKey, listed: _Listed, one: KeptStep) -> None:
         run = self._registry.runs.get(key)
-        if run is None or run.object is None or not run.object.uid:
-            self.mark(key)  # its owner is being made
+        if run is None:
             return
-        body = body_of(measured(run, one), namespace=key.namespace, owner_uid=run.object.uid)
+        body = body_of(measured(run, one), namespace=key.namespace, owner_uid=listed.owner)
         try:
-            await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
+            made = await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
             return  # of that name, but not ours
         self._metrics.wrote("checkpoint")
-        await self._tell(key, one, since="")
+        listed.known[one.name] = seen(made)
+        await self._tell(key, listed, one)
 
-    async def _tell(self, key: RunKey, one: KeptStep, *, since: str) -> None:
+    async def _tell(self, key: RunKey, listed: _Listed, one: KeptStep) -> None:
+        since = listed.known.get(one.name, Seen()).since
         status = status_of(one, since=since, at=self._clock())
         patch = [{"op": "add", "path": "/status", "value": status}]
         try:
-            await self._client.patch(
+            told = await self._client.patch(
                 CHECKPOINTS,
                 one.name,
                 patch,
@@ -150,38 +173,17 @@ class CheckpointWriter:
                 subresource="status",
             )
         except NotFound:
-            return  # somebody deleted it: it is made again
+            listed.known.pop(one.name, None)  # somebody deleted it: it is made again
+            self.mark(key)
+            return
         self._metrics.wrote("checkpoint")
+        listed.known[one.name] = seen(told)
 
-    async def _forget(self, key: RunKey, name: str) -> None:
+    async def _forget(self, key: RunKey, listed: _Listed, name: str) -> None:
+        uid = listed.known.pop(name).uid
         try:
-            uid = self._known[key][name].uid
             await self._client.delete(CHECKPOINTS, name, namespace=key.namespace, uid=uid)
         except (NotFound, Conflict):
             return
         self._metrics.wrote("checkpoint")
         say("checkpoint deleted", run=str(key), checkpoint=name, reason="its step is gone")
-
-    def _seen(self, body: Body) -> None:
-        key, name = _named(body)
-        self._known.setdefault(key, {})[name] = seen(body)
-
-    def _gone(self, which: tuple[RunKey, str]) -> None:
-        key, name = which
-        known = self._known.get(key, {})
-        known.pop(name, None)
-        if not known:
-            self._known.pop(key, None)
-        self.mark(key)
-
-
-def _key_of(body: Body) -> tuple[RunKey, str] | None:
-    labels = (body.get("metadata") or {}).get("labels") or {}
-    return _named(body) if labels.get(MANAGED_BY) == MANAGER else None
-
-
-def _named(body: Body) -> tuple[RunKey, str]:
-    metadata = body.get("metadata") or {}
-    run = str((metadata.get("labels") or {}).get(names.RUN_KEY_LABEL) or "")
-    key = _run_key(str(metadata.get("namespace") or ""), run)
-    return key, str(metadata.get("name") or "")

@@ -19,7 +19,7 @@ from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
-from keepstep_operator.journal import say, warn
+from keepstep_operator.journal import crash, say, warn
 from keepstep_operator.kube import EVENTS, Client, Denied, KubeError, NotFound, Rejected
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Throttle
@@ -80,10 +80,16 @@ class EventWriter:
     async def run(self) -> None:
         """For ever."""
         while True:
-            event = await self._waiting.get()
-            at = self._clock()
+            await self._take(await self._waiting.get())
+
+    async def _take(self, event: EmitEvent) -> None:
+        at = self._clock()
+        try:
             for body in event_bodies(event, run_uid=self._uid_of(event.run), at=at):
                 await self._write(event, body)
+        except Exception:  # one run that is not as expected must not end the process
+            crash("event not written", run=str(event.run))
+            self._metrics.left_out("events")
 
     async def _write(self, event: EmitEvent, body: Body) -> None:
         for attempt in range(1, _TRIES + 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -46,11 +47,12 @@ class StatusWriter:
         self._pacer = pacer or Pacer()
         self._written: dict[RunKey, bytes] = {}
         self._bell = asyncio.Event()
+        self._sleeps_until = math.inf
 
-    def mark(self, run: RunKey) -> None:
+    def mark(self, run: RunKey, *, soon: bool = False) -> None:
         """Its status may have changed."""
-        self._pacer.mark(run, at=self._clock())
-        self._bell.set()
+        if self._pacer.mark(run, at=self._clock(), soon=soon) < self._sleeps_until:
+            self._bell.set()
 
     def forget(self, run: RunKey) -> None:
         """Its object is gone: what was written there is no more."""
@@ -60,16 +62,15 @@ class StatusWriter:
         """For ever."""
         while True:
             await self._wait()
-            keys = self._pacer.take(at=self._clock())
-            for first in range(0, len(keys), _AT_ONCE):
-                async with asyncio.TaskGroup() as group:
-                    for key in keys[first : first + _AT_ONCE]:
-                        group.create_task(self._write(key), name=f"status of {key}")
+            async with asyncio.TaskGroup() as group:
+                for key in self._pacer.take(at=self._clock(), most=_AT_ONCE):
+                    group.create_task(self._write(key), name=f"status of {key}")
 
     async def _wait(self) -> None:
-        """Until something is due, or is marked."""
+        """Until something is due."""
         self._bell.clear()
         due = self._pacer.next_at()
+        self._sleeps_until = math.inf if due is None else due
         timeout_s = None if due is None else max(0.0, due - self._clock())
         try:
             async with asyncio.timeout(timeout_s):
