@@ -22,7 +22,15 @@ from keepstep.errors import (
     TornError,
     VersionError,
 )
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, seal_for_disk
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    Section,
+    TensorSpec,
+    chunk_bounds,
+    extras,
+    seal_for_disk,
+)
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -90,7 +98,10 @@ def image(kept: bytes | None = None, *, rank: int = 0, **changes: Any) -> bytes:
         data[at] = at % 2
     data[place.extras_begin : place.extras_begin + len(kept)] = kept
     page = control(place, **{"extras_bytes": len(kept), **changes})
-    table, sealed = seal_for_disk(place, memoryview(data), page)
+    view = memoryview(data)
+    chunks = (chunk_bounds(place, chunk) for chunk in range(place.chunk_count))
+    digests = [xxh3_128(view[begin:end]) for begin, end in chunks]
+    table, sealed = seal_for_disk(place, view, page, digests=digests)
     data[place.digests_begin :] = table + sealed
     return bytes(data)
 

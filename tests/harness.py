@@ -1,4 +1,4 @@
-"""A real sidecar process over a real socket, memory and disk, and waiting on conditions."""
+"""A real sidecar process over a real socket, memory and disk; its images; waiting on conditions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ from typing import Any
 
 import pytest
 
+from keepstep.errors import ForeignError, ImageError, TornError
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    check_chunk,
+    check_control,
+    check_table,
+    chunk_bounds,
+    read_control,
+    read_layout,
+)
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StepId
 from tests import warm
 
@@ -68,6 +80,50 @@ def files_below(directory: Path, *endings: str) -> list[Path]:
         for name in names
         if name.endswith(endings)
     ]
+
+
+def digests(layout: Layout, view: memoryview) -> list[bytes]:
+    """Of every chunk of an image, in order."""
+    bounds = (chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count))
+    return [xxh3_128(view[begin:end]) for begin, end in bounds]
+
+
+def layout_of(path: Path) -> Layout:
+    """The layout of a shard. Errors name it."""
+    with path.open("rb") as file:
+        try:
+            return read_layout(file.fileno())
+        except ImageError as error:
+            raise type(error)(error.reason, path=path) from None
+
+
+def control_of(path: Path) -> ControlPage:
+    """The control page of a shard; checks its seal."""
+    with path.open("rb") as file:
+        return read_control(file.fileno(), read_layout(file.fileno()))
+
+
+def verify_image(
+    view: memoryview,
+    layout: Layout,
+    *,
+    path: Path | str | None = None,
+    run: str | None = None,
+    id: StepId | None = None,
+) -> ControlPage:
+    """Check a whole image against its seal and every digest. Raises ImageError and its kin."""
+    if len(view) != layout.size_bytes:
+        raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}", path=path)
+    control = ControlPage.from_bytes(view[layout.control_begin :])
+    check_control(control, layout, run=run, id=id, path=path)
+    table = view[layout.digests_begin : layout.control_begin]
+    check_table(control, layout, table, path=path)
+    for chunk in range(layout.chunk_count):
+        begin, end = chunk_bounds(layout, chunk)
+        check_chunk(layout, chunk, view[begin:end], table, path=path)
+    if bytes(view[: len(layout.header)]) != layout.header:  # the layout may come from elsewhere
+        raise ForeignError(f"its header is not that of layout {layout.id}", path=path)
+    return control
 
 
 def torchrun(

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import QUICKLY, commit, running, write_step
+from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
 from tests.tiers import reading
 from tests.tiers.local import committed, gone
@@ -211,44 +211,28 @@ async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it
         await until(lambda: not remote_tier.status().trouble)
 
 
-class Slow(DirectoryStore):
-    """Refuses once; while it takes a shard, `meanwhile` is called."""
-
-    def __init__(self, directory: Path, meanwhile: Callable[[], None]) -> None:
-        super().__init__(directory)
-        self.meanwhile, self.refused = meanwhile, 0
-
-    async def upload(self, name: str, *given: Any, **more: Any) -> None:
-        if not self.refused:
-            self.refused = 1
-            raise StorageError("it refuses once")
-        self.meanwhile()
-        await super().upload(name, *given, **more)
-
-
 async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_something(
-    local: Volume, archive_dir: Path
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps come as fast as they are sent."""
+    """It refuses once; then, while one step is on its way, the next becomes committed."""
     coming = [write_step(local, step, world=1) for step in range(2, 8)]
-    seen: list[tuple[str, int]] = []
+    uploads, seen = 0, list[tuple[str, int]]()
+    really = DirectoryStore.upload
 
-    def meanwhile() -> None:
+    async def upload(store: DirectoryStore, *given: Any, **more: Any) -> None:
+        nonlocal uploads
+        uploads += 1
+        if uploads == 1:
+            raise StorageError("it refuses once")
         if coming:
             commit(remote_tier, coming.pop(0))
             seen.append((remote_tier.status().trouble, remote_tier.status().backlog))
+        await really(store, *given, **more)
 
-    store = Slow(archive_dir, meanwhile)
-    remote_tier = ArchiveTier(config(archive_dir), store, run=RUN, retry_s=QUICKLY)
-    remote_tier.begin(RunFacts())
-    commit(remote_tier, write_step(local, 1, world=1))
-    work = asyncio.ensure_future(remote_tier.run())
-    try:
+    monkeypatch.setattr(DirectoryStore, "upload", upload)
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 1, world=1))
         assert await remote_tier.drain(timeout_s=20)
-    finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await remote_tier.close()
     assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from keepstep.image import read_control, read_layout
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
-from tests.harness import eventually
+from tests.harness import control_of, eventually, layout_of
 
 
 def shard_of(keepstep: Keepstep, step: int) -> Path:
@@ -142,7 +141,7 @@ def test_verify_reads_all_committed_steps(trained: Keepstep) -> None:
 
 def test_verify_names_file_chunk_and_tensor_of_a_bad_byte(copied: Keepstep) -> None:
     path = shard_of(copied, 5)
-    name, entry = next(iter(read_layout(path).entries.items()))
+    name, entry = next(iter(layout_of(path).entries.items()))
     flip(path, entry.begin)
     failed = copied("verify", code=1)
     assert str(path) in failed.stderr
@@ -158,7 +157,7 @@ def test_verify_names_file_chunk_and_tensor_of_a_bad_byte(copied: Keepstep) -> N
 @pytest.mark.parametrize("region", ["header", "digests", "control"])
 def test_verify_finds_a_bad_byte_outside_of_the_tensors(copied: Keepstep, region: str) -> None:
     path = shard_of(copied, 5)
-    layout = read_layout(path)
+    layout = layout_of(path)
     places = {"header": 100, "digests": layout.digests_begin, "control": layout.control_begin + 9}
     flip(path, places[region])
     for words in (("verify",), ("verify", path.parent.name)):
@@ -204,7 +203,7 @@ def test_inspect_shows_control_page_layout_sections_and_tensors(trained: Keepste
 
 def test_inspect_shows_the_layout_of_a_torn_image_and_fails(copied: Keepstep) -> None:
     path = shard_of(copied, 5)
-    flip(path, read_layout(path).control_begin + 9)
+    flip(path, layout_of(path).control_begin + 9)
     document = copied.json("inspect", str(path), code=1)
     assert document["sealed"] is False
     assert document["tensors"]
@@ -318,10 +317,9 @@ def test_a_moved_directory_shows_and_verifies_its_steps_and_goes_on(
 
 
 def _hostile_name(shard: Path) -> None:
-    layout = read_layout(shard)
+    layout = layout_of(shard)
     with shard.open("r+b") as file:
-        control = read_control(file.fileno(), layout)
-        page = replace(control, run="\x1b]0;owned\x07\x1b[31m[red]x").to_bytes()
+        page = replace(control_of(shard), run="\x1b]0;owned\x07\x1b[31m[red]x").to_bytes()
         os.pwrite(file.fileno(), page, layout.control_begin)
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from keepstep.image import read_layout
+from tests.harness import layout_of
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (4, 2), (1, 2)])
@@ -23,7 +23,7 @@ def test_random_layouts_come_back_bit_equal_at_another_world_size(
 def test_a_broken_byte_in_one_shard_stops_all_ranks_before_any_loads(sidecar, ranks) -> None:
     ranks(2, "save", 5, 12)
     [path] = sidecar.root.glob("0*-000000012/rank-00001-of-00002.safetensors")
-    first = next(one for one in read_layout(path).entries.values() if one.end > one.begin)
+    first = next(one for one in layout_of(path).entries.values() if one.end > one.begin)
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, first.begin)[0] ^ 1]), first.begin)
     os.close(fd)

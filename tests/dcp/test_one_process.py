@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import keepstep.dcp
 from keepstep.dcp import session as sessions
 from keepstep.errors import DigestError, RestoreError, UsageError
-from keepstep.image import read_layout
+from tests.harness import layout_of
 
 # torch warns that there is no process group; to do without one is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -290,7 +290,7 @@ def test_a_broken_byte_is_an_error_that_names_tensor_and_file_and_nothing_is_loa
 ) -> None:
     save({"first": torch.ones(3 << 20), "second": torch.ones(3 << 20)}, 1)
     [path] = directory(sidecar, 1).glob("*.safetensors")
-    entry = read_layout(path).entries["second"]
+    entry = layout_of(path).entries["second"]
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, b"\xff", entry.end - 1)
     os.close(fd)
@@ -384,6 +384,9 @@ def test_saving_without_collectives_is_refused(sidecar) -> None:
         writer.set_up_storage_writer(True, rank=0, use_collectives=False)
 
 
-def test_the_library_does_not_import_it_unasked() -> None:
-    code = "import sys, keepstep, keepstep.checkpointer; assert 'keepstep.dcp' not in sys.modules"
+def test_a_trainer_imports_neither_it_nor_what_only_a_sidecar_needs() -> None:
+    code = (
+        "import sys, keepstep, keepstep.checkpointer\n"
+        "assert not {'keepstep.dcp', 'keepstep.core.ledger', 'keepstep.core.node'} & {*sys.modules}"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import ImageError
-from keepstep.image import local_name, read_control, read_layout, verify_image
+from keepstep.image import local_name
 from keepstep.steps import StepId
 from tests.faults.processes import WORLD, Life, Order
 from tests.faults.trainer import COMPARED, digest
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, control_of, eventually, layout_of, verify_image
 
 _PATIENCE_S = 240.0
 """A machine that has no memory for a minute is no broken promise; what hangs, hangs for longer."""
@@ -216,7 +216,7 @@ class Soak:
         assert len(shards) == WORLD, f"{directory}: a committed step lacks a shard"
         for rank, shard in enumerate(shards):
             data = memoryview(shard.read_bytes())
-            layout = read_layout(shard)
+            layout = layout_of(shard)
             control = verify_image(data, layout, path=shard)
             assert control.id == step_id, "a step mixes epochs or steps"
             assert control.rank == rank
@@ -229,10 +229,10 @@ class Soak:
             found = [-1]
             for path in self.sidecar.memory.glob(f"rank-{rank:05d}/*.slot"):
                 try:
-                    layout = read_layout(path)
-                    before = read_control(path, layout)
+                    layout = layout_of(path)
+                    before = control_of(path)
                     data = memoryview(path.read_bytes())
-                    if read_control(path, layout) != before:
+                    if control_of(path) != before:
                         continue  # the sidecar fetched something into it meanwhile
                 except (ImageError, FileNotFoundError):
                     continue

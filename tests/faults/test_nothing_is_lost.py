@@ -23,11 +23,10 @@ from torch import nn
 
 import keepstep
 from keepstep.errors import NotDurableError, UsageError
-from keepstep.image import read_layout, verify_image
 from keepstep.steps import StepId
 from tests.faults import injection
 from tests.faults.trainer import digest
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, eventually, layout_of, verify_image
 
 EXAMPLES = int(os.environ.get("KEEPSTEP_EXAMPLES", "0"))
 _WITHIN_S = 40.0
@@ -107,7 +106,7 @@ class Trained:
         """The drive holds that step, with the bytes of that step; then it must never be lost."""
         step_id = StepId(self.epoch.id, step)
         (shard,) = (self.sidecar.root / str(step_id)).glob("*.safetensors")
-        layout, data = read_layout(shard), memoryview(shard.read_bytes())
+        layout, data = layout_of(shard), memoryview(shard.read_bytes())
         assert verify_image(data, layout, path=shard).id == step_id
         names = [f"model.{name}" for name, _ in self.model.named_parameters()]
         names += [f"optimizer.state.{name}.exp_avg" for name in names]
@@ -312,6 +311,24 @@ def test_nothing_is_lost_in_silence_after(name):
 def test_memory_is_made_again_by_a_sidecar_that_met_an_error_at_its_await(number):
     """What watches over memory, slots and volumes begins again after an error."""
     meet([("interrupt_sidecar", number), ("train", 0), ("empty_memory", 0)], lazy=True)
+
+
+def test_a_signal_that_strikes_where_a_copy_ends_leaves_gradients_on(monkeypatch):
+    ends = torch.no_grad.__exit__
+
+    def strikes(*_: Any) -> None:
+        monkeypatch.setattr(torch.no_grad, "__exit__", ends)
+        raise injection.Hit
+
+    def around(work: Any) -> bool:
+        monkeypatch.setattr(torch.no_grad, "__exit__", strikes)
+        return work()
+
+    with running(lazy=False) as run, torch.enable_grad():
+        run.save(around)
+        assert run.raised == 1
+        assert torch.is_grad_enabled()
+        run.recovers()
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])

@@ -28,7 +28,7 @@ from keepstep.core import candidates
 from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras, verify_image
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.image.manifest import Manifest
 from keepstep.image.verify import seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
@@ -50,6 +50,7 @@ from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
+from tests.harness import digests, verify_image
 from tests.image.test_attacks import make
 
 Mutate = Callable[[random.Random], bytes]
@@ -132,7 +133,8 @@ def seal(layout: Layout, kept: bytes, page: Mapping[str, Any]) -> bytes:
         run="demo", layout=layout.id, epoch=Epoch(ID.epoch), rank=layout.rank, world=layout.world,
         step=ID.step, extras_bytes=len(kept), staged_at=1.0, written_at=2.0,
     )  # fmt: skip
-    table, sealed = seal_for_disk(layout, memoryview(data), control)
+    view = memoryview(data)
+    table, sealed = seal_for_disk(layout, view, control, digests=digests(layout, view))
     data[layout.digests_begin :] = table + sealed
     return bytes(data)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from keepstep.image import ControlPage, Layout, extras, seal_for_disk
 from keepstep.steps import Epoch, EpochId, StepId
+from tests.harness import digests
 
 EPOCH = Epoch(EpochId(3, "1f9c2d7a"), StepId(EpochId(2, "00c0ffee"), 41))
 
@@ -38,7 +39,8 @@ def stage(layout: Layout, tensors: Mapping[str, bytes], *, kept: Any = None) -> 
 def seal(layout: Layout, data: bytearray) -> bytearray:
     """What the sidecar makes of it on its way to disk."""
     staged = ControlPage.from_bytes(memoryview(data)[layout.control_begin :])
-    table, page = seal_for_disk(layout, memoryview(data), staged)
+    view = memoryview(data)
+    table, page = seal_for_disk(layout, view, staged, digests=digests(layout, view))
     data[layout.digests_begin :] = table + page
     return data
 

@@ -12,7 +12,8 @@ import numpy  # noqa: F401  imported here, so that the import is not what alloca
 import pytest
 import torch  # noqa: F401
 
-from keepstep.image import extras, read_control, read_layout, verify_image
+from keepstep.image import extras
+from tests.harness import control_of, layout_of, verify_image
 
 FOLDER = pathlib.Path(__file__).parents[2] / "attacks"
 MEBIBYTE = 1 << 20
@@ -34,8 +35,8 @@ ATTACKS = list(make.attacks())
 
 def read(path: pathlib.Path) -> object:
     """Everything that a reader of a shard does."""
-    layout = read_layout(path)
-    read_control(path, layout)
+    layout = layout_of(path)
+    control_of(path)
     view = memoryview(path.read_bytes())
     control = verify_image(view, layout, path=path, run=make.RUN, id=make.ID)
     return extras.decode(view[layout.extras_begin :][: control.extras_bytes])

@@ -24,8 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import keepstep
 from keepstep.client import copying
-from keepstep.image import read_control, read_layout
-from tests.harness import torchrun
+from tests.harness import control_of, layout_of, torchrun
 from tests.lib.training import begun, bring_back, keep
 
 
@@ -379,13 +378,13 @@ def test_large_arrays_are_entries_of_the_image_and_come_back_as_they_were(sideca
     assert_same_array(live["window"][0], state["plain"])
     assert not mine.any(), "an array is a value: made anew"
     [path] = sidecar.root.glob("0*/*.safetensors")
-    layout = read_layout(path)
+    layout = layout_of(path)
     names = {name for name in layout.entries if name.startswith("st.")}
     assert "st.small" not in names
     assert {"st.plain", "st.text", "st.nested.in.1.1", "st.window.0"} < names
     assert layout.entries["st.plain"].spec.dtype == "F64"
     assert layout.entries["st.big endian"].spec.dtype == "U8"
-    assert read_control(path, layout).extras_bytes < 64 << 10
+    assert control_of(path).extras_bytes < 64 << 10
 
 
 def test_an_image_is_hardly_larger_than_what_it_holds(sidecar):

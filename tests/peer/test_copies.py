@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep.image import verify_image
 from keepstep.steps import Answer
 from keepstep_sidecar.tiers.peer import replicate
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.scan import LocalShard, survey
-from tests.harness import until
+from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import committed, durable, gone

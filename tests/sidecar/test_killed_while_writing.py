@@ -10,10 +10,9 @@ import pytest
 from trainer import FakeTrainer, content, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.image import verify_image
 from keepstep.steps import StepId
 from keepstep_sidecar.volume.faults import FAULTS_ENV, POINTS
-from tests.harness import SidecarProcess
+from tests.harness import SidecarProcess, verify_image
 
 _KILLABLE = [p for p in POINTS if p.split(".")[0] in ("write", "publish", "retire", "record")]
 

@@ -15,12 +15,11 @@ import pytest
 from trainer import FakeTrainer, content, lose_memory_and_damage, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.image import read_control, read_layout
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Flushed, FlushRequest, LeaseRequest, StopRequest, to_json
 from keepstep_sidecar.api.metrics import TABLE
 from keepstep_sidecar.volume.faults import FAULTS_ENV
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, control_of, eventually
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -272,9 +271,8 @@ def _written_at(sidecar: SidecarProcess) -> list[float]:
     """Unix seconds of each step that readers see, oldest first, but of those that go meanwhile."""
     found = []
     for path in sorted(sidecar.root.glob("0*/rank-*.safetensors")):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            control = read_control(file.fileno(), read_layout(file.fileno()))
-            found.append(control.written_at or 0.0)
+        with contextlib.suppress(FileNotFoundError):
+            found.append(control_of(path).written_at or 0.0)
     return found
 
 

@@ -14,9 +14,9 @@ import pytest
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.image import ControlPage, verify_image
+from keepstep.image import ControlPage
 from keepstep_sidecar.memory.slot_file import locking, may_swap
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, eventually, verify_image
 
 Trainers = Callable[..., FakeTrainer]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from keepstep.errors import ImageError, StorageError
-from keepstep.image import PAGE_BYTES, ControlPage, verify_image
+from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
-from tests.harness import until
+from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, running, same
 from tests.tiers.local import durable
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged

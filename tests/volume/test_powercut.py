@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import ImageError, KeepstepError
-from keepstep.image import read_control, read_layout, verify_image
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine
@@ -22,6 +21,7 @@ from keepstep_sidecar.volume.paths import is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
+from tests.harness import control_of, layout_of, verify_image
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 from tests.volume.powercut import Crash, Entry, Recorder, crashes, without_syncs_after
 
@@ -102,8 +102,8 @@ def _sealed_but_torn(root: Path) -> list[str]:
     wrong = []
     for path in root.rglob("*rank-*"):
         try:
-            layout = read_layout(path)
-            read_control(path, layout)
+            layout = layout_of(path)
+            control_of(path)
         except ImageError:
             continue
         try:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
-from keepstep.image import verify_image
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.direct_io import Engine, Pace
 from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.volume import Volume, Written
+from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
 THREE_CHUNKS = 2_300_000

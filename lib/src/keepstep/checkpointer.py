@@ -234,7 +234,7 @@ class Checkpointer:
         agent = self._agent
         if agent is None:
             return self._say_off(step)
-        started = time.perf_counter()
+        started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
         if number is not None and number % self._stage_every:
             self._off_grid, self._moved = max(number, self._off_grid), False
@@ -253,6 +253,8 @@ class Checkpointer:
                 agent.skip(number, f"{type(error).__name__} inside save()")
             raise
         finally:
+            if torch.is_grad_enabled() is not grad:  # a signal struck just where no_grad() ends
+                torch.set_grad_enabled(grad)
             self._count_blocked(started)
             agent.stats.saves += 1
 

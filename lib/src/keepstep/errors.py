@@ -27,6 +27,7 @@ Training code sees these only from `restore`, `wait`, `close`, or with `strict=T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -134,3 +135,9 @@ class NothingCommonError(RestoreError):
 
 class NotDurableError(KeepstepError):
     """A step did not become durable in time."""
+
+
+def few(names: Sequence[str], most: int, *, by: str = ", ", rest: str = " and ") -> str:
+    """The first of these names, for a message, and how many more there are."""
+    more = f"{rest}{len(names) - most} more" if len(names) > most else ""
+    return by.join(names[:most]) + more

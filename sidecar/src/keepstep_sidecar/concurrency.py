@@ -119,8 +119,6 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
 
 # --- several at once -------------------------------------------------------------------------
 #
-# Several coroutines at a time, all of which have ended before anybody goes on.
-#
 # Unlike a task group, nothing is cancelled because another one failed: whoever hears of the error
 # must be able to use again the buffers that the others were filling.
 
@@ -154,8 +152,6 @@ async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int)
 
 
 # --- blocking work ---------------------------------------------------------------------------
-#
-# Blocking work beside the event loop, so that nobody touches memory after its owner went on.
 
 
 async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:

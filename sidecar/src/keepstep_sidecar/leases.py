@@ -147,8 +147,6 @@ class Leases:
 
 
 # --- what a trainer says first ---------------------------------------------------------------
-#
-# What a trainer says first, checked: which protocol it speaks, and how its images look. Pure.
 
 
 LARGEST_WORLD = 65536
@@ -189,8 +187,6 @@ def parse_layout(header: str) -> Layout:
 
 
 # --- ranks of this machine -------------------------------------------------------------------
-#
-# How much of a run one sidecar sees. Pure.
 #
 # A run may span several pods, each with a sidecar of its own that sees its own ranks only. Such a
 # sidecar never concludes from what it lacks that the run lacks it.

@@ -22,14 +22,13 @@ moments without a common step in memory, and a crash in one falls back to the ne
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 
-from keepstep.steps import StepId
+from keepstep.steps import StepId, Word
 
 
-class SlotState(str, enum.Enum):
+class SlotState(Word):
     """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
     `REMOVED`: there is no such slot any more; the indices of the others stay."""
 
@@ -38,9 +37,6 @@ class SlotState(str, enum.Enum):
     LOADING = "loading"
     SEALED = "sealed"
     REMOVED = "removed"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

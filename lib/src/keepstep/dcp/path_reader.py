@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from keepstep.dcp.metadata import Tree
-from keepstep.errors import ForeignError, RestoreError, StorageError
+from keepstep.errors import ForeignError, RestoreError, StorageError, few
 from keepstep.image import ControlPage, Layout
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
@@ -182,8 +182,7 @@ def _check_complete(path: Path, shards: list[Shard]) -> None:
     world, ranks = shards[0].layout.world, {one.layout.rank for one in shards}
     missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
     if missing:
-        named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if missing[4:] else "")
         raise RestoreError(
-            f"{path}: step {shards[0].control.id} is incomplete, {named} missing: bring it back,"
-            " or load another step"
+            f"{path}: step {shards[0].control.id} is incomplete, {few(missing, 4)} missing: bring"
+            " it back, or load another step"
         )

@@ -279,8 +279,6 @@ def _close_at_exit() -> None:
 
 
 # --- checkpoint ids --------------------------------------------------------------------------
-#
-# Which step a checkpoint id means.
 
 
 _STEP = re.compile(r"^(?:.*[^0-9])?([0-9]{1,18})$")
@@ -314,8 +312,6 @@ def names_step(checkpoint_id: object) -> bool:
 
 
 # --- the rank in DCP's group -----------------------------------------------------------------
-#
-# Which rank of which world this process is, as far as DCP tells a storage plugin.
 
 
 def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from keepstep.client.session import Session
-from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.dcp.metadata import Contents, Tree
 from keepstep.dcp.path_reader import Folder
 from keepstep.errors import FormatError, MismatchError
@@ -24,7 +23,7 @@ from keepstep.restore.blocks import byte_range
 from keepstep.restore.boxes import Box
 from keepstep.restore.images import Images
 from keepstep.restore.plan import Plan, Want
-from keepstep.steps import StepId, Tier
+from keepstep.steps import NEAREST_FIRST, StepId, Tier
 
 
 class StepReader:

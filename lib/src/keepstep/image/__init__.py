@@ -20,11 +20,9 @@ from keepstep.image.verify import check_chunk as check_chunk
 from keepstep.image.verify import check_control as check_control
 from keepstep.image.verify import check_table as check_table
 from keepstep.image.verify import chunk_bounds as chunk_bounds
-from keepstep.image.verify import digest_table as digest_table
 from keepstep.image.verify import read_control as read_control
 from keepstep.image.verify import read_layout as read_layout
 from keepstep.image.verify import seal_for_disk as seal_for_disk
 from keepstep.image.verify import section_digests as section_digests
 from keepstep.image.verify import table_of as table_of
 from keepstep.image.verify import tensors_in_chunk as tensors_in_chunk
-from keepstep.image.verify import verify_image as verify_image

@@ -6,23 +6,23 @@ holds a `Manifest` can believe any chunk on its own, from whatever place it come
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, FormatError, ImageError, TornError
 from keepstep.image.control import ControlPage
-from keepstep.image.headers import PAGE_BYTES, read_length
+from keepstep.image.headers import PAGE_BYTES
 from keepstep.image.layout import Layout
 from keepstep.image.tensors import Section
-from keepstep.image.verify import check_chunk, check_control, check_table, chunk_bounds
-
-_FIRST_BYTES = 64 << 10
-"""Most headers are shorter; the others take a second read."""
-
-Read = Callable[[int, int], bytes]
-"""The bytes `[begin, end)` of a shard, all of them."""
+from keepstep.image.verify import (
+    Read,
+    check_chunk,
+    check_control,
+    check_table,
+    chunk_bounds,
+    layout_from,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Manifest:
         where that is known. Raises ImageError and its kin, naming `path`, and what `read` raises.
         """
         try:
-            layout = _layout(read, size_bytes)
+            layout = layout_from(read, size_bytes)
             closing = read(layout.digests_begin, layout.size_bytes)
             return cls._checked(layout, closing, run=run, shard=shard)
         except ImageError as error:
@@ -122,15 +122,3 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Header, table and page in a row."""
         return self.layout.header + self.closing
-
-
-def _layout(read: Read, size_bytes: int) -> Layout:
-    first = read(0, min(_FIRST_BYTES, size_bytes))
-    if len(first) < 8:
-        raise TornError(f"truncated: {len(first)} bytes cannot hold an image")
-    length = read_length(first)
-    if length > size_bytes:
-        raise TornError(f"truncated: {size_bytes} bytes of a header of {length}")
-    if length > len(first):
-        first += read(len(first), length)
-    return Layout.parse(first[:length], size_bytes=size_bytes)

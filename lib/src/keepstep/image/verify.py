@@ -5,7 +5,7 @@ the digest table, the table covers every chunk before it, the header included. A
 only staged has a seal and no digests: it lives in the memory that it was written to.
 
 Nothing here holds the GIL for long or allocates with the size of the image: chunks are digested in
-place. Whoever reads or writes chunks itself uses the parts: `chunk_bounds`, `table_of`,
+place. Whoever reads or writes chunks uses the parts: `chunk_bounds`, `table_of`,
 `check_table`, `check_chunk`, `seal_for_disk`.
 """
 
@@ -13,77 +13,53 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.errors import (
-    DigestError,
-    ForeignError,
-    FormatError,
-    TornError,
-    UsageError,
-    VersionError,
-)
+from keepstep.errors import DigestError, ForeignError, FormatError, TornError, UsageError, few
 from keepstep.image.control import ControlPage
 from keepstep.image.headers import PAGE_BYTES, read_length, reserved_names
 from keepstep.image.layout import Layout
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.steps import StepId
 
-Where = Path | str | int
-"""A path or an open file descriptor."""
+_FIRST_BYTES = 64 << 10
+"""Most headers are shorter; the others take a second read."""
+
+Read = Callable[[int, int], bytes]
+"""The bytes `[begin, end)` of a shard, all of them."""
 
 
 # --- reading -----------------------------------------------------------------------------------
 
 
-def read_layout(file: Where) -> Layout:
-    """The layout of a shard; reads the header only.
+def layout_from(read: Read, size_bytes: int) -> Layout:
+    """The layout of a shard of `size_bytes`, in one read or two.
 
-    Raises TornError for a truncated file, FormatError, VersionError, OSError.
+    Raises TornError for a truncated shard, FormatError, VersionError, and what `read` raises.
     """
-    with _opened(file) as fd, _named(file):
-        size = os.fstat(fd).st_size
-        start = os.pread(fd, 8, 0)
-        if size < 8:
-            raise TornError(f"truncated: {size} bytes cannot hold an image")
-        # a hostile length must not allocate more than the file has
-        return Layout.parse(os.pread(fd, min(read_length(start), size), 0), size_bytes=size)
+    first = read(0, min(_FIRST_BYTES, size_bytes))
+    if len(first) < 8:
+        raise TornError(f"truncated: {len(first)} bytes cannot hold an image")
+    length = read_length(first)
+    if length > size_bytes:  # a hostile length must not allocate more than the file has
+        raise TornError(f"truncated: {size_bytes} bytes of a header of {length}")
+    if length > len(first):
+        first += read(len(first), length)
+    return Layout.parse(first[:length], size_bytes=size_bytes)
 
 
-def read_control(file: Where, layout: Layout) -> ControlPage:
-    """The control page of a shard with this layout; checks its seal and that it belongs there.
-
-    Raises TornError, FormatError, ForeignError, VersionError, OSError.
-    """
-    with _opened(file) as fd, _named(file):
-        control = ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, layout.control_begin))
-        check_control(control, layout)
-        return control
+def read_layout(fd: int) -> Layout:
+    """The layout of an open shard. Raises like `layout_from`, and OSError."""
+    return layout_from(lambda at, end: os.pread(fd, end - at, at), os.fstat(fd).st_size)
 
 
-@contextmanager
-def _opened(file: Where) -> Iterator[int]:
-    if isinstance(file, int):
-        yield file
-        return
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _named(file: Where | None) -> Iterator[None]:
-    """Errors from inside name the file."""
-    try:
-        yield
-    except (FormatError, TornError, ForeignError, VersionError) as error:
-        if file is None or isinstance(file, int) or error.path is not None:
-            raise
-        raise type(error)(error.reason, path=file) from None
+def read_control(fd: int, layout: Layout) -> ControlPage:
+    """The control page of an open shard with this layout; checks its seal and that it belongs
+    there. Raises TornError, FormatError, ForeignError, VersionError, OSError."""
+    control = ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, layout.control_begin))
+    check_control(control, layout)
+    return control
 
 
 # --- digests -----------------------------------------------------------------------------------
@@ -101,12 +77,6 @@ def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
     if [len(one) for one in digests] != [DIGEST_BYTES] * layout.chunk_count:
         raise UsageError(f"{len(digests)} digests, not one for each of {layout.chunk_count} chunks")
     return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
-
-
-def digest_table(layout: Layout, view: memoryview) -> bytes:
-    """The digest table of an image, by digesting all of it."""
-    bounds = (chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count))
-    return table_of(layout, [xxh3_128(view[begin:end]) for begin, end in bounds])
 
 
 def section_digests(layout: Layout, view: memoryview, table: bytes) -> dict[str, str]:
@@ -138,14 +108,14 @@ def seal_for_disk(
     view: memoryview,
     control: ControlPage,
     *,
-    digests: Sequence[bytes] | None = None,
+    digests: Sequence[bytes],
 ) -> tuple[bytes, bytes]:
     """What replaces the digest table and the control page of a staged image in its shard.
 
-    `digests`: of all chunks in order, if the caller has made them. The control page MUST be written
-    after everything else was flushed. `control.written_at` is the caller's to set.
+    `digests`: of all chunks in order. The control page MUST be written after everything else was
+    flushed. `control.written_at` is the caller's to set.
     """
-    table = digest_table(layout, view) if digests is None else table_of(layout, digests)
+    table = table_of(layout, digests)
     sealed = replace(
         control, root=xxh3_128(table).hex(), sections=section_digests(layout, view, table)
     )
@@ -221,10 +191,9 @@ def check_chunk(
         return
     begin, end = chunk_bounds(layout, chunk)
     tensors = tensors_in_chunk(layout, chunk)
-    named = ", ".join(tensors[:4]) + (f" and {len(tensors) - 4} more" if tensors[4:] else "")
     raise DigestError(
         f"rank {layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"
-        f" {named or 'the header'}; use another copy",
+        f" {few(tensors, 4) or 'the header'}; use another copy",
         chunk=chunk,
         tensors=tensors,
         path=path,
@@ -239,44 +208,3 @@ def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
     return tuple(
         name for name, begin, end in [*places, extras] if max(begin, first) < min(end, last)
     )
-
-
-def verify_image(
-    view: memoryview,
-    layout: Layout,
-    *,
-    path: Path | str | None = None,
-    on_chunk: Callable[[int], None] | None = None,
-    require_digests: bool = True,
-    run: str | None = None,
-    id: StepId | None = None,
-) -> ControlPage:
-    """Check a whole image against its seal and every digest; `on_chunk(i)` after each chunk.
-
-    `require_digests=False` also accepts an image that was only staged (`root` None in the result):
-    of that one, only the seal and the header are checked, as there is nothing else to go by.
-    Raises TornError, FormatError, VersionError, ForeignError, DigestError.
-    """
-    with _named(path):
-        if len(view) != layout.size_bytes:
-            raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}")
-        control = ControlPage.from_bytes(view[layout.control_begin :])
-        check_control(control, layout, run=run, id=id)
-    if control.root is None and not require_digests:
-        _check_header(view, layout, path)
-        return control
-    table = view[layout.digests_begin : layout.control_begin]
-    check_table(control, layout, table, path=path)
-    for chunk in range(layout.chunk_count):
-        begin, end = chunk_bounds(layout, chunk)
-        check_chunk(layout, chunk, view[begin:end], table, path=path)
-        if on_chunk is not None:
-            on_chunk(chunk)
-    _check_header(view, layout, path)
-    return control
-
-
-def _check_header(view: memoryview, layout: Layout, path: Path | str | None) -> None:
-    """The layout may come from elsewhere than these bytes."""
-    if bytes(view[: len(layout.header)]) != layout.header:
-        raise ForeignError(f"its header is not that of layout {layout.id}", path=path)

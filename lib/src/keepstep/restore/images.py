@@ -26,7 +26,6 @@ from torch import Tensor
 
 from keepstep.client.session import Session
 from keepstep.client.slot import SlotMapping
-from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.errors import (
     CoverageError,
     FormatError,
@@ -37,7 +36,7 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.boxes import Index, IndexBuilder
-from keepstep.steps import StepId, Tier
+from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     Chunk,
     ChunkRun,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keepstep.errors import CoverageError
+from keepstep.errors import CoverageError, few
 from keepstep.restore.boxes import Box, Coverage, Index, Saved, cover, intersect
 from keepstep.steps import shard_name
 
@@ -181,12 +181,9 @@ class _Planner:
     def raise_problems(self) -> None:
         if not self._problems:
             return
-        shown = "\n  ".join(self._problems[:_SHOWN])
-        more = len(self._problems) - _SHOWN
         raise CoverageError(
             "the images of this step do not make up its tensors, nothing was changed:\n  "
-            + shown
-            + (f"\n  ... and {more} more" if more > 0 else "")
+            + few(self._problems, _SHOWN, by="\n  ", rest="\n  ... and ")
             + _absent(self._index)
         )
 
@@ -199,10 +196,8 @@ class _Planner:
             self._problems.append(f"{saved.name}: {len(keep)} boxes without any order")
             return None
         if not found.complete:
-            missing = list(found.gaps())
-            named = "; ".join(_named(one) for one in missing[:_SHOWN])
-            more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            self._problems.append(f"{saved.name}: nobody holds {named}{more}")
+            missing = few(list(map(_named, found.gaps())), _SHOWN, by="; ", rest="; and ")
+            self._problems.append(f"{saved.name}: nobody holds {missing}")
             return None
         if found.single:
             return keep
@@ -272,10 +267,8 @@ def _named(box: Box) -> str:
 def _absent(index: Index) -> str:
     if not index.absent:
         return ""
-    files = ", ".join(shard_name(one, index.world) for one in index.absent[:_RANKS_SHOWN])
-    more = len(index.absent) - _RANKS_SHOWN
+    files = few([shard_name(one, index.world) for one in index.absent], _RANKS_SHOWN)
     return (
-        f"\nNo image was found of: {files}"
-        + (f" and {more} more" if more > 0 else "")
-        + ". Bring back the node or the volume that holds them, or restore an older step."
+        f"\nNo image was found of: {files}. Bring back the node or the volume that holds them, or"
+        " restore an older step."
     )

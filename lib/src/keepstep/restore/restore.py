@@ -243,8 +243,6 @@ def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
 
 # --- tensors that an attempt has begun to fill -----------------------------------------------
 #
-# Live tensors that an attempt to restore has begun to fill.
-#
 # An attempt can fail half-way, on this rank or on another: a chunk that is damaged everywhere, a
 # sidecar that is gone. Then some tensors hold a mixture of what was there before and of a step
 # that is not used. The next attempt, at another step, must fill every one of them; and when there
@@ -311,8 +309,6 @@ def _place(tensor: Tensor) -> _Place:
 
 
 # --- Checkpointer's images and keepstep.dcp's ------------------------------------------------
-#
-# Which of the two ways to save made an image: `Checkpointer`, or `keepstep.dcp`.
 #
 # Both make the same images, of other names and trees. The header's skeleton tells them apart: a
 # list of a `Checkpointer`, an object of a `dcp.save` (docs/format.md).

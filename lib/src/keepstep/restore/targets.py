@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from keepstep.errors import MismatchError
+from keepstep.errors import MismatchError, few
 from keepstep.image import Section, local_name
 from keepstep.restore.boxes import Index, Saved
 from keepstep.state.dtypes import DTYPE_OF
@@ -152,11 +152,8 @@ def raise_differences(differences: Sequence[str]) -> None:
     """Raises MismatchError that lists them, if there are any."""
     if not differences:
         return
-    shown = "\n  ".join(differences[:_SHOWN])
-    more = len(differences) - _SHOWN
     raise MismatchError(
         "model and checkpoint disagree, nothing was changed:\n  "
-        + shown
-        + (f"\n  ... and {more} more" if more > 0 else "")
+        + few(differences, _SHOWN, by="\n  ", rest="\n  ... and ")
         + "\nTrain with the code that saved it, or start a new run (keepstep run --run NAME)."
     )

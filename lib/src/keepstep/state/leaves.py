@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keepstep.errors import FormatError
+from keepstep.errors import FormatError, few
 from keepstep.image import Parameters, Section, TensorSpec, fields, strictjson
 from keepstep.image.arrays import ArrayForm
 from keepstep.state import sharding
@@ -305,11 +305,10 @@ def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
     dropped = [repr(key) for key in live if key not in saved]
     if dropped:
         log.warning(
-            "keepstep: %s: %s%s: not in the restored step, so removed here; set it after restore()"
+            "keepstep: %s: %s: not in the restored step, so removed here; set it after restore()"
             " if this script needs it",
             name,
-            ", ".join(dropped[:_SHOWN]),
-            f" and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else "",
+            few(dropped, _SHOWN),
         )
     _refill(live, saved, {})
 

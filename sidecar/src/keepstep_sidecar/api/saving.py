@@ -308,8 +308,6 @@ class Saving:
 
 
 # --- counters --------------------------------------------------------------------------------
-#
-# What is counted of each rank, for the status, the reports and the metrics.
 
 
 @dataclass

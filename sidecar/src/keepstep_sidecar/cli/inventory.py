@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.steps import Epoch, StepId, Tier
+from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -159,14 +159,14 @@ def epochs(kept: RunDir) -> tuple[Epoch, ...]:
     """What the volumes' records know; an unreadable one leaves more steps alive, never fewer."""
     from keepstep_sidecar.volume import run_record
 
-    found: dict[object, Epoch] = {}
+    found: list[Epoch] = []
     for root in kept.roots:
         try:
             record = run_record.load(Tree(root).record, run=kept.run)
         except (KeepstepError, OSError):
             continue
-        found.update({epoch.id: epoch for epoch in record.epochs})
-    return tuple(found.values())
+        found += record.epochs
+    return merged(found)
 
 
 def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import msgspec
 
-from keepstep.errors import UsageError
+from keepstep.errors import UsageError, few
 from keepstep_sidecar.config.keys import (
     LARGEST_FILE_BYTES,
     gathered,
@@ -304,17 +304,12 @@ def find(directory: Path, run: str | None) -> RunDir:
         raise UsageError(f"no run is kept in {directory}; choose another place with --dir DIR")
     if len(names) > 1:
         raise UsageError(
-            f"{directory} keeps {len(names)} runs; choose one with --run: {_list(names)}"
+            f"{directory} keeps {len(names)} runs; choose one with --run: {few(names, 10)}"
         )
     return load(directory, names[0])
 
 
 def _unknown_run(directory: Path, run: str) -> str:
     names = runs_in(directory)
-    there = f"it keeps: {_list(names)}" if names else "no run is kept there; see --dir"
+    there = f"it keeps: {few(names, 10)}" if names else "no run is kept there; see --dir"
     return f"no run {run!r} in {directory}; {there}"
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10])
-    return shown if len(names) <= 10 else f"{shown}, and {len(names) - 10} more"

@@ -34,23 +34,18 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.cli.supervisor_state import (
     Action,
     AnnounceRestart,
-    AwaitSidecar,
-    Close,
     CommandEnded,
+    Do,
     Event,
     Exit,
-    Finished,
-    Flush,
     Forward,
-    KillCommand,
+    News,
     SidecarEnded,
-    SidecarUp,
     Signalled,
     StartCommand,
     StartSidecar,
     Supervision,
     Sweep,
-    Swept,
 )
 
 _SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
@@ -135,7 +130,7 @@ class Supervisor:
         yield from self._deaths()
         while not self._events.empty():
             event = self._events.get()
-            if not (isinstance(event, SidecarUp) and self._sidecar is None):  # it died since
+            if event is not News.SIDECAR_UP or self._sidecar is not None:  # it died since
                 yield event
         self._tick()
 
@@ -200,20 +195,20 @@ class Supervisor:
             case Forward(number):
                 if self._command_pid:
                     processes.send(self._command_pid, number)
-            case KillCommand():
+            case Do.KILL_COMMAND:
                 self._kill_all()
             case Sweep(now):
                 self._sweep(now)
             case StartSidecar(delay_s):
                 self._start_sidecar(delay_s)
-            case AwaitSidecar():
+            case Do.AWAIT_SIDECAR:
                 if self._sidecar is not None:  # else its death is the next event
                     self._await_sidecar(self._sidecar)
             case AnnounceRestart(attempt, code):
                 self._announce(attempt, code)
-            case Flush():
+            case Do.FLUSH:
                 self._in_background("flush", self._flush)
-            case Close():
+            case Do.CLOSE:
                 self._in_background("close", self._close)
             case Exit():
                 self._finish(action)
@@ -257,7 +252,7 @@ class Supervisor:
                     processes.send(process.pid, signal.SIGTERM)
                     asked.add(process)
             self._hurry.wait(0.02) if not late else time.sleep(0.02)
-        return Swept()
+        return News.SWEPT
 
     def _announce(self, attempt: int, code: int) -> None:
         restarts = self._state.restarts
@@ -269,7 +264,7 @@ class Supervisor:
                 calls.flush(self._kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             say(f"not flushed: {error}")
-        return Finished()
+        return News.FINISHED
 
     def _close(self) -> Event:
         try:
@@ -277,7 +272,7 @@ class Supervisor:
             self._closed = launcher.end(self._kept)
         except KeepstepError as error:
             say(f"not closed: {error}")
-        return Finished()
+        return News.FINISHED
 
     def _finish(self, action: Exit) -> None:
         self._exit = action.code
@@ -322,7 +317,7 @@ class Supervisor:
         def wait() -> Event | None:
             if launcher.wait_up(self._kept, process):
                 self._sidecar_seen = True
-                return SidecarUp()
+                return News.SIDECAR_UP
             processes.send(process.pid, signal.SIGKILL)  # then its death is the event
             return None
 

@@ -52,16 +52,19 @@ class Phase(enum.Enum):
 # --- events ----------------------------------------------------------------------------------
 
 
+class News(enum.Enum):
+    """What happened, where there is nothing else to say of it."""
+
+    SIDECAR_UP = "the sidecar answers"
+    SWEPT = "nothing is left of the command"
+    FINISHED = "the flush or the close is done, well or not"
+
+
 @dataclass(frozen=True)
 class CommandEnded:
     """`code` as a shell gives it: 128 + n for a command that died of signal n."""
 
     code: int
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Nothing is left of the command."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +76,25 @@ class Signalled:
 
 
 @dataclass(frozen=True)
-class SidecarUp:
-    """The sidecar answers."""
-
-
-@dataclass(frozen=True)
 class SidecarEnded:
     """It died, or did not come up. `lived_s`: how long it had been up."""
 
     lived_s: float
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The flush or the close is done, well or not."""
-
-
-Event = CommandEnded | Swept | Signalled | SidecarUp | SidecarEnded | Finished
+Event = News | CommandEnded | Signalled | SidecarEnded
 
 
 # --- actions ---------------------------------------------------------------------------------
+
+
+class Do(enum.Enum):
+    """What to do, where there is nothing else to say of it."""
+
+    KILL_COMMAND = "SIGKILL to the command and to everything that it started"
+    AWAIT_SIDECAR = "make sure that it answers; then comes SIDECAR_UP or SidecarEnded"
+    FLUSH = "make the newest two steps durable; the sidecar and its memory stay"
+    CLOSE = "flush, stop the sidecar, free its memory"
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,6 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class KillCommand:
-    """SIGKILL to the command and to everything that it started."""
-
-
-@dataclass(frozen=True)
 class Sweep:
     """End what the command left behind: SIGTERM, then SIGKILL; `now` without the first."""
 
@@ -123,14 +120,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class StartSidecar:
-    """Start it after `delay_s`; then comes SidecarUp or SidecarEnded."""
+    """Start it after `delay_s`; then comes SIDECAR_UP or SidecarEnded."""
 
     delay_s: float
-
-
-@dataclass(frozen=True)
-class AwaitSidecar:
-    """Make sure that the sidecar answers; then comes SidecarUp or SidecarEnded."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +134,6 @@ class AnnounceRestart:
 
 
 @dataclass(frozen=True)
-class Flush:
-    """Make the newest two steps durable; the sidecar and its memory stay."""
-
-
-@dataclass(frozen=True)
-class Close:
-    """Flush, stop the sidecar, free its memory."""
-
-
-@dataclass(frozen=True)
 class Exit:
     """Report and end with `code`. `interrupted`: the flush or close was not awaited."""
 
@@ -159,18 +141,7 @@ class Exit:
     interrupted: bool = False
 
 
-Action = (
-    StartCommand
-    | Forward
-    | KillCommand
-    | Sweep
-    | StartSidecar
-    | AwaitSidecar
-    | AnnounceRestart
-    | Flush
-    | Close
-    | Exit
-)
+Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | Exit
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -194,29 +165,29 @@ class Supervision:
         taken without effect, as signals and deaths race with each other."""
         if isinstance(event, Signalled):
             return self._signalled(event)
-        if isinstance(event, SidecarUp):
+        if event is News.SIDECAR_UP:
             return self._sidecar_up()
         if isinstance(event, SidecarEnded):
             return self._sidecar_ended(event)
         if isinstance(event, CommandEnded) and self.phase is Phase.RUNNING:
             return replace(self, phase=Phase.SWEEPING, code=event.code), (Sweep(),)
-        if isinstance(event, Swept) and self.phase is Phase.SWEEPING:
+        if event is News.SWEPT and self.phase is Phase.SWEEPING:
             return self._swept()
-        if isinstance(event, Finished) and self.phase in (Phase.FLUSHING, Phase.CLOSING):
+        if event is News.FINISHED and self.phase in (Phase.FLUSHING, Phase.CLOSING):
             return replace(self, phase=Phase.ENDED), (Exit(self.code),)
         return self, ()
 
     def _swept(self) -> tuple[Supervision, tuple[Action, ...]]:
         if self.code == 0:
-            return replace(self, phase=Phase.CLOSING), (Close(),)
+            return replace(self, phase=Phase.CLOSING), (Do.CLOSE,)
         if self.stopping or self.attempt >= self.restarts:
-            return replace(self, phase=Phase.FLUSHING), (Flush(),)
+            return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
         waiting = replace(self, phase=Phase.WAITING, attempt=attempt)
         # what killed the command may have killed the sidecar as well, and its death may be told
         # a moment later: only an answer proves that a restore will find it
-        return waiting, (announce, AwaitSidecar()) if self.sidecar_up else (announce,)
+        return waiting, (announce, Do.AWAIT_SIDECAR) if self.sidecar_up else (announce,)
 
     def _signalled(self, event: Signalled) -> tuple[Supervision, tuple[Action, ...]]:
         interrupts = self.interrupts + (event.number is signal.SIGINT)
@@ -224,7 +195,7 @@ class Supervision:
         after = replace(self, interrupts=interrupts, stopping=stopping)
         if self.phase is Phase.RUNNING:
             if event.number is signal.SIGINT and interrupts > 1:
-                return after, (KillCommand(),)
+                return after, (Do.KILL_COMMAND,)
             return after, () if event.delivered else (Forward(event.number),)
         if event.number not in STOP_SIGNALS:
             return after, ()
@@ -240,7 +211,7 @@ class Supervision:
         if self.attempt == 0:  # nothing ran: what earlier lives left in memory is not ours to end
             after = replace(self, phase=Phase.ENDED, code=128 + number)
             return after, (Exit(after.code, interrupted=True),)
-        return replace(self, phase=Phase.FLUSHING), (Flush(),)
+        return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
 
     def _sidecar_up(self) -> tuple[Supervision, tuple[Action, ...]]:
         after = replace(self, sidecar_up=True)

@@ -67,8 +67,6 @@ class WriteTotals:
 
     bytes: int = 0
     seconds: float = 0.0
-    cpu_s: float = 0.0
-    failed: int = 0
 
 
 class Committer:
@@ -382,7 +380,6 @@ class Committer:
             if str(error) != self.trouble:  # what stands in the way of every step is said once
                 warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
             self.trouble, self.failed = str(error), write.id
-            self.totals.failed += 1
             return None
 
     async def _written(self, write: Write) -> LocalShard | None:
@@ -422,7 +419,6 @@ class Committer:
         self.trouble = ""
         self.totals.bytes += written.shard.size_bytes
         self.totals.seconds += written.seconds
-        self.totals.cpu_s += written.cpu_s
         say(
             "durable",
             rank=written.shard.rank,

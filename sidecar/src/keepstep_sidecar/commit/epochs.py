@@ -83,8 +83,6 @@ class Ancestry:
 
 # --- epochs of one run -----------------------------------------------------------------------
 #
-# Which epochs are surely this run's own. Pure.
-#
 # Each pod's record begins with the epoch in which the pod was new. Whoever meets steps of older
 # epochs must still see that they are of the same run, so what is known of the line goes on
 # record.

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.core.candidates import Offer
-from keepstep.core.ledger import NEAREST_FIRST, RankReport, Reported
+from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
 from keepstep.image import Layout
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
@@ -115,8 +115,6 @@ def _as_published(found: LocalShard) -> LocalShard:
 
 
 # --- what the ledger is told -----------------------------------------------------------------
-#
-# What the ledger is told: everything that slots, volumes and remote tiers hold, rank by rank.
 #
 # A rank that lost its last copy must be told of as empty: silence would leave the ledger with
 # what it heard before. So nobody is forgotten who was here once.
@@ -348,8 +346,7 @@ class RemoteInventory:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that a remote tier knows of, oldest first."""
-        known = {epoch.id: epoch for each in self._inventories for epoch in each.epochs}
-        return tuple(known[id] for id in sorted(known))
+        return merged(epoch for each in self._inventories for epoch in each.epochs)
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this tier know of."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import enum
+from keepstep.steps import Word
 
 
-class Verify(str, enum.Enum):
+class Verify(Word):
     """What is checked of a shard that is read: every byte, or its seal and digest table only."""
 
     FULL = "full"
     SEAL = "seal"
-
-    def __str__(self) -> str:
-        return self.value

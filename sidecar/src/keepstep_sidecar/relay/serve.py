@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.errors import UsageError
-from keepstep.steps import Answer
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
+from keepstep.steps import StepId
+from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar import __version__, connections, log
 from keepstep_sidecar.commit.operator_link import OperatorLink
@@ -29,7 +30,7 @@ from keepstep_sidecar.report import report as reporting
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing, Wanted
+from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials
@@ -86,9 +87,9 @@ class Shelf:
 
 def report(listing: Listing, *, address: str, started_at: float, sequence: int) -> Report:
     """What the operator hears: each shard is a copy that is kept here for its rank."""
-    by_rank: dict[int, list[Listed]] = {}
+    by_rank: dict[int, dict[StepId, Shard]] = {}
     for one in listing.shards:
-        by_rank.setdefault(one.rank, []).append(one)
+        by_rank.setdefault(one.rank, {})[one.id] = one.shard(one.rank)
     return Report(
         sidecar=__version__,
         started_at=started_at,
@@ -96,22 +97,9 @@ def report(listing: Listing, *, address: str, started_at: float, sequence: int) 
         sent_at=time.time(),
         ready=listing.ready,
         epochs=listing.epochs,
-        ranks=tuple(_rank(rank, found) for rank, found in sorted(by_rank.items())),
+        ranks=tuple(reporting.other(rank, kept.values()) for rank, kept in sorted(by_rank.items())),
         warnings=(listing.reason,) if listing.reason else (),
         peer_address=address,
-    )
-
-
-def _rank(rank: int, found: Sequence[Listed]) -> ReportedRank:
-    kept = {one.id: one for one in found}
-    return ReportedRank(
-        rank=rank,
-        world=kept[max(kept)].world,
-        alive=False,
-        memory_answer=Answer.NONE,
-        local_answer=Answer.NONE,
-        peer=tuple(ReportedShard.of(kept[id].shard(rank)) for id in sorted(kept)),
-        peer_answer=Answer.STEPS,
     )
 
 

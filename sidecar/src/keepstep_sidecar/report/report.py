@@ -6,7 +6,7 @@ Apart from `reporter`, which decides when to look and knows how to send.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -134,8 +134,6 @@ def _part_of(status: object, kind: type[Any]) -> dict[str, Any]:
 
 # --- ranks of other pods ---------------------------------------------------------------------
 #
-# What a report says of ranks that are on other pods: copies kept for them, and the archive's.
-#
 # The archive belongs to the run, and each pod tells of its own ranks. So that a pod that is lost
 # does not take with it what is known of its archived shards, the pods of the first and of the
 # last rank tell of all others, too.
@@ -156,12 +154,13 @@ def others(service: Service) -> tuple[ReportedRank, ...]:
             kept.setdefault(one.rank, []).append(one)
     archived = {rank: found for rank, found in _archived(service).items() if rank not in here}
     ranks = sorted({*kept, *archived})
-    return tuple(_row(rank, kept.get(rank, []), archived.get(rank)) for rank in ranks)
+    return tuple(other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks)
 
 
-def _row(rank: int, kept: list[Shard], archived: list[Shard] | None) -> ReportedRank:
+def other(rank: int, kept: Iterable[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
+    """A rank of another pod, of which there is something."""
     copies = sorted(kept, key=lambda one: one.step_id)
-    newest = max([*copies, *(archived or ())], key=lambda one: one.step_id)
+    newest = max([*copies, *archived], key=lambda one: one.step_id)
     return ReportedRank(
         rank=rank,
         world=newest.world,
@@ -170,7 +169,7 @@ def _row(rank: int, kept: list[Shard], archived: list[Shard] | None) -> Reported
         local_answer=Answer.NONE,
         peer=_rows(copies),
         peer_answer=Answer.STEPS if copies else None,
-        archive=_rows(archived or ()),
+        archive=_rows(archived),
         archive_answer=Answer.STEPS if archived else None,
     )
 

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepstep.core.ledger import NEAREST_FIRST
 from keepstep.errors import ImageError, NoMemoryError, StorageError
 from keepstep.image import Layout, chunk_bounds
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.steps import StepId, Tier
+from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
     Chunk,

@@ -137,8 +137,6 @@ class Prefetcher:
 
 
 # --- which step ------------------------------------------------------------------------------
-#
-# What this sidecar would restore if nobody asked: a hint, to fetch and hash ahead of time.
 
 
 def plan(committer: Committer) -> RestorePlan | None:

@@ -83,6 +83,29 @@ class RunFacts:
     changed: Callable[[], None] = lambda: None
 
 
+@dataclass(kw_only=True)
+class Traffic:
+    """What a remote tier has sent and fetched since the start, as `TierStatus` tells it."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    received_bytes: int = 0
+    received_seconds: float = 0.0
+    failures: int = 0
+
+    def count_sent(self, size_bytes: int, seconds: float) -> None:
+        """One shard more went there."""
+        self.sent += 1
+        self.sent_bytes += size_bytes
+        self.sent_seconds += seconds
+
+    def count_received(self, size_bytes: int, seconds: float) -> None:
+        """These bytes came from there."""
+        self.received_bytes += size_bytes
+        self.received_seconds += seconds
+
+
 class RemoteTier:
     """See the module. All errors are KeepstepErrors: StorageError when it cannot be reached or
     answers wrongly. What a kind of remote tier has no part in does nothing."""

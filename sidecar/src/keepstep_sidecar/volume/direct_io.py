@@ -10,7 +10,6 @@ was measured. Bytes move from and to the slot's own mapping: no buffer of ours g
 
 from __future__ import annotations
 
-import enum
 import errno
 import mmap
 import os
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from keepstep.steps import Word
 from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 
@@ -28,14 +28,11 @@ WRITER_NICENESS = 5
 cores 10 doubled the time to durable and 19 took ten times as long, for the same CPU seconds."""
 
 
-class Engine(str, enum.Enum):
+class Engine(Word):
     """How a volume reads and writes its files."""
 
     DIRECT = "direct"
     BUFFERED = "buffered"
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def open_flags(self) -> int:
@@ -107,8 +104,8 @@ class Pace:
 
 def for_each_chunk(
     work: Callable[[int], None], count: int, *, threads: int, niceness: int = 0
-) -> float:
-    """Call `work(0) ... work(count - 1)` on `threads` threads; returns their CPU seconds.
+) -> None:
+    """Call `work(0) ... work(count - 1)` on `threads` threads.
 
     The first exception ends it: no further chunk is begun, those in flight are awaited (nobody
     touches the slot any more once this returns), and it is raised.
@@ -126,7 +123,6 @@ def for_each_chunk(
         raise crew.errors[0]
     if crew.done != count:  # a thread that ended otherwise must never pass for one that worked
         raise RuntimeError(f"{crew.done} of {count} chunks were done")
-    return crew.cpu_s
 
 
 class _Crew:
@@ -138,7 +134,6 @@ class _Crew:
         self._left = iter(range(count))
         self._lock = threading.Lock()
         self.errors: list[BaseException] = []
-        self.cpu_s = 0.0
         self.done = 0
 
     def run(self) -> None:
@@ -152,8 +147,6 @@ class _Crew:
         except BaseException as error:
             with self._lock:
                 self.errors.append(error)
-        with self._lock:
-            self.cpu_s += time.thread_time()
 
     def _take(self) -> int | None:
         with self._lock:

@@ -17,7 +17,7 @@ from typing import Any
 
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import fields, strictjson
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, merged
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import opened
@@ -41,26 +41,17 @@ class RunRecord:
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record and `epochs`; the same record when all are known already."""
-        known = {one.id: one for one in (*self.epochs, *epochs)}
-        merged = tuple(known[id] for id in sorted(known))
-        return self if merged == self.epochs else replace(self, epochs=merged)
+        known = merged((*self.epochs, *epochs))
+        return self if known == self.epochs else replace(self, epochs=known)
 
     def to_json(self) -> bytes:
         """The text of `run.json`."""
-        epochs = [
-            {
-                "id": str(one.id),
-                "parent": None if one.parent is None else str(one.parent),
-                **({"origin": one.origin} if one.origin else {}),
-            }
-            for one in self.epochs
-        ]
         record = {
             "format_version": FORMAT_VERSION,
             "run": self.run,
             "committed": None if self.committed is None else str(self.committed),
             **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
-            "epochs": epochs,
+            "epochs": [epoch_json(one) for one in self.epochs],
         }
         return json.dumps(record, indent=1).encode() + b"\n"
 
@@ -101,8 +92,14 @@ def _read(reader: strictjson.Reader) -> RunRecord:
     )
 
 
+def epoch_json(one: Epoch) -> dict[str, str | None]:
+    """An epoch, to be written as JSON."""
+    parent = None if one.parent is None else str(one.parent)
+    return {"id": str(one.id), "parent": parent, **({"origin": one.origin} if one.origin else {})}
+
+
 def read_epoch(value: object) -> Epoch:
-    """An epoch of parsed JSON. Raises FormatError."""
+    """Inverse of `epoch_json`. Raises FormatError."""
     epoch = fields.mapping(value, "epoch")
     parent = epoch.get("parent")
     try:

@@ -40,26 +40,21 @@ class ShardFile:
     fd: int
     threads: int
 
-    def write(
-        self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace
-    ) -> tuple[Manifest, float]:
-        """Write the image in `view` with its digests, and seal it. Returns also the CPU seconds of
-        the threads. Raises OSError."""
+    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Manifest:
+        """Write the image in `view` with its digests, and seal it. Raises OSError."""
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
-        digests, cpu_s = self._write_data(view, layout, pace)
+        digests = self._write_data(view, layout, pace)
         written = replace(control, written_at=time.time())
         table, seal = seal_for_disk(layout, view, written, digests=digests)
         control = ControlPage.from_bytes(seal)
         manifest = Manifest(layout=layout, control=control, closing=table + seal)
         faults.point("write.table")
         seal_file(self.filesystem, self.fd, manifest, phase="write")
-        return manifest, cpu_s
+        return manifest
 
-    def _write_data(
-        self, view: memoryview, layout: Layout, pace: Pace
-    ) -> tuple[list[bytes], float]:
-        """Write every chunk; returns their digests and the threads' CPU seconds."""
+    def _write_data(self, view: memoryview, layout: Layout, pace: Pace) -> list[bytes]:
+        """Write every chunk; returns their digests."""
         digests = [b""] * layout.chunk_count
 
         def write_chunk(index: int) -> None:
@@ -71,10 +66,10 @@ class ShardFile:
                 faults.point("write.data")
                 self.filesystem.write(self.fd, chunk, begin)
 
-        cpu_s = for_each_chunk(
+        for_each_chunk(
             write_chunk, layout.chunk_count, threads=self.threads, niceness=WRITER_NICENESS
         )
-        return digests, cpu_s
+        return digests
 
     def read(self, into: memoryview, offset: int) -> int:
         """Fill the page-aligned `into`. Returns the bytes read: fewer only at the file's end."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, VersionError
 from keepstep.image import ControlPage, Layout
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.paths import is_step
@@ -138,8 +138,7 @@ class VolumeSet:
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that any volume knows of, oldest first."""
-        known = {epoch.id: epoch for volume in self.volumes for epoch in volume.record.epochs}
-        return tuple(known[id] for id in sorted(known))
+        return merged(epoch for volume in self.volumes for epoch in volume.record.epochs)
 
     def save_epochs(self, *epochs: Epoch) -> None:
         """Record epochs, durably on every volume that works; StorageError when on none."""

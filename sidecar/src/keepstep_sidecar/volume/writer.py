@@ -43,12 +43,10 @@ CUT_OFF = "the slot was truncated; whoever may write to shared memory has done i
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds` of wall clock, 0 when it was durable already; `cpu_s` of all
-    threads."""
+    """A durable shard. `seconds` of wall clock, 0 when it was durable already."""
 
     shard: LocalShard
     seconds: float = 0.0
-    cpu_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -87,19 +85,16 @@ class Writer:
                 return durable
         except OSError as error:
             raise StorageError(f"step {control.id}, rank {control.rank}: {error}") from error
-        started, cpu_started = time.perf_counter(), time.thread_time()
+        started = time.perf_counter()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                manifest, threads_cpu_s = self._write_file(temporary, view, layout, control, pace)
+                manifest = self._write_file(temporary, view, layout, control, pace)
                 path = self._give_name(temporary, control)
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
         faults.point("write.done")
-        return Written(
-            shard=LocalShard.of(path, manifest),
-            seconds=time.perf_counter() - started,
-            cpu_s=threads_cpu_s + time.thread_time() - cpu_started,
-        )
+        seconds = time.perf_counter() - started
+        return Written(shard=LocalShard.of(path, manifest), seconds=seconds)
 
     def _durable(self, control: ControlPage) -> Written | None:
         """The shard that an earlier write of the same step and rank has left, if any.
@@ -146,7 +141,7 @@ class Writer:
         layout: Layout,
         control: ControlPage,
         pace: Pace,
-    ) -> tuple[Manifest, float]:
+    ) -> Manifest:
         with self.lock:
             self.shelves.make_pending(control.id)
         faults.point("write.create")

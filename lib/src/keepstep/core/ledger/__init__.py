@@ -9,7 +9,6 @@ events        what goes in and comes out
 """
 
 from keepstep.core.ledger.events import (
-    NEAREST_FIRST,
     Action,
     Alarm,
     AlarmKind,
@@ -31,7 +30,6 @@ from keepstep.core.ledger.lineage import Lineage, Segment, Standing
 from keepstep.core.ledger.machine import Ledger, is_among
 
 __all__ = [
-    "NEAREST_FIRST",
     "Action",
     "Alarm",
     "AlarmKind",

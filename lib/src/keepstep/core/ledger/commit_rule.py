@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from keepstep.core.ledger.events import NEAREST_FIRST, RankReport, at_least
+from keepstep.core.ledger.events import RankReport, at_least
 from keepstep.core.ledger.holding import Holding, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
 
@@ -49,7 +49,7 @@ class Tally:
         """Compare all images that there are of this rank."""
         bit = 1 << rank
         there = [held for held in self.places.values() if held.ranks & bit]
-        roots = {held.root(rank) for held in there} - {0}
+        roots = {held.root(rank) for held in there} - {0} if len(there) > 1 else ()
         self.contested &= ~bit
         if len(roots) > 1 or any(held.doubled & bit for held in there):
             self.contested |= bit
@@ -175,6 +175,12 @@ class Completeness:
         if memory:
             self._in_memory[node_rank] = memory
         self._twice = None
+
+    def keep_newest(self, at: int, most: int) -> None:
+        """Forget what is held there of older steps, on each tier."""
+        for place in list(self._places.get(at, ())):
+            for id in sorted(self._held[place])[:-most]:
+                self._take_out(place, id, _ALL_RANKS)
 
     def _keep(self, at: int, tier: Tier, rank: int, ids: Collection[tuple[StepId, int]]) -> None:
         """Forget what is held of this rank here, but these (step, world)."""
@@ -305,6 +311,10 @@ class Completeness:
         for place in self._at(node_rank, tier):
             yield from self._held[place].items()
 
+    def count(self, at: int) -> int:
+        """How many steps it holds, each on each tier."""
+        return sum(len(self._held[place]) for place in self._places.get(at, ()))
+
     def holds(self, at: int, tier: Tier, rank: int) -> bool:
         return any(
             held.ranks >> rank & 1
@@ -417,8 +427,6 @@ def _answer(held: bool, said: Answer | None) -> Answer:
 
 
 # --- coverage --------------------------------------------------------------------------------
-#
-# Which boxes of a step can be reached, and where.
 #
 # Boxes are counted by rank, never one by one: twins are ranks whose images have the very same
 # boxes (`image.Layout.twins`), so that an image of any of them stands for all.

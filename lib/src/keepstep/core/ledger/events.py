@@ -6,16 +6,12 @@ before of the same rank and tier. So a report may be lost, repeated, or merged w
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-
-NEAREST_FIRST: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL, Tier.PEER, Tier.ARCHIVE)
-"""The order in which a restore prefers the tiers; also from the weakest to the strongest."""
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier, Word
 
 
 def at_least(tier: Tier) -> tuple[Tier, ...]:
@@ -120,7 +116,7 @@ class Retire:
     ranks: tuple[int, ...]
 
 
-class AlarmKind(str, enum.Enum):
+class AlarmKind(Word):
     """What a person should look at."""
 
     STALE_SNAPSHOT = "stale-snapshot"
@@ -128,9 +124,6 @@ class AlarmKind(str, enum.Enum):
     TWO_WRITERS = "two-writers"
     EPOCH_CONFLICT = "epoch-conflict"
     FRESH_START = "fresh-start"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,21 @@ live, so it is neither planned nor retired.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, Word
 
 
-class Standing(str, enum.Enum):
+class Standing(Word):
     """`LIVE` and `ASIDE` may be restored; `LIVE` and `DEAD` may be retired."""
 
     LIVE = "live"
     ASIDE = "aside"
     LOST = "lost"
     DEAD = "dead"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from keepstep.core.ledger.alarms import (
 )
 from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage, Place
 from keepstep.core.ledger.events import (
-    NEAREST_FIRST,
     Action,
     Alarm,
     Committed,
@@ -40,7 +39,7 @@ from keepstep.core.ledger.events import (
 from keepstep.core.ledger.holding import Holding, bitmap, bits
 from keepstep.core.ledger.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
 _Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
@@ -100,6 +99,12 @@ class Ledger:
             self._record(epoch)
         self._look_again()
 
+    def keep_archived(self, most: int) -> None:
+        """Where more steps are archived, know of the newest half of so many."""
+        if self._copies.count(NO_NODE) > most:
+            self._copies.keep_newest(NO_NODE, most // 2)
+            self._look_again()
+
     def _look_again(self) -> None:
         """After a change: what follows from it, without a look at what did not change."""
         changed, self._copies.changed = self._copies.changed, set()
@@ -151,6 +156,10 @@ class Ledger:
     def steps(self) -> Sequence[StepId]:
         """Every step that anybody holds anywhere, oldest first."""
         return self._copies.steps
+
+    def steps_at(self, node_rank: int) -> int:
+        """How many steps this node holds, each on each tier."""
+        return self._copies.count(node_rank)
 
     def holds(self, node_rank: int, rank: int, tier: Tier) -> bool:
         """Whether this node told of any image of this rank on this tier."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, shard_name
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource
@@ -62,8 +62,8 @@ class Survey:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """All that the records tell, oldest first."""
-        known = {epoch.id: epoch for one in self.steps if one.record for epoch in one.record.epochs}
-        return tuple(known[id] for id in sorted(known))
+        records = (one.record for one in self.steps if one.record)
+        return merged(epoch for record in records for epoch in record.epochs)
 
     @property
     def origin(self) -> str:
@@ -232,8 +232,6 @@ def shards_present(files: Mapping[str, Stored]) -> list[str]:
 
 
 # --- epochs of one run -----------------------------------------------------------------------
-#
-# Which epochs belong to one run. Pure.
 #
 # Epochs are kin when one is the parent of the other, or when one run's record lists both; but a
 # fork is no kin of the run that it began from, or all forks of one step were. Two families in one

@@ -17,7 +17,7 @@ from keepstep.image import fields, strictjson
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
-from keepstep_sidecar.volume.run_record import read_epoch, read_step
+from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
 
 FORMAT_VERSION = 1
 NAME = "step.json"
@@ -57,14 +57,7 @@ class StepRecord:
             "step": str(self.id),
             "world": self.world,
             "written_at": self.written_at,
-            "epochs": [
-                {
-                    "id": str(one.id),
-                    "parent": None if one.parent is None else str(one.parent),
-                    **({"origin": one.origin} if one.origin else {}),
-                }
-                for one in self.epochs
-            ],
+            "epochs": [epoch_json(one) for one in self.epochs],
             "shards": [
                 {
                     "rank": one.rank,

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
@@ -29,22 +29,12 @@ from keepstep_sidecar.tiers.archive.retention import expired, names_of, unkept
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
 from keepstep_sidecar.volume.scan import LocalShard
 
 _THREADS = 3
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 _IDLE_S = 60.0
-
-
-@dataclass
-class _Counters:
-    sent: int = 0
-    sent_bytes: int = 0
-    sent_seconds: float = 0.0
-    received_bytes: int = 0
-    received_seconds: float = 0.0
-    failures: int = 0
 
 
 def _no_epochs() -> tuple[Epoch, ...]:
@@ -81,7 +71,7 @@ class ArchiveTier(RemoteTier):
         self._unsettled: dict[StepId, int] = {}
         self._unasked: set[StepId] = set()
         """Of these, whether all shards are there was not asked since ours were sent."""
-        self._count = _Counters()
+        self._traffic = Traffic()
         self._trouble = ""
         self._attempts = 0
         self._polls = 0
@@ -125,11 +115,8 @@ class ArchiveTier(RemoteTier):
         return survey
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
-        return [source(self.store, shard, run=self.run_name, received=self._received)]
-
-    def _received(self, size_bytes: int, seconds: float) -> None:
-        self._count.received_bytes += size_bytes
-        self._count.received_seconds += seconds
+        received = self._traffic.count_received
+        return [source(self.store, shard, run=self.run_name, received=received)]
 
     # --- what happens here -------------------------------------------------------------------
 
@@ -205,7 +192,7 @@ class ArchiveTier(RemoteTier):
         self._trouble, self._attempts = "", 0
 
     def _failed(self, error: KeepstepError) -> None:
-        self._count.failures += 1
+        self._traffic.failures += 1
         self._attempts += 1
         if self._trouble != str(error):
             warn("archive", where=self.store.where, reason=str(error))
@@ -256,9 +243,7 @@ class ArchiveTier(RemoteTier):
         sent_bytes = await self._sender.send(found)
         if sent_bytes:
             self._works()  # not after all that waits: where steps come as fast, that has no end
-            self._count.sent += 1
-            self._count.sent_bytes += sent_bytes
-            self._count.sent_seconds += time.monotonic() - began
+            self._traffic.count_sent(sent_bytes, time.monotonic() - began)
 
     async def _settle(self) -> None:
         """Steps that wait for shards of other sidecars, or for their record."""
@@ -320,16 +305,10 @@ class ArchiveTier(RemoteTier):
     # --- telling -----------------------------------------------------------------------------
 
     def status(self) -> TierStatus:
-        count = self._count
         return TierStatus(
             tier=Tier.ARCHIVE,
             where=self.store.where,
-            sent=count.sent,
-            sent_bytes=count.sent_bytes,
-            sent_seconds=count.sent_seconds,
-            received_bytes=count.received_bytes,
-            received_seconds=count.received_seconds,
-            failures=count.failures,
+            **vars(self._traffic),
             backlog=self._backlog.backlog(),
             behind_s=self._backlog.behind_s(time.monotonic()),
             trouble=self._trouble,
@@ -355,8 +334,6 @@ def _reason(survey: Survey, where: str) -> str:
 
 
 # --- from the configuration ------------------------------------------------------------------
-#
-# The remote tier that a sidecar's configuration asks for.
 
 
 def remote_tiers(

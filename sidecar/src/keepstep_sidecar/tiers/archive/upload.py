@@ -28,7 +28,7 @@ from keepstep.image import (
 )
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.steps import Epoch, StepId, shard_name
+from keepstep.steps import Epoch, StepId, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import step_prefix
@@ -130,12 +130,11 @@ class Sender:
         if not all(name in files for name in names):
             return False
         shards = await self._described(id, world, [files[name] for name in names])
-        lineage = {epoch.id: epoch for _, epoch in shards} | {one.id: one for one in epochs}
         record = StepRecord(
             run=self.run,
             id=id,
             world=world,
-            epochs=tuple(lineage[one] for one in sorted(lineage)),
+            epochs=merged((*(epoch for _, epoch in shards), *epochs)),
             shards=tuple(shard for shard, _ in shards),
             written_at=time.time(),
         )
@@ -191,8 +190,6 @@ def _size(stored: Stored | None) -> int | None:
 
 
 # --- pieces of a shard -----------------------------------------------------------------------
-#
-# A local shard on its way out: piece by piece, verified, through a few buffers that never grow.
 #
 # The file is read with O_DIRECT rather than mapped: a mapped page that the drive cannot read ends
 # the process (SIGBUS), and gigabytes of page cache would be taken from the training. The drive

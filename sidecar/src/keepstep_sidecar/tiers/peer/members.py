@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Answer, Epoch, StepId, Tier, merged
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import placement
@@ -106,8 +106,7 @@ class Directory:
 
     def _epochs(self) -> tuple[Epoch, ...]:
         listings = [one.listing for one in self.known.values() if one.listing is not None]
-        known = {epoch.id: epoch for one in listings for epoch in one.epochs}
-        return tuple(known[id] for id in sorted(known))
+        return merged(epoch for one in listings for epoch in one.epochs)
 
 
 def _silent(one: Known) -> bool:

@@ -17,7 +17,7 @@ from keepstep_sidecar.tiers.peer.placement import better
 from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.send import Lied, send
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.tier import LocalInventory
+from keepstep_sidecar.tiers.tier import LocalInventory, Traffic
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -28,27 +28,17 @@ _LOOK_AGAIN_S = 60.0
 """A buddy that lost its drive is seen to lack what it had."""
 
 
-@dataclass(kw_only=True)
-class Counts:
-    """Of all buddies together, since the start."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    sent_seconds: float = 0.0
-    failures: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """What every feeder uses. `changes` rings when the outbox changed, and when something came to
-    be somewhere."""
+    be somewhere. `traffic`: of all buddies together."""
 
     outbox: Outbox
     shards: Shards
     calls: Calls
     changes: Changes
     pace: Pace
-    counts: Counts
+    traffic: Traffic
 
 
 class Feeder:
@@ -110,7 +100,7 @@ class Feeder:
 
     async def _failed(self, error: KeepstepError) -> None:
         self._failures += 1
-        self._tools.counts.failures += 1
+        self._tools.traffic.failures += 1
         self._known, self._said = False, None
         if str(error) != self.trouble:
             warn("copy not sent", to=self.address, reason=str(error))
@@ -182,10 +172,7 @@ class Feeder:
         self._count(found, sent, time.monotonic() - began)
 
     def _count(self, found: LocalShard, sent: int, seconds: float) -> None:
-        counts = self._tools.counts
-        counts.sent += 1
-        counts.sent_bytes += sent
-        counts.sent_seconds += seconds
+        self._tools.traffic.count_sent(sent, seconds)
         say(
             "copy sent",
             step=str(found.step_id),

@@ -20,12 +20,12 @@ from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
-from keepstep_sidecar.tiers.peer.replicate import Counts, Feeder, Outbox, Tools
+from keepstep_sidecar.tiers.peer.replicate import Feeder, Outbox, Tools
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
 from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -62,8 +62,7 @@ class PeerTier(RemoteTier):
         self._shards = Shards(volumes, self._copies, run=run)
         self._calls = Calls(credentials)
         self._changes = Changes()
-        self._counts = Counts()
-        self._received_bytes, self._received_seconds = 0, 0.0
+        self._traffic = Traffic()
         self._directory = Directory(complete=bool(settings.files) or not settings.listen)
         for address in settings.peers:
             self._directory.known[address] = Known(address=address)
@@ -74,7 +73,7 @@ class PeerTier(RemoteTier):
             calls=self._calls,
             changes=self._changes,
             pace=Pace(settings.bytes_per_second),
-            counts=self._counts,
+            traffic=self._traffic,
         )
         self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}
         self._scanned = False
@@ -164,14 +163,10 @@ class PeerTier(RemoteTier):
                     expected=known.node_rank if known is not None else None,
                     run=self._run,
                     credentials=self._credentials,
-                    received=self._received,
+                    received=self._traffic.count_received,
                 )
             )
         return found
-
-    def _received(self, size_bytes: int, seconds: float) -> None:
-        self._received_bytes += size_bytes
-        self._received_seconds += seconds
 
     def refuse(self, source: ShardSource) -> None:
         address = source.address if isinstance(source, PeerSource) else OWN
@@ -252,16 +247,11 @@ class PeerTier(RemoteTier):
         return self._buddies().keys() != self._feeders.keys()
 
     def status(self) -> TierStatus:
-        counts, feeders = self._counts, [feeder for feeder, _ in self._feeders.values()]
+        feeders = [feeder for feeder, _ in self._feeders.values()]
         return TierStatus(
             tier=Tier.PEER,
             where=", ".join(one.address for one in feeders) or "no buddy",
-            sent=counts.sent,
-            sent_bytes=counts.sent_bytes,
-            sent_seconds=counts.sent_seconds,
-            received_bytes=self._received_bytes,
-            received_seconds=self._received_seconds,
-            failures=counts.failures,
+            **vars(self._traffic),
             backlog=self._backlog(),
             behind_s=max((one.waiting_s() for one in feeders), default=0.0),
             trouble="; ".join(one.trouble for one in feeders if one.trouble),
@@ -276,8 +266,6 @@ class PeerTier(RemoteTier):
 
 
 # --- from the configuration ------------------------------------------------------------------
-#
-# From settings to a remote_tier. Imported only where peers are configured.
 
 
 def remote_tier(

@@ -88,8 +88,6 @@ def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
 
 # --- credentials -----------------------------------------------------------------------------
 #
-# Certificate, key and authorities of this pod, as contexts for both directions.
-#
 # Contexts are never changed: whoever opens a connection asks for the current ones. So a new
 # certificate or authority holds from the next connection on, and those that are open keep theirs.
 # A pair that does not fit together (a half-written directory) is left alone until it does.
@@ -222,8 +220,6 @@ def _uris(certificate: bytes) -> list[str]:
 
 
 # --- certificates from the operator ----------------------------------------------------------
-#
-# A certificate from the operator, made anew after two thirds of its life.
 #
 # The key is made here and never leaves the memory of this process. While the operator is away the
 # old certificate serves until it ends; then peers are refused, and training goes on without them.
