@@ -25,6 +25,7 @@ TRAINER = f"keepstep/example-gpt:{VERSION}"
 RELEASE, NAMESPACE = "keepstep", "keepstep-system"
 HELPERS = f"{NAMESPACE}-helpers"
 HOST_PATH = "/var/lib/keepstep"
+ADMISSION = "app.kubernetes.io/component=admission"
 
 _UPSTREAM = {
     "training-operator.yaml": (
@@ -73,7 +74,7 @@ class Cluster:
             return  # what runs in it is the developer's affair
         beside = ThreadPoolExecutor()
         try:
-            ours, trainer = beside.submit(_build_ours), beside.submit(_build_trainer)
+            ours, trainer = beside.submit(build_ours), beside.submit(build_trainer)
             self._create()
             job_kinds = beside.submit(self._install_job_kinds)
             self.load(ours.result())
@@ -134,10 +135,10 @@ class Cluster:
         self.kubectl("-n", namespace, "rollout", "status", f"deployment/{deployment}",
                      "--timeout=180s", timeout_s=200)  # fmt: skip
 
-    def install(self, *values: str) -> None:
-        """`helm upgrade --install` of this checkout's chart, and wait until all of it is ready."""
+    def install(self, *values: str, tree: str = ".") -> None:
+        """`helm upgrade --install` of a checkout's chart, and wait until all of it is ready."""
         self.helm(
-            "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
+            "upgrade", "--install", RELEASE, f"{tree}/charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
             "--wait", "--timeout", "180s",
         )  # fmt: skip
@@ -152,6 +153,14 @@ class Cluster:
 
     def workers(self) -> list[str]:
         return sorted(node for node in self.nodes() if "control-plane" not in node)
+
+    def admission_settled(self) -> None:
+        """Wait until both replicas of admission serve, and no other."""
+        system = self.kubectl.namespaced(NAMESPACE)
+        system("rollout", "status", "deployment/keepstep-admission", "--timeout=240s",
+               timeout_s=250)  # fmt: skip
+        # pods that end still serve those who keep a connection to them
+        system.eventually(lambda: len(system.list("pods", ADMISSION)) == 2, what="no old pod")
 
     def on_node(self, node: str, *command: str) -> str:
         """Run something as root on a node."""
@@ -179,18 +188,21 @@ class Cluster:
         self.on_node(node, "kill", "-9", pid)
 
 
-def _build_ours() -> list[str]:
-    for target, image in (("operator", OPERATOR), ("sidecar", SIDECAR)):
-        run("docker", "build", "--target", target, "-t", image, ".", timeout_s=900)
-    return [OPERATOR, SIDECAR]
+def build_ours(tree: str = ".", version: str = VERSION) -> list[str]:
+    """The operator's and the sidecar's images of a checkout; their names."""
+    images = {target: f"keepstep/{target}:{version}" for target in ("operator", "sidecar")}
+    for target, image in images.items():
+        run("docker", "build", "--target", target, "-t", image, tree, timeout_s=900)
+    return [*images.values()]
 
 
-def _build_trainer() -> list[str]:
+def build_trainer(tree: str = ".", version: str = VERSION) -> list[str]:
+    """The training image of a checkout; its name."""
     base = os.environ.get("KEEPSTEP_E2E_TORCH_IMAGE") or _image_with_wheels()
     build = ("--build-arg", f"BUILD_IMAGE={base}") if base else ()
-    file = "examples/kubernetes/Dockerfile"
-    run("docker", "build", "-f", file, "-t", TRAINER, *build, ".", timeout_s=1800)
-    return [TRAINER]
+    file, image = f"{tree}/examples/kubernetes/Dockerfile", f"keepstep/example-gpt:{version}"
+    run("docker", "build", "-f", file, "-t", image, *build, tree, timeout_s=1800)
+    return [image]
 
 
 def _manifests() -> Path | None:

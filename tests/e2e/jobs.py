@@ -213,6 +213,13 @@ def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
     return found
 
 
+def is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:
+    """Whether a pod of this owner would get its sidecar now; nothing is made."""
+    (made,) = admitted(kubectl, owned_pod(name, owner))
+    labels: dict[str, str] = made["metadata"].get("labels", {})
+    return labels.get("keepstep.dev/injected") == "true"
+
+
 # --- what came of it -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.image import read_layout, verify_image
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive.browse import opened
@@ -15,6 +14,7 @@ from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl
 from tests.e2e.stores import BUCKET
+from tests.harness import layout_of, verify_image
 
 _VOLUME = "/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/data"
 
@@ -78,7 +78,7 @@ def _check(archive: Path, step: ArchivedStep, name: str) -> None:
     for shard in step.record.shards:
         path = archive / name / str(step.id) / shard_name(shard.rank, shard.world)
         data = memoryview(path.read_bytes())
-        control = verify_image(data, read_layout(path), path=path, run=name, id=step.id)
+        control = verify_image(data, layout_of(path), path=path, run=name, id=step.id)
         assert control.rank == shard.rank
         assert control.root == shard.root
         assert control.epoch.parent == parents[control.epoch.id], f"{path} tells another lineage"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from tests.e2e import jobs
-from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.kubectl import Kubectl, Object
+from tests.e2e.cluster import ADMISSION, NAMESPACE, Cluster
+from tests.e2e.kubectl import Kubectl
 
 _PODS = 500
 _BUCKET = re.compile(r'^keepstep_admission_seconds_bucket\{(?:.*,)?le="([^"]+)"(?:,.*)?\} (\S+)$')
@@ -17,9 +17,7 @@ def test_five_hundred_pods_in_a_burst_are_injected(
 ) -> None:
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    rollout = ("rollout", "status", "deployment/keepstep-admission", "--timeout=170s")
-    system(*rollout, timeout_s=180)  # after a node that a test before took away
+    cluster.admission_settled()  # after a node that a test before took away
     before = _histogram(cluster)
     made = jobs.admitted(namespace, *(jobs.owned_pod(f"p{n}", owner) for n in range(_PODS)))
     assert len(made) == _PODS
@@ -35,19 +33,13 @@ def test_five_hundred_pods_in_a_burst_are_injected(
     assert p99 <= 1.0, "within the webhook's 5 s, by far"
 
 
-def _serves(pod: Object) -> bool:
-    conditions = pod["status"].get("conditions") or ()
-    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return ready and "deletionTimestamp" not in pod["metadata"]
-
-
 def _histogram(cluster: Cluster) -> dict[float, float]:
     """Upper bound in seconds -> reviews up to it, over all admission pods."""
     system = cluster.kubectl.namespaced(NAMESPACE)
     sums: dict[float, float] = {}
-    for pod in system.list("pods", "app.kubernetes.io/component=admission"):
-        if not _serves(pod):
-            continue  # it ended with a node that a test before took away
+    for pod in system.list("pods", ADMISSION):
+        if "deletionTimestamp" in pod["metadata"]:
+            continue  # of a test before
         name = pod["metadata"]["name"]
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}:9090/proxy/metrics"
         for line in system("get", "--raw", path).splitlines():

@@ -22,13 +22,15 @@ def _library(change: str) -> Object:
 
 def test_more_memory_than_any_node_has_is_named(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(memory={"limit": "500Gi"}), jobs.pytorch_job(workers=0))
-    found = runs.becomes(namespace, "Protected", "Unknown", words="Insufficient memory")
+    found = runs.becomes(
+        namespace, "Protected", "Unknown", words="Insufficient memory", within_s=90
+    )
     assert "gpt-master-0" in found["message"]
 
 
 def test_too_little_memory_for_two_slots_is_named_and_training_goes_on(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(memory={"limit": "10Mi"}), jobs.pytorch_job(workers=0))
-    runs.becomes(namespace, "Protected", "False", words="not even 2 fit")
+    runs.becomes(namespace, "Protected", "False", words="not even 2 fit", within_s=90)
     runs.training_beyond(namespace, 5)
 
 
@@ -36,7 +38,7 @@ def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: 
     policy = jobs.policy()
     policy["spec"]["volumes"][0]["capacity"] = "4Mi"
     namespace.apply(policy, jobs.pytorch_job(workers=0))
-    runs.becomes(namespace, "Committing", "False", words="no space")
+    runs.becomes(namespace, "Committing", "False", words="no space", within_s=90)
     namespace.eventually(lambda: len(_warned(namespace)) >= 2, what="events on job and run")
     assert runs.status(namespace)["watermarks"]["memory"]
     runs.training_beyond(namespace, 5)
@@ -60,4 +62,4 @@ def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Ku
         ".update(protocol_min=99, protocol_max=99)"
     )
     namespace.apply(jobs.policy(), _library(change))
-    runs.becomes(namespace, "Protected", "False", words="speaks protocol 99")
+    runs.becomes(namespace, "Protected", "False", words="speaks protocol 99", within_s=90)

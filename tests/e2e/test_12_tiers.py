@@ -176,24 +176,11 @@ def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
                     timeout_s=250)  # fmt: skip
     # a pod that is made just when its node is found lost may be made without admission, as its
     # Service still leads there, too; what is evicted comes later
-    _admitted(kubectl, body)
+    owner = jobs.owner(kubectl)
+    kubectl.eventually(
+        lambda: all(jobs.is_injected(kubectl, owner) for _ in range(3)), what="admission answers"
+    )
     kubectl("delete", "pod", pod, "--force", "--grace-period=0")
-
-
-def _admitted(kubectl: Kubectl, like: Object) -> None:
-    """Wait until the reviews of pods like this one reach a replica, three one after the other."""
-    (owner,) = like["metadata"]["ownerReferences"]
-    probe = jobs.owned_pod("probe", owner)
-    labels = like["metadata"]["labels"].items()
-    probe["metadata"]["labels"] = {
-        name: value for name, value in labels if not name.startswith("keepstep.dev/")
-    }
-
-    def injected() -> bool:
-        (made,) = jobs.admitted(kubectl, probe)
-        return bool(made["metadata"]["labels"].get("keepstep.dev/injected") == "true")
-
-    kubectl.eventually(lambda: all(injected() for _ in range(3)), what="admission answers")
 
 
 def _newest(kubectl: Kubectl, tier: str) -> int:

@@ -281,7 +281,7 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
         tiers.beyond(namespace, "archive", full_at.last)
         tiers.free(cluster, two, path)
         tiers.beyond(namespace, "peer", runs.training_beyond(namespace, 0).last)
-        runs.becomes(namespace, "Protected")
+        runs.becomes(namespace, "Protected", within_s=90)
         tiers.went(namespace)
 
 

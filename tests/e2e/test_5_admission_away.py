@@ -16,13 +16,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, OPERATOR, Cluster
-from tests.e2e.kubectl import Kubectl, Object
+from tests.e2e.cluster import ADMISSION, NAMESPACE, OPERATOR, Cluster
+from tests.e2e.kubectl import Kubectl
 from tests.harness import eventually
 
 pytestmark = pytest.mark.usefixtures("turn_alone")
 
-_COMPONENT = "app.kubernetes.io/component=admission"
 _TARPIT = textwrap.dedent("""
     import socket, time
     server = socket.create_server(("", 9443))
@@ -38,11 +37,11 @@ def _scaled(cluster: Cluster, replicas: int) -> Iterator[None]:
     system = cluster.kubectl.namespaced(NAMESPACE)
     system("scale", "deployment/keepstep-admission", f"--replicas={replicas}")
     try:
-        system.eventually(lambda: len(system.list("pods", _COMPONENT)) == replicas, what="scaled")
+        system.eventually(lambda: len(system.list("pods", ADMISSION)) == replicas, what="scaled")
         yield
     finally:
         system("scale", "deployment/keepstep-admission", "--replicas=2")
-        _rolled_out(cluster)
+        cluster.admission_settled()
 
 
 @contextmanager
@@ -88,13 +87,6 @@ def _endpoints(system: Kubectl) -> list[str]:
     return [one["targetRef"]["name"] for part in slices for one in part["endpoints"] or ()]
 
 
-def _rolled_out(cluster: Cluster) -> None:
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    system("rollout", "status", "deployment/keepstep-admission", "--timeout=240s", timeout_s=250)
-    # pods that end still serve those who keep a connection to them
-    system.eventually(lambda: len(system.list("pods", _COMPONENT)) == 2, what="no old pod serves")
-
-
 def _starts_without_us(kubectl: Kubectl) -> str:
     """A job's pod is made without a sidecar, and the run says so; its message."""
     kubectl.apply(jobs.policy(), jobs.pytorch_job(workers=0))
@@ -107,12 +99,6 @@ def _starts_without_us(kubectl: Kubectl) -> str:
         what="an event on the job",
     )
     return str(runs.becomes(kubectl, "FullyInjected", "False")["message"])
-
-
-def _is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:
-    (made,) = jobs.admitted(kubectl, jobs.owned_pod(name, owner))
-    labels: dict[str, str] = made["metadata"].get("labels", {})
-    return labels.get("keepstep.dev/injected") == "true"
 
 
 def test_without_admission_pods_start_and_the_run_says_what_is_missing(
@@ -129,7 +115,7 @@ def test_a_webhook_that_never_answers_delays_a_pod_by_seconds(
 
     def waits() -> float:
         begun = time.monotonic()
-        assert not _is_injected(namespace, owner)
+        assert not jobs.is_injected(namespace, owner)
         return time.monotonic() - begun
 
     # without the pods to which the API server keeps connections
@@ -176,8 +162,8 @@ def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace
         )
         # rather than wait for kubelets
         system("rollout", "restart", "deployment/keepstep-admission")
-        _rolled_out(cluster)
-    namespace.eventually(lambda: _is_injected(namespace, owner), what="admission works again")
+        cluster.admission_settled()
+    namespace.eventually(lambda: jobs.is_injected(namespace, owner), what="admission works again")
 
 
 def _serve_certificate(cluster: Cluster, certificate: bytes, key: bytes) -> None:
@@ -189,7 +175,7 @@ def _serve_certificate(cluster: Cluster, certificate: bytes, key: bytes) -> None
     patch = json.dumps({"data": data})
     system("patch", "secret", "keepstep-admission-tls", "--type=merge", "-p", patch)
     system("rollout", "restart", "deployment/keepstep-admission")  # rather than wait for kubelets
-    _rolled_out(cluster)
+    cluster.admission_settled()
 
 
 def _served(cluster: Cluster) -> bytes:
@@ -235,12 +221,12 @@ def test_no_pod_is_missed_while_the_authority_is_replaced(
     def both_are_trusted() -> bool:
         nonlocal pods
         pods += 1
-        assert _is_injected(namespace, owner, f"p{pods}"), f"pod {pods} was missed"
+        assert jobs.is_injected(namespace, owner, f"p{pods}"), f"pod {pods} was missed"
         return _bundle(cluster).count(b"BEGIN CERTIFICATE") > before.count(b"BEGIN CERTIFICATE")
 
     eventually(both_are_trusted, within_s=120, what="the bundle holds the new authority, too")
     for number in range(20):
-        assert _is_injected(namespace, owner, f"after{number}")
+        assert jobs.is_injected(namespace, owner, f"after{number}")
 
 
 def _bundle(cluster: Cluster) -> bytes:

@@ -117,7 +117,9 @@ class Team:
                 now.epoch and str(marks.get(tier, "")).startswith(now.epoch)
                 for tier in ("local", "peer", "archive")
             )
-            return now if fresh and now.life.last >= now.life.first + 3 else None
+            # of the life before, as long as a new reconciler has not heard of this one
+            stale = now.committed > now.life.last + 1
+            return now if fresh and not stale and now.life.last >= now.life.first + 3 else None
 
         found: Seen = self.kubectl.eventually(
             look, within_s=within_s, what=f"{self.name}: every tier has a step of this life"
