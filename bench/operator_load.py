@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import itertools
 import json
 import random
 import signal
@@ -273,7 +272,8 @@ class Reporter:
 
     async def _told(self, operator: Operator, body: bytes) -> Body:
         """Again when a connection breaks, or it is to come later, after the pauses of a sidecar."""
-        for failures in itertools.count(1):
+        failures = 0
+        while True:
             try:
                 async with _AT_ONCE:
                     status, reply = await operator.report(body, token=self.token)
@@ -283,9 +283,9 @@ class Reporter:
                 return reply
             if status not in (0, 429, 503):
                 raise RuntimeError(f"{status}: {reply}")
+            failures += 1
             pause_s = Rhythm().backoff_s(failures, broken=not status, chance=random.random())
             await asyncio.sleep(pause_s)
-        raise AssertionError("there is always a next one")
 
 
 # --- what is measured ----------------------------------------------------------------------------
