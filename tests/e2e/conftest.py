@@ -159,7 +159,7 @@ def _locked(path: Path, kind: int) -> Iterator[TextIO]:
 
 
 def _namespace_name(test: str) -> str:
-    """Readable, and never one that is still being deleted, or that another worker makes for a test named alike."""
+    """Readable; never one that is still being deleted, nor one that another worker makes."""
     words = re.sub(r"[^a-z0-9]+", "-", test.removeprefix("test_").lower())[:48].strip("-")
     return f"{words}-{secrets.token_hex(4)}"
 
