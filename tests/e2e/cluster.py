@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.e2e.kubectl import Kubectl
+from tests.harness import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.1.0"
@@ -166,21 +167,22 @@ class Cluster:
         """Run something as root on a node."""
         return run("docker", "exec", node, *command)
 
-    def process(self, pod: dict[str, object], container: str) -> tuple[str, str]:
-        """The node of a pod, and the id there of a container's first process."""
-        statuses = [
-            *pod["status"].get("containerStatuses", ()),  # type: ignore[attr-defined]
-            *pod["status"].get("initContainerStatuses", ()),  # type: ignore[attr-defined]
-        ]
-        (id,) = [one["containerID"] for one in statuses if one["name"] == container]
-        node = str(pod["spec"]["nodeName"])  # type: ignore[index]
-        tasks = self.on_node(node, "ctr", "-n", "k8s.io", "tasks", "ls")
-        (pid,) = [
-            line.split()[1]
-            for line in tasks.splitlines()
-            if line.startswith(id.removeprefix("containerd://"))
-        ]
-        return node, pid
+    def process(
+        self, pod: dict[str, object], container: str, *, within_s: float = 120.0
+    ) -> tuple[str, str]:
+        """The node of a pod, and the id there of a container's first process. The runtime is asked:
+        the pod's status lags behind, and says nothing of a container that is just made again."""
+        node, uid = str(pod["spec"]["nodeName"]), pod["metadata"]["uid"]  # type: ignore[index]
+        wanted = ("--state", "Running", "--label", f"io.kubernetes.pod.uid={uid}",
+                  "--name", f"^{container}$")  # fmt: skip
+        running = eventually(
+            lambda: self.on_node(node, "crictl", "ps", "--quiet", *wanted).split(),
+            what=f"container {container} runs",
+            within_s=within_s,
+            every_s=0.5,
+        )
+        template = ("--output", "go-template", "--template", "{{.info.pid}}")
+        return node, self.on_node(node, "crictl", "inspect", *template, running[0]).strip()
 
     def kill_container(self, pod: dict[str, object], container: str) -> None:
         """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.kubectl import Kubectl
 
@@ -33,10 +35,10 @@ def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     for pod in pods:
         name = pod["metadata"]["name"]
         try:
-            node, pid = cluster.process(pod, "pytorch")
+            node, pid = cluster.process(pod, "pytorch", within_s=2.0)
             said = cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid))
             cluster.on_node(node, "kill", "-ABRT", pid)  # as the first of its container it lives on
-        except (RuntimeError, KeyError, ValueError) as error:
+        except (RuntimeError, KeyError, pytest.fail.Exception) as error:
             said = f"no process of the trainer: {error}"
         (place / f"{name}.stacks.txt").write_text(said)
 
