@@ -170,19 +170,27 @@ class Cluster:
     def process(
         self, pod: dict[str, object], container: str, *, within_s: float = 120.0
     ) -> tuple[str, str]:
-        """The node of a pod, and the id there of a container's first process. The runtime is asked:
-        the pod's status lags behind, and says nothing of a container that is just made again."""
-        node, uid = str(pod["spec"]["nodeName"]), pod["metadata"]["uid"]  # type: ignore[index]
-        wanted = ("--state", "Running", "--label", f"io.kubernetes.pod.uid={uid}",
-                  "--name", f"^{container}$")  # fmt: skip
-        running = eventually(
-            lambda: self.on_node(node, "crictl", "ps", "--quiet", *wanted).split(),
-            what=f"container {container} runs",
-            within_s=within_s,
-            every_s=0.5,
+        """The node of a pod, and the id there of a container's first process. The pod is read again
+        until its status names one that runs: it lags behind one that is just made again."""
+        metadata: dict[str, str] = pod["metadata"]  # type: ignore[assignment]
+        kubectl = self.kubectl.namespaced(metadata["namespace"])
+
+        def running() -> tuple[str, str] | None:
+            body = kubectl.get("pod", metadata["name"]) or pod
+            node, status = str(body["spec"]["nodeName"]), body["status"]  # type: ignore[index]
+            tasks = self.on_node(node, "ctr", "-n", "k8s.io", "tasks", "ls").splitlines()[1:]
+            pids = {id: pid for id, pid, state in map(str.split, tasks) if state == "RUNNING"}
+            for key in ("containerStatuses", "initContainerStatuses"):
+                for one in status.get(key, ()):  # type: ignore[attr-defined]
+                    id = str(one.get("containerID", "")).removeprefix("containerd://")
+                    if one["name"] == container and id in pids:
+                        return node, pids[id]
+            return None
+
+        found: tuple[str, str] = eventually(
+            running, what=f"container {container} runs", within_s=within_s, every_s=0.5
         )
-        template = ("--output", "go-template", "--template", "{{.info.pid}}")
-        return node, self.on_node(node, "crictl", "inspect", *template, running[0]).strip()
+        return found
 
     def kill_container(self, pod: dict[str, object], container: str) -> None:
         """SIGKILL the first process of a pod's container, as the kernel's OOM killer would."""
