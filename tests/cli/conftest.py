@@ -25,6 +25,8 @@ class Keepstep:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.prefix: tuple[str, ...] = ()
+        """Words before the command's own, as of `unshare`."""
 
     @property
     def directory(self) -> Path:
@@ -50,7 +52,7 @@ class Keepstep:
         }
         # a run is found by its process, and ended by signals; whatever else is asked starts quickly
         python = sys.executable if words[0] == "run" else warm.python(warm.SIDECAR)
-        return subprocess.Popen([python, *via, *words], **{**settings, **options})
+        return subprocess.Popen([*self.prefix, python, *via, *words], **{**settings, **options})
 
     def __call__(
         self, *words: str, code: int | None = 0, input: str | None = None

@@ -6,13 +6,13 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import FormatError, TornError
-from keepstep.image import PAGE_BYTES, Layout, Section, TensorSpec, headers
+from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, Layout, Section, TensorSpec, headers
 from keepstep.image import layout as layouts
-from keepstep.image.layout import header_of
+from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES, header_of
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from tests.image.strategies import tensor_lists
 
@@ -32,6 +32,24 @@ def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) ->
     assert (read.rank, read.world, read.skeleton) == (rank, 4, skeleton)
     assert read.id == xxh3_128(layout.header).hex()
     assert read == layout
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 4 << 30), st.integers(0, 3 << 20), st.text(max_size=8))
+@example(size=2**31 - 3 * 4096, capacity=0, skeleton="")
+def test_an_image_of_64_mib_and_more_is_whole_huge_pages(size, capacity, skeleton) -> None:
+    tensor = TensorSpec("weight", "U8", (size,), Section.PARAMS)
+    layout = build(tensor, extras_capacity_bytes=capacity, skeleton=skeleton)
+    least = size + capacity
+    assert layout.size_bytes < least + 2 * HUGE_PAGE_BYTES + (least >> 15)
+    if layout.size_bytes >= LEAST_ON_HUGE_PAGES_BYTES + HUGE_PAGE_BYTES:
+        assert layout.size_bytes % HUGE_PAGE_BYTES == 0
+    assert Layout.parse(layout.header, size_bytes=layout.size_bytes) == layout
+
+
+def test_a_small_image_stays_small() -> None:
+    layout = build(TensorSpec("weight", "U8", (1 << 20,), Section.PARAMS))
+    assert layout.size_bytes < (1 << 20) + 8 * PAGE_BYTES
 
 
 @settings(max_examples=150)

@@ -14,7 +14,8 @@ from typing import Any
 from committers import make_committer
 
 from keepstep.core.node import Sealed, Serves
-from keepstep_sidecar.memory.slot_file import SlotFile, rank_directory, slot_name
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
+from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -58,7 +59,7 @@ class Followed:
 def slot_of(slots: SlotPool) -> SlotSet:
     """One slot of rank 0, that its trainer fills."""
     layout = make_layout(world=1)
-    rank, directory = slots.rank(0), rank_directory(slots.memory_dir, 0)
+    rank, directory = slots.rank(0), rank_directory(slots.directories.small, 0)
     file = SlotFile.create(directory / slot_name(layout, 0), layout, stop=threading.Event())
     slot_set = SlotSet(layout, wanted=1)
     slot_set.add(file)
@@ -72,7 +73,10 @@ def test_a_step_passes_a_dozen_files_from_sealed_to_committed(
     tmp_path: Path, memory_dir: Path
 ) -> None:
     image, followed = staged(make_layout(world=1), 1), Followed()
-    slots, volumes = SlotPool(memory_dir, run=RUN), VolumeSet([Volume(tmp_path / RUN, run=RUN)])
+    slots, volumes = (
+        SlotPool(SlotDirectories(memory_dir), run=RUN),
+        VolumeSet([Volume(tmp_path / RUN, run=RUN)]),
+    )
     writes: list[Coroutine[Any, Any, None]] = []
 
     async def commit(threads: ThreadPoolExecutor) -> None:

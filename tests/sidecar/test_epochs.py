@@ -12,6 +12,7 @@ from committers import make_committer
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.volume import Volume
@@ -38,7 +39,7 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
         remotes = RemoteInventory([Quicker()])
-        slots = SlotPool(tmp_path / "memory", run="run")
+        slots = SlotPool(SlotDirectories(tmp_path / "memory"), run="run")
         committer = make_committer(volumes, slots, threads, remotes=remotes)
 
         async def story() -> None:

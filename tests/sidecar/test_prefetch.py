@@ -17,7 +17,8 @@ import pytest
 from keepstep.errors import NoMemoryError
 from keepstep.steps import Tier
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.memory.slot_file import SlotFile, rank_directory, slot_name
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
+from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.restore.prefetch import Prefetcher
@@ -62,7 +63,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     for number in (4, 5):
         slot = staged(layout, number)
         volumes.write(slot.view, layout, slot.control)
-    pool = SlotPool(tmp_path, run=RUN)
+    pool = SlotPool(SlotDirectories(tmp_path), run=RUN)
     slot_set = pool.rank(0).slot_sets[layout.id] = SlotSet(layout)
     path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from committers import make_committer, write
 
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -21,7 +22,9 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
     volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
 
     async def story(threads: ThreadPoolExecutor) -> None:
-        committer = make_committer(volumes, SlotPool(memory_dir, run=RUN), threads, keep=1)
+        committer = make_committer(
+            volumes, SlotPool(SlotDirectories(memory_dir), run=RUN), threads, keep=1
+        )
         sweeping = asyncio.create_task(committer.sweep())
         await committer.scan()
         write(committer, 1)

@@ -18,6 +18,7 @@ from keepstep.errors import StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume import scan as scan_module
 from keepstep_sidecar.volume.scan import Scan
@@ -40,7 +41,9 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
 def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        yield make_committer(volumes, SlotPool(tmp_path / "memory", run=RUN), threads, managed=True)
+        yield make_committer(
+            volumes, SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN), threads, managed=True
+        )
 
 
 class Held:

@@ -15,7 +15,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage
-from keepstep_sidecar.memory.slot_file import locking, may_swap
+from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from tests.harness import SidecarProcess, eventually, verify_image
 
 Trainers = Callable[..., FakeTrainer]
@@ -246,12 +246,14 @@ def test_the_sidecar_uses_little_memory_beside_its_slots(
 
 
 def test_slots_that_are_not_locked_are_an_alarm_only_where_there_is_swap() -> None:
-    refused = {"Cannot allocate memory"}
-    assert locking((), swap=True, limit_bytes=0) == "locked"
-    harmless = locking(refused, swap=False, limit_bytes=8 << 20)
-    assert harmless == "not locked, and need not be: there is no swap here"
-    swapped = locking(refused, swap=True, limit_bytes=8 << 20)
-    assert "RLIMIT_MEMLOCK is 8192 KiB; raise it (ulimit -l) or turn swap off" in swapped
+    refused, huge = {(False, "Cannot allocate memory")}, (True, "")
+    assert pinning({(False, "")}, swap=True, limit_bytes=0) == "mlock"
+    assert pinning({huge}, swap=True, limit_bytes=0) == "hugepages"
+    assert pinning({huge, (False, "")}, swap=True, limit_bytes=0) == "hugepages and mlock"
+    harmless = pinning({huge, *refused}, swap=False, limit_bytes=8 << 20)
+    assert harmless == "no, and need not be: there is no swap here"
+    swapped = pinning(refused, swap=True, limit_bytes=8 << 20)
+    assert "RLIMIT_MEMLOCK is 8192 KiB; raise it (ulimit -l)" in swapped
     assert may_swap() in (True, False)
 
 
@@ -266,6 +268,6 @@ def test_a_sidecar_that_may_lock_nothing_says_what_that_means(
     trainer = trainers(sidecar.start().socket, size=1 << 20).begin_run()
     assert trainer.take_slot().slot
     said = sidecar.get("/v1/status")["locked"]
-    assert said.startswith("not locked")
+    assert said.startswith("no")
     assert "Cannot allocate" not in said
     assert "no swap here" in said or "RLIMIT_MEMLOCK is 64 KiB" in said

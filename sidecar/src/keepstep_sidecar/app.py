@@ -30,6 +30,7 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
 from keepstep_sidecar.memory.claim import Claim
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
 from keepstep_sidecar.report.reporter import Look, Reporter
@@ -113,8 +114,11 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     trust = _trust(config.reporting)
     operator = OperatorLink(changes, present=trust is not None)
     leases = Leases(changes)
-    slots = SlotPool(config.memory_dir, run=config.run)
-    allocator = Allocator(config.memory_dir, changes)
+    slot_directories = SlotDirectories(
+        config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
+    )
+    slots = SlotPool(slot_directories, run=config.run)
+    allocator = Allocator(slot_directories, changes)
     sizing = Sizing(config, slots, allocator=allocator, leases=leases)
     committer = Committer(
         volumes,

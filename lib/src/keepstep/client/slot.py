@@ -97,9 +97,9 @@ class SlotMapping:
     def write_extras(self, extras: bytes) -> None:
         """Write the non-tensor state and zeros to the end of its capacity."""
         begin = self.layout.extras_begin
-        end = begin + self.layout.extras_capacity_bytes
+        left = self.layout.extras_capacity_bytes - len(extras)
         self.memory[begin : begin + len(extras)] = extras
-        self.memory[begin + len(extras) : end] = bytes(end - begin - len(extras))
+        ctypes.memset(self.address + begin + len(extras), 0, left)
 
     def seal(self, control: ControlPage) -> None:
         """Write the control page: from here on, the image is complete."""

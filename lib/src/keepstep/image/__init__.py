@@ -7,6 +7,7 @@ proves that bytes are what they were.
 
 from keepstep.image.control import ControlPage as ControlPage
 from keepstep.image.headers import FORMAT_VERSION as FORMAT_VERSION
+from keepstep.image.headers import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
 from keepstep.image.headers import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from keepstep.image.headers import PAGE_BYTES as PAGE_BYTES
 from keepstep.image.headers import Entry as Entry

@@ -23,6 +23,9 @@ FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 """Header, digest table and control page fill whole pages: O_DIRECT moves no less."""
 
+HUGE_PAGE_BYTES = 2 << 20
+"""Large images fill whole ones, so that the memory of a slot may be made of them."""
+
 MAX_HEADER_BYTES = 100_000_000
 """Stock safetensors refuses longer ones."""
 

@@ -20,9 +20,12 @@ from typing import Any
 
 from keepstep.errors import FormatError, TornError
 from keepstep.image import headers
-from keepstep.image.headers import MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
+from keepstep.image.headers import HUGE_PAGE_BYTES, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
 from keepstep.image.tensors import Parameters, Section, TensorSpec
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+
+LEAST_ON_HUGE_PAGES_BYTES = 64 << 20
+"""From here on an image fills whole huge pages, and grows by 3 % at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +170,20 @@ def header_of(
 
 
 def _render(header: Header) -> bytes:
-    """The table covers the header, in which its own size stands: grow it until both agree."""
-    covered = sum(spec.size_bytes for spec in header.specs) + header.extras_bytes
+    """The table covers the header, in which its own size stands: grow it until both agree, and the
+    extras until a large image fills its last huge page."""
+    tensor_bytes = sum(spec.size_bytes for spec in header.specs)
     while True:
         text = header.render()
-        needed = _table_bytes(len(text) + covered)
-        if needed <= header.digests_bytes:
+        covered = len(text) + tensor_bytes + header.extras_bytes
+        needed = max(_table_bytes(covered), header.digests_bytes)
+        over = (covered + needed + PAGE_BYTES) % HUGE_PAGE_BYTES
+        left = HUGE_PAGE_BYTES - over if over and covered >= LEAST_ON_HUGE_PAGES_BYTES else 0
+        if needed == header.digests_bytes and not left:
             headers.read_length(text)
             return text
-        header = replace(header, digests_bytes=needed)
+        extras_bytes = header.extras_bytes + left
+        header = replace(header, digests_bytes=needed, extras_bytes=extras_bytes)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:

@@ -132,9 +132,10 @@ class Report:
     sidecar's clock in unix seconds, and only ever shown, never compared with another clock.
 
     `library`: version of the library in the training image, '' while no trainer came. `pinned`:
-    "locked", or why slots may be swapped. `ready`: the volumes were scanned. `peer_address`: where
-    other pods of the run find this one, '' when it serves none. `since`: the sequence of the report
-    that this one tells changes to, of `epochs`, `ranks` and `restores`; 0: it is whole.
+    what keeps slots from being swapped ("hugepages", "mlock"), or "no" and why nothing does.
+    `ready`: the volumes were scanned. `peer_address`: where other pods of the run find this one, ''
+    when it serves none. `since`: the sequence of the report that this one tells changes to, of
+    `epochs`, `ranks` and `restores`; 0: it is whole.
     """
 
     sidecar: str

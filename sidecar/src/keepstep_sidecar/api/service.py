@@ -146,7 +146,7 @@ class Service:
         if self.ending:
             return
         for slots in damaged:
-            self.slots.make_directory(slots.rank)
+            self.slots.directories.make(slots.rank)
             self.slots.drop_damaged(slots)
             lease = self.leases.of(slots.rank)
             if lease is not None and lease.training:  # one that restores fills no slot yet
@@ -219,6 +219,7 @@ class Service:
         self.chunk_buffers.stop()
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
+        self.slots.directories.close()
         self.volumes.close()
 
     def require_running(self) -> None:

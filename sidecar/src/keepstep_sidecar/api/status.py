@@ -12,7 +12,7 @@ from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, Vol
 from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
-from keepstep_sidecar.memory.slot_file import locking, may_swap
+from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.volume import Volume
@@ -38,7 +38,7 @@ async def status(service: Service) -> Status:
         started_at=service.started_at,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
-        locked=locked(service),
+        locked=pinned(service),
         epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.committed_at,
@@ -175,14 +175,13 @@ def _on(far: Mapping[int, Sequence[ShardSource]], tier: Tier) -> tuple[int, ...]
     )
 
 
-def locked(service: Service) -> str:
+def pinned(service: Service) -> str:
     """Whether slots can be swapped out, and what to do about it."""
-    files = list(service.slots.files())
-    if not files:
+    slots = {(file.huge, file.locked) for file in service.slots.files()}
+    if not slots:
         return "no slots yet"
-    reasons = {file.locked for file in files if file.locked}
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return locking(reasons, swap=may_swap(), limit_bytes=limit_bytes)
+    return pinning(slots, swap=may_swap(), limit_bytes=limit_bytes)
 
 
 def troubles(service: Service) -> tuple[str, ...]:

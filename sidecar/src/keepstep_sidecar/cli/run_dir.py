@@ -6,6 +6,7 @@
     DIR/RUN/sidecar.log    the sidecar's log, bounded
     VOLUME/RUN/            shards: one root per volume; a volume is DIR unless said otherwise
     /dev/shm/keepstep-UID/HASH/    slots and the socket; HASH is of DIR and RUN
+    /dev/hugepages/keepstep-UID-HASH/    slots, while huge pages are free
 
 The memory directory is derived, not chosen, so that a command that is started again finds the
 slots of its predecessor even when the record is gone.
@@ -39,6 +40,7 @@ from keepstep_sidecar.config.keys import (
     toml_value,
 )
 from keepstep_sidecar.config.sidecar import KEYS, Config
+from keepstep_sidecar.memory.slot_directories import usual_mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _RECORD, _OLDER_RECORD = "sidecar.toml", "service.json"
@@ -61,7 +63,7 @@ class RunDir:
         """`run` below `directory`, with these `values` of its Config; a volume is the directory
         itself unless they name others. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
-        placed = {"run": run, "memory_dir": memory_of(directory, run)}
+        placed = {"run": run, **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
         return cls(home=directory / run, config=config)
 
@@ -121,6 +123,13 @@ def memory_of(directory: Path, run: str) -> Path:
     """Where slots and socket of `run` are."""
     name = hashlib.sha256(f"{os.path.abspath(directory)}/{run}".encode(errors="surrogateescape"))
     return SHARED_MEMORY / f"keepstep-{os.getuid()}" / name.hexdigest()[:12]
+
+
+def _memory(directory: Path, run: str) -> dict[str, Path | None]:
+    """The same, and where it is on huge pages, by field of a Config."""
+    small, mount = memory_of(directory, run), usual_mount()
+    huge = None if mount is None else mount / f"{small.parent.name}-{small.name}"
+    return {"memory_dir": small, "huge_pages_dir": huge}
 
 
 def make_memory(memory: Path) -> None:
@@ -260,8 +269,8 @@ def _settled(home: Path, config: Config, origin: _Home | None) -> Config:
                 f" {volume} is not touched from here: choose that one with --dir, or start the run"
                 " here again with --volume"
             )
-    memory = memory_of(home.parent, config.run)
-    return dataclasses.replace(config, volumes=tuple(here), memory_dir=memory)
+    memory: dict[str, Any] = _memory(home.parent, config.run)
+    return dataclasses.replace(config, volumes=tuple(here), **memory)
 
 
 def _written_in(home: Path, config: Config, origin: _Home | None) -> Path | None:

@@ -141,6 +141,15 @@ class Config:
     memory_limit_bytes: int | None = key(
         SIZE, None, "Memory for all slots, like 32Gi.  [default: what the shared memory has]"
     )
+    huge_pages_dir: Path | None = key(
+        DIR, None,
+        "Directory on hugetlbfs, of this run alone: slots are made there while pages of 2 MiB are"
+        " free.",
+        for_run=False,
+    )
+    small_pages: bool = key(
+        SWITCH, False, "Make no slot of huge pages, even where some are free."
+    )
     stage_every: int = key(whole(1), 1, "Stage every Nth step in memory.")
     persist_every: int = key(whole(1), 1, "Make every Nth step durable.")
     keep_last: int = key(

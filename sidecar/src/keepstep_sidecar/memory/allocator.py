@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from keepstep.errors import NoMemoryError
+from keepstep.image import Layout
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
-    entered,
     lower_priority,
-    rank_directory,
     slot_name,
     slot_number,
 )
@@ -34,9 +34,9 @@ _log = logging.getLogger("keepstep.sidecar")
 class Allocator:
     """Fills slot sets up to their `wanted` slots. `run` is its worker, one task per thread."""
 
-    def __init__(self, memory_dir: Path, changes: Changes) -> None:
+    def __init__(self, directories: SlotDirectories, changes: Changes) -> None:
         self.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._memory_dir = memory_dir
+        self._directories = directories
         self._changes = changes
         self._stop = threading.Event()
         self._numbers = itertools.count(1)
@@ -44,8 +44,8 @@ class Allocator:
             asyncio.PriorityQueue()
         )
         self._making: dict[int, int] = {}
-        self._names: set[Path] = set()
-        """Of the slots that are being made."""
+        self._names: set[tuple[int, str]] = set()
+        """Ranks and names of the slots that are being made."""
         self._executor = ThreadPoolExecutor(
             self.threads, thread_name_prefix="slots", initializer=lower_priority
         )
@@ -84,24 +84,21 @@ class Allocator:
             await self._make(order)
 
     async def _make(self, slot_set: SlotSet) -> None:
-        loop = asyncio.get_running_loop()
-        path: Path | None = None
+        layout, name = slot_set.layout, ""
         try:
-            path = self._free_path(slot_set)
-            file = await loop.run_in_executor(
-                self._executor, lambda: SlotFile.create(path, slot_set.layout, stop=self._stop)
-            )
+            name = self._free_name(slot_set)
+            self._names.add((layout.rank, name))
+            file = await self._create(layout, name)
         except FileNotFoundError as error:  # the directory was removed: `Service.mend_memory`
-            warn("slot not made", path=str(path), reason=str(error))
+            warn("slot not made", rank=layout.rank, slot=name, reason=str(error))
             return
         except (NoMemoryError, OSError) as error:
             slot_set.failure = str(error)
             slot_set.wanted = slot_set.count
-            warn("slot not made", path=str(path), reason=str(error))
+            warn("slot not made", rank=layout.rank, slot=name, reason=str(error))
             return
         finally:
-            if path is not None:
-                self._names.discard(path)
+            self._names.discard((layout.rank, name))
             self._making[id(slot_set)] -= 1
             if not self._making[id(slot_set)]:
                 del self._making[id(slot_set)]
@@ -112,25 +109,40 @@ class Allocator:
         slot_set.add(file)
         say(
             "slot made",
-            rank=slot_set.layout.rank,
+            rank=layout.rank,
             slot=file.name,
             bytes=len(file.view),
             locked=not file.locked,
+            huge=file.huge,
         )
         self._changes.ring()
 
-    def _free_path(self, slot_set: SlotSet) -> Path:
-        directory = rank_directory(self._memory_dir, slot_set.layout.rank)
-        with entered(directory) as fd:
-            names = {name.removesuffix(".new") for name in os.listdir(fd)}
+    async def _create(self, layout: Layout, name: str) -> SlotFile:
+        """Of huge pages while they last."""
+        small, huge = self._directories.for_slot(layout.rank, layout.size_bytes)
+        if huge is not None:
+            try:
+                return await self._create_at(huge / name, layout)
+            except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
+                say("not on huge pages", rank=layout.rank, slot=name, reason=str(error))
+        return await self._create_at(small / name, layout)
+
+    async def _create_at(self, path: Path, layout: Layout) -> SlotFile:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._executor, lambda: SlotFile.create(path, layout, stop=self._stop)
+        )
+
+    def _free_name(self, slot_set: SlotSet) -> str:
+        rank = slot_set.layout.rank
         # a name is given once: a trainer may still have the slot mapped that had it
-        names |= {*(file.name for file in slot_set.files), *slot_set.orphans}
-        names |= {path.name for path in self._names if path.parent == directory}
+        names = {*(file.name for file in slot_set.files), *slot_set.orphans}
+        names |= {name for of, name in self._names if of == rank}
+        for directory in self._directories.of(rank):
+            with entered(directory) as fd:
+                names |= {name.removesuffix(".new") for name in os.listdir(fd)}
         taken = {slot_number(name) for name in names}
-        number = next(n for n in itertools.count() if n not in taken)
-        path = directory / slot_name(slot_set.layout, number)
-        self._names.add(path)
-        return path
+        return slot_name(slot_set.layout, next(n for n in itertools.count() if n not in taken))
 
     def stop(self) -> None:
         """Give up what is being made; for the end of the process."""

@@ -9,7 +9,6 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.slot_file import free_bytes
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 
 LEAST_SLOTS = 2
@@ -79,7 +78,7 @@ class Sizing:
         Raises NoMemoryError when not even two fit.
         """
         budget, size_bytes, wanted = (
-            self._budget(lease),
+            self._budget(lease, slot_set.layout.size_bytes),
             slot_set.layout.size_bytes,
             self._config.slots,
         )
@@ -107,26 +106,28 @@ class Sizing:
         """Slots that this slot set may grow to for a restore: one beyond the usual, if it fits."""
         if lease is None:  # whoever comes, or nobody: room for one image is enough to know
             others = self._pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
-            return Budget(total_bytes=self._total_bytes(), ranks=1).affordable(
-                slot_set.layout.size_bytes, wanted=self._config.slots, taken_bytes=others
+            size_bytes = slot_set.layout.size_bytes
+            return Budget(total_bytes=self._total_bytes(size_bytes), ranks=1).affordable(
+                size_bytes, wanted=self._config.slots, taken_bytes=others
             )
         taken = slots.taken_bytes - slot_set.size_bytes
-        return self._budget(lease).affordable(
-            slot_set.layout.size_bytes, wanted=self._config.slots + 1, taken_bytes=taken
+        size_bytes = slot_set.layout.size_bytes
+        return self._budget(lease, size_bytes).affordable(
+            size_bytes, wanted=self._config.slots + 1, taken_bytes=taken
         )
 
     def _affordable(self, budget: Budget, size_bytes: int, others: list[SlotSet]) -> int:
         taken = sum(other.size_bytes for other in others)
         return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
 
-    def _budget(self, lease: Lease) -> Budget:
+    def _budget(self, lease: Lease, slot_bytes: int) -> Budget:
         gone = self._pool.gone_bytes(lease.world)
         return Budget(
-            total_bytes=max(0, self._total_bytes() - gone),
+            total_bytes=max(0, self._total_bytes(slot_bytes) - gone),
             ranks=lease.request.local_world or lease.world,
         )
 
-    def _total_bytes(self) -> int:
-        there = free_bytes(self._config.memory_dir) + self._pool.made_bytes
+    def _total_bytes(self, slot_bytes: int) -> int:
+        there = self._pool.directories.free_bytes(slot_bytes) + self._pool.made_bytes
         limit = self._config.memory_limit_bytes
         return there if limit is None else min(limit, there)

@@ -1,9 +1,10 @@
 """Slot files: shared memory that holds one image each, made, filled with pages, locked, adopted.
 
-A slot is a file in a tmpfs. Its pages are allocated and touched here, so that the trainer neither
-pays for first touch (2.5 s/GiB on a small machine) nor meets SIGBUS when the tmpfs is full, and so
-that they are charged to the sidecar. It appears under its final name only when all that is done:
-whatever has another name after a crash is rubbish. Everything blocks; nothing here decides.
+A slot is a file in a tmpfs, or of huge pages in a hugetlbfs. Its pages are allocated and touched
+here, so that the trainer neither pays for first touch (2.5 s/GiB on a small machine) nor meets
+SIGBUS when memory is short, and so that they are charged to the sidecar. It appears under its final
+name only when all that is done: whatever has another name after a crash is rubbish. Everything
+blocks; nothing here decides.
 
 Whoever trains can write in these directories, so any name may be a link to a file that only the
 sidecar can reach: a shard on a volume. Therefore names are used only relative to a descriptor of
@@ -22,29 +23,26 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from keepstep.errors import FormatError, ImageError, NoMemoryError
-from keepstep.image import PAGE_BYTES, ControlPage, Layout, read_layout
+from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, read_layout
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.slot_directories import entered
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
 """Populated at a time: a page fault of the training elsewhere never waits longer than that."""
 
 _NAME = re.compile(r"[0-9a-f]{12}\.(\d{1,9})\.slot", re.ASCII)
-_RANK = re.compile(r"rank-(\d{5,8})", re.ASCII)
 _UNFINISHED = ".new"
 NOT_YET = "not yet"
-_DIRECTORY_MODE = 0o2770
-"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOW_PRIORITY = 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +54,7 @@ _libc.memmove.restype = ctypes.c_void_p
 
 class SlotFile:
     """One slot: its file, mapped. `locked`: "" when its pages cannot be swapped out, else why.
+    `huge`: they are huge pages, which never are.
 
     The control page is read and written by system calls: a trainer may truncate the file at any
     moment, and to touch a mapping beyond its file's end is the death of the process (SIGBUS).
@@ -65,7 +64,8 @@ class SlotFile:
         """Owns `fd` from now on. Raises OSError when the file cannot be mapped."""
         self.path = path
         self.layout = layout
-        self.locked = NOT_YET
+        self.huge = os.fstatvfs(fd).f_bsize == HUGE_PAGE_BYTES
+        self.locked = "" if self.huge else NOT_YET
         self._fd = fd
         self._mapping = mmap.mmap(fd, layout.size_bytes)
         self.view = memoryview(self._mapping)
@@ -74,7 +74,7 @@ class SlotFile:
     def create(cls, path: Path, layout: Layout, *, stop: threading.Event) -> SlotFile:
         """Make an empty slot of this layout: sized, populated, with its header, locked.
 
-        Takes seconds per GiB. Raises NoMemoryError when the tmpfs is full or `stop` is set, OSError
+        Takes seconds per GiB. Raises NoMemoryError when memory is short or `stop` is set, OSError
         when the directory is gone.
         """
         unfinished = path.name + _UNFINISHED
@@ -85,7 +85,7 @@ class SlotFile:
                 os.ftruncate(fd, layout.size_bytes)
                 slot = cls(path, layout, fd)
                 _allocate(fd, slot, stop)
-                _write(fd, layout.header, 0)
+                slot._write(layout.header, 0)
                 os.rename(unfinished, path.name, src_dir_fd=directory, dst_dir_fd=directory)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
@@ -133,7 +133,21 @@ class SlotFile:
     def erase(self) -> None:
         """Zero the control page: there is no image in this slot."""
         with contextlib.suppress(OSError):  # given up in the meantime
-            _write(self._fd, bytes(PAGE_BYTES), self.layout.control_begin)
+            self._write(bytes(PAGE_BYTES), self.layout.control_begin)
+
+    def _write(self, data: bytes, offset: int) -> None:
+        """Put bytes into the mapping by a system call that reads them from elsewhere: where a part
+        of the file is gone that is an error (EFAULT), and hugetlbfs knows no `write`."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        source = os.memfd_create("keepstep", os.MFD_CLOEXEC)
+        try:
+            os.write(source, data)
+            with self.view[offset : offset + len(data)] as target:
+                if os.preadv(source, [target], 0) != len(data):
+                    raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        finally:
+            os.close(source)
 
     def lacks(self) -> str:
         """What others took from this file: "its name", "a part of its bytes"; '' when it is whole.
@@ -182,6 +196,8 @@ class SlotFile:
 
     def lock(self) -> None:
         """Keep the pages out of swap where RLIMIT_MEMLOCK allows it; `locked` says how it went."""
+        if self.huge:
+            return
         if _libc.mlock(_address(self.view), len(self.view)) == 0:
             self.locked = ""
         else:
@@ -241,63 +257,6 @@ def is_unfinished(name: str) -> bool:
     return name.endswith(_UNFINISHED) and slot_number(name.removesuffix(_UNFINISHED)) is not None
 
 
-def rank_directory(memory_dir: Path, rank: int) -> Path:
-    """Where a rank's slots are."""
-    return memory_dir / f"rank-{rank:05d}"
-
-
-def rank_directories(memory_dir: Path) -> dict[int, Path]:
-    """The ranks that have a directory here; whatever else has such a name is none."""
-    found = {}
-    for entry in os.scandir(memory_dir):
-        match = _RANK.fullmatch(entry.name)
-        if match and entry.is_dir(follow_symlinks=False):
-            found[int(match[1])] = memory_dir / entry.name
-    return {rank: path for rank, path in sorted(found.items()) if _is_of(rank, path)}
-
-
-def _is_of(rank: int, path: Path) -> bool:
-    return rank_directory(path.parent, rank) == path
-
-
-@contextlib.contextmanager
-def entered(directory: Path) -> Iterator[int]:
-    """A descriptor of a rank's directory, which is never a link nor another file system's.
-
-    The directory above it is the sidecar's own, whose name nobody else can change. Raises OSError.
-    """
-    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
-    try:
-        fd = os.open(directory.name, _ENTER, dir_fd=parent)
-        try:
-            if os.fstat(fd).st_dev != os.fstat(parent).st_dev:
-                raise OSError(errno.EXDEV, "another file system", str(directory))
-            yield fd
-        finally:
-            os.close(fd)
-    finally:
-        os.close(parent)
-
-
-def make_rank_directory(directory: Path) -> None:
-    """Make a rank's directory, unless it is there. What else has its name goes: a link loses its
-    name here, and what it points to stays untouched. Raises OSError."""
-    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
-    try:
-        try:
-            os.mkdir(directory.name, 0o770, dir_fd=parent)
-        except FileExistsError:
-            found = os.stat(directory.name, dir_fd=parent, follow_symlinks=False)
-            if not stat.S_ISDIR(found.st_mode):
-                warn("not a rank's directory: removed", path=str(directory))
-                os.unlink(directory.name, dir_fd=parent)
-                os.mkdir(directory.name, 0o770, dir_fd=parent)
-    finally:
-        os.close(parent)
-    with entered(directory) as fd, contextlib.suppress(PermissionError):
-        os.fchmod(fd, _DIRECTORY_MODE)  # refused: another user's sidecar made it
-
-
 def make_way(path: Path, *, keep_own: bool = False) -> None:
     """Free a name in the memory directory; `keep_own`: unless it is that of a file of our own.
 
@@ -334,18 +293,6 @@ def _foreign(found: os.stat_result) -> str:
     return ""
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
-    """All of it: a file in memory takes a part only when memory runs out."""
-    if os.pwrite(fd, data, offset) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def free_bytes(directory: Path) -> int:
-    """Memory that the tmpfs of `directory` can still give."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 def may_swap() -> bool:
     """Whether this machine has swap that this process's memory may go to; True when unknown."""
     with contextlib.suppress(OSError):
@@ -356,17 +303,19 @@ def may_swap() -> bool:
     return True
 
 
-def locking(reasons: Collection[str], *, swap: bool, limit_bytes: int) -> str:
-    """For people: what it means that slots are not locked, for these reasons. Pure."""
+def pinning(slots: Collection[tuple[bool, str]], *, swap: bool, limit_bytes: int) -> str:
+    """For people: what keeps slots out of swap, or why nothing does. `slots`: whether each is of
+    huge pages, and why it is not locked. Pure."""
+    reasons = {why for _, why in slots if why}
     if not reasons:
-        return "locked"
+        return " and ".join(sorted({"hugepages" if huge else "mlock" for huge, _ in slots}))
     if not swap:
-        return "not locked, and need not be: there is no swap here"
+        return "no, and need not be: there is no swap here"
     if reasons == {NOT_YET}:
-        return "not locked yet"
+        return "not yet"
     return (
-        f"not locked: slots may be swapped out, as RLIMIT_MEMLOCK is {limit_bytes >> 10} KiB;"
-        " raise it (ulimit -l) or turn swap off"
+        f"no: slots may be swapped out, as RLIMIT_MEMLOCK is {limit_bytes >> 10} KiB;"
+        " raise it (ulimit -l), use huge pages, or turn swap off"
     )
 
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,8 @@ from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_file import (
-    SlotFile,
-    entered,
-    is_unfinished,
-    make_rank_directory,
-    rank_directories,
-    rank_directory,
-    slot_number,
-)
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
+from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_number
 
 
 @dataclass
@@ -79,8 +71,8 @@ class RankSlots:
 class SlotPool:
     """The memory of one run on this machine."""
 
-    def __init__(self, memory_dir: Path, *, run: str) -> None:
-        self.memory_dir = memory_dir
+    def __init__(self, directories: SlotDirectories, *, run: str) -> None:
+        self.directories = directories
         self.ranks: dict[int, RankSlots] = {}
         self.world = 0
         """Of the newest trainer, 0 before the first."""
@@ -89,13 +81,9 @@ class SlotPool:
     def rank(self, rank: int) -> RankSlots:
         """The slots of a rank, none when it is new."""
         if rank not in self.ranks:
-            self.make_directory(rank)
+            self.directories.make(rank)
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
-
-    def make_directory(self, rank: int) -> None:
-        """For the rank's slots, unless it is there. Raises OSError."""
-        make_rank_directory(rank_directory(self.memory_dir, rank))
 
     @property
     def made_bytes(self) -> int:
@@ -127,7 +115,7 @@ class SlotPool:
 
         Whatever a trainer put there ends nothing but itself. Blocks.
         """
-        for rank, directory in rank_directories(self.memory_dir).items():
+        for rank, directory in list(self.directories.found()):
             slots = self.rank(rank)
             with entered(directory) as fd:
                 names = sorted(os.listdir(fd))
@@ -203,7 +191,7 @@ class SlotPool:
         return [slots for slots in self.ranks.values() if self._is_damaged(slots)]
 
     def _is_damaged(self, slots: RankSlots) -> bool:
-        if not _is_directory(rank_directory(self.memory_dir, slots.rank)):
+        if self.directories.lacks(slots.rank):
             return True
         return any(file.lacks() for slot_set in slots.slot_sets.values() for file in slot_set.all())
 
@@ -279,21 +267,13 @@ class SlotPool:
             for slot_set in slots.slot_sets.values():
                 slot_set.wanted = 0
                 self.unlink([*slot_set.files, *slot_set.orphans.values()])
-            with contextlib.suppress(OSError):
-                rank_directory(self.memory_dir, slots.rank).rmdir()
+            self.directories.remove(slots.rank)
         self.ranks.clear()
 
 
 def _say_lost(file: SlotFile) -> bool:
     warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=file.lacks())
     return True
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def _remove(name: str, directory: int) -> None:

@@ -72,7 +72,7 @@ def news(report: Report) -> Report:
 
 
 def _pinned(service: Service) -> str:
-    return look.locked(service) if any(service.slots.files()) else ""
+    return look.pinned(service) if any(service.slots.files()) else ""
 
 
 def _epochs(service: Service) -> tuple[Epoch, ...]:

@@ -158,8 +158,8 @@ def _nodes(run: RunView) -> str:
 
 def _pinned(run: RunView) -> str:
     said = sorted({place.sidecar.pinned for place in run.places.values()} - {""})
-    others = [text for text in said if text != "locked"]
-    return cut((others or said or [""])[0], longest=_TEXT)
+    loose = [text for text in said if text.startswith("no")]
+    return cut((loose or said or [""])[0], longest=_TEXT)
 
 
 def _ranks(run: RunView) -> list[PlaceStatus]:

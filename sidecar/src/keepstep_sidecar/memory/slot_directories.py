@@ -1,0 +1,239 @@
+"""Where slots are: a directory for each rank, in shared memory and, where there are any, on huge
+pages.
+
+On pages of 2 MiB the first touch of a slot costs an eighth, and direct I/O from it and to it half
+the time and a fifth of the CPU; and they are never swapped. So a slot of whole huge pages is made
+of them while enough are free, and of small pages else. The control files, the socket and windows
+stay in the memory directory: hugetlbfs knows no `write`.
+
+A directory of huge pages that cannot be used costs speed, and nothing else: it is said, and slots
+are of small pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from keepstep.image import HUGE_PAGE_BYTES
+from keepstep_sidecar.log import warn
+
+USUAL_MOUNT: Final = Path("/dev/hugepages")
+"""Where systemd mounts hugetlbfs; `keepstep run` looks there."""
+
+_POOL: Final = Path(f"/sys/kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB")
+_RANK = re.compile(r"rank-(\d{5,8})", re.ASCII)
+_DIRECTORY_MODE = 0o2770
+"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
+
+_ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SlotDirectories:
+    """`small`: the memory directory; `huge`: one on hugetlbfs, of this run alone, None where there
+    is none. `trouble`: why the one that was asked for is not used.
+
+    `only_small`: slots that lie on huge pages are found there, but no more are made.
+    """
+
+    def __init__(
+        self, memory_dir: Path, *, huge: Path | None = None, only_small: bool = False
+    ) -> None:
+        self.small = memory_dir
+        self.huge = huge
+        self.trouble = ""
+        self._only_small = only_small
+        self._held = -1
+        if huge is not None:
+            try:
+                self._held = _own(huge)
+            except OSError as error:
+                self._give_up_huge(str(error))
+
+    # --- ranks ---------------------------------------------------------------------------
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        return (self.small,) if self.huge is None else (self.small, self.huge)
+
+    def of(self, rank: int) -> tuple[Path, ...]:
+        """Where a rank's slots are."""
+        return tuple(rank_directory(root, rank) for root in self.roots)
+
+    def make(self, rank: int) -> None:
+        """Make a rank's directories, unless they are there. Raises OSError for that of small pages;
+        without the other one they do."""
+        make_rank_directory(rank_directory(self.small, rank))
+        if self.huge is not None:
+            try:
+                make_rank_directory(rank_directory(self.huge, rank))
+            except OSError as error:
+                self._give_up_huge(str(error))
+
+    def _give_up_huge(self, why: str) -> None:
+        warn("no slots on huge pages", path=str(self.huge), reason=why)
+        self.huge, self.trouble = None, why
+
+    def found(self) -> Iterator[tuple[int, Path]]:
+        """(rank, directory) of those that are there."""
+        for root in self.roots:
+            with contextlib.suppress(FileNotFoundError):
+                yield from rank_directories(root).items()
+
+    def lacks(self, rank: int) -> bool:
+        """Whether somebody removed a directory of this rank."""
+        return not all(map(_is_directory, self.of(rank)))
+
+    def remove(self, rank: int) -> None:
+        """Of a rank without slots."""
+        for directory in self.of(rank):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+    def close(self) -> None:
+        """Leave the directory of huge pages to others; an empty one goes. Idempotent."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+        if self.huge is not None and not os.path.ismount(self.huge):
+            with contextlib.suppress(OSError):  # slots are left for a successor
+                self.huge.rmdir()
+
+    # --- memory --------------------------------------------------------------------------
+
+    def for_slot(self, rank: int, size_bytes: int) -> tuple[Path, Path | None]:
+        """Where to make a slot of this size: on small pages, and on huge ones if they last."""
+        huge = self.huge if self._huge_for(size_bytes) else None
+        small = rank_directory(self.small, rank)
+        return small, None if huge is None else rank_directory(huge, rank)
+
+    def free_bytes(self, size_bytes: int) -> int:
+        """Memory that there is for more slots of this size."""
+        status = os.statvfs(self.small)
+        return status.f_bavail * status.f_frsize + self._huge_for(size_bytes) * size_bytes
+
+    def _huge_for(self, size_bytes: int) -> int:
+        """Slots of this size that the free huge pages can hold."""
+        if self.huge is None or self._only_small or size_bytes % HUGE_PAGE_BYTES:
+            return 0
+        return free_huge_bytes() // size_bytes
+
+
+def _own(directory: Path) -> int:
+    """A descriptor that keeps other sidecars away. Raises OSError for what is no hugetlbfs of the
+    right page size, or another user's."""
+    if not directory.exists() and page_bytes(directory.parent) == HUGE_PAGE_BYTES:
+        directory.mkdir(mode=0o700)
+    fd = os.open(directory, _ENTER)
+    try:
+        if os.fstatvfs(fd).f_bsize != HUGE_PAGE_BYTES:
+            raise OSError(errno.EINVAL, f"no hugetlbfs of {HUGE_PAGE_BYTES >> 20} MiB pages")
+        if os.fstat(fd).st_uid not in (0, os.geteuid()):
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+# --- huge pages ------------------------------------------------------------------------------
+
+
+def page_bytes(path: Path) -> int:
+    """Of the file system there: the size of its pages, or blocks. Raises OSError."""
+    return os.statvfs(path).f_bsize
+
+
+def usual_mount() -> Path | None:
+    """Where this machine's hugetlbfs is, when it has pages and we may write there."""
+    with contextlib.suppress(OSError, ValueError):
+        there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
+        if there and int((_POOL / "nr_hugepages").read_text()):
+            return USUAL_MOUNT
+    return None
+
+
+def free_huge_bytes() -> int:
+    """Huge pages that nobody has, nor was promised; 0 where that is not told."""
+    try:
+        free, promised = (
+            int((_POOL / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+    except (OSError, ValueError):
+        return 0
+    return max(0, free - promised) * HUGE_PAGE_BYTES
+
+
+# --- directories of ranks --------------------------------------------------------------------
+
+
+def rank_directory(memory_dir: Path, rank: int) -> Path:
+    """Where a rank's slots are."""
+    return memory_dir / f"rank-{rank:05d}"
+
+
+def rank_directories(memory_dir: Path) -> dict[int, Path]:
+    """The ranks that have a directory here; whatever else has such a name is none."""
+    found = {}
+    for entry in os.scandir(memory_dir):
+        match = _RANK.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            found[int(match[1])] = memory_dir / entry.name
+    return {rank: path for rank, path in sorted(found.items()) if _is_of(rank, path)}
+
+
+def _is_of(rank: int, path: Path) -> bool:
+    return rank_directory(path.parent, rank) == path
+
+
+@contextlib.contextmanager
+def entered(directory: Path) -> Iterator[int]:
+    """A descriptor of a rank's directory, which is never a link nor another file system's.
+
+    The directory above it is the sidecar's own, whose name nobody else can change. Raises OSError.
+    """
+    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
+    try:
+        fd = os.open(directory.name, _ENTER, dir_fd=parent)
+        try:
+            if os.fstat(fd).st_dev != os.fstat(parent).st_dev:
+                raise OSError(errno.EXDEV, "another file system", str(directory))
+            yield fd
+        finally:
+            os.close(fd)
+    finally:
+        os.close(parent)
+
+
+def make_rank_directory(directory: Path) -> None:
+    """Make a rank's directory, unless it is there. What else has its name goes: a link loses its
+    name here, and what it points to stays untouched. Raises OSError."""
+    parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
+    try:
+        try:
+            os.mkdir(directory.name, 0o770, dir_fd=parent)
+        except FileExistsError:
+            found = os.stat(directory.name, dir_fd=parent, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                warn("not a rank's directory: removed", path=str(directory))
+                os.unlink(directory.name, dir_fd=parent)
+                os.mkdir(directory.name, 0o770, dir_fd=parent)
+    finally:
+        os.close(parent)
+    with entered(directory) as fd, contextlib.suppress(PermissionError):
+        os.fchmod(fd, _DIRECTORY_MODE)  # refused: another user's sidecar made it
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False

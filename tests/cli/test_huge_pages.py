@@ -1,0 +1,77 @@
+"""`keepstep run` where the machine has huge pages."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from keepstep_sidecar.memory.slot_directories import USUAL_MOUNT
+from tests import hugetlbfs
+from tests.cli.conftest import Keepstep
+
+TRAIN = """
+import os, signal, sys, torch, keepstep
+torch.manual_seed(0)
+model = torch.nn.Linear(4096, 4096)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+restored = checkpointer.restore()
+print("from", restored and restored.step, flush=True)
+last, die_at = int(sys.argv[1]), int(sys.argv[2])
+for step in range(0 if restored is None else restored.step + 1, last):
+    optimizer.zero_grad()
+    model(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    checkpointer.save(step)
+    if step == die_at:
+        checkpointer.wait(step, "staged", timeout=60)
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpointer.close()
+print(f"{model.weight.double().sum().item():.17g}", flush=True)
+"""
+
+
+@pytest.fixture
+def huge(keepstep: Keepstep) -> Iterator[Keepstep]:
+    """Its processes see a hugetlbfs at its usual place, which nobody else does."""
+    made = not USUAL_MOUNT.exists()
+    with hugetlbfs.reserved(200):
+        if made:
+            USUAL_MOUNT.mkdir()
+        script = f'mount -t hugetlbfs -o pagesize=2M none {USUAL_MOUNT} && exec "$@"'
+        keepstep.prefix = ("unshare", "--mount", "sh", "-c", script, "sh")
+        try:
+            yield keepstep
+        finally:
+            keepstep.prefix = ()
+            if made:
+                with contextlib.suppress(OSError):
+                    USUAL_MOUNT.rmdir()
+
+
+def mapped(process: psutil.Process) -> set[str]:
+    return {Path(one.path).parts[1] + "/" + Path(one.path).parts[2] for one in process.memory_maps()
+            if one.path.endswith(".slot")}  # fmt: skip
+
+
+def test_a_run_goes_on_from_huge_pages_after_kill_9(huge: Keepstep) -> None:
+    huge.script("train.py", TRAIN)
+    plain = huge(
+        "run", "--run", "plain", "--small-pages", "--", sys.executable, "train.py", "6", "-1"
+    )
+    command = ("run", "--run", "killed", "--", sys.executable, "train.py", "6", "3")
+    failed = huge(*command, code=137)
+    assert failed.stdout.splitlines() == ["from None"]
+    huge.prefix = ()
+    status = huge.json("status", "--run", "killed")
+    assert status["sidecar"]["locked"] == "hugepages"
+    sidecar = psutil.Process(status["sidecar"]["pid"])
+    assert {path.split("/")[1] for path in mapped(sidecar)} == {"hugepages"}
+    huge("stop", "--run", "killed")
+    again = huge(*command[:-1], "-1")
+    assert again.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]

@@ -1,0 +1,208 @@
+"""Slots on huge pages: as good as those on small ones, and never in the way of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trainer import FakeTrainer, content, read_image
+
+from keepstep.image import HUGE_PAGE_BYTES
+from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
+from keepstep.steps import Tier
+from keepstep.wire.trainer import Flushed, StopRequest
+from keepstep_sidecar.memory import slot_directories
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
+from tests import hugetlbfs
+from tests.harness import SidecarProcess, eventually
+
+_SIZE = LEAST_ON_HUGE_PAGES_BYTES
+_SLOT_PAGES = _SIZE // HUGE_PAGE_BYTES + 1
+_SLOTS = 3
+
+Trainers = Callable[..., FakeTrainer]
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs with pages for all slots of one rank."""
+    with (
+        hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
+        hugetlbfs.mounted(tmp_path / "huge") as directory,
+    ):
+        yield directory
+
+
+def start(sidecar: SidecarProcess, directory: Path, *options: str) -> SidecarProcess:
+    return sidecar.start("--slots", str(_SLOTS), "--huge-pages-dir", str(directory), *options)
+
+
+def committed(trainer: FakeTrainer, *steps: int) -> None:
+    for step in steps:
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
+
+
+def slots(root: Path) -> list[Path]:
+    return sorted(root.glob("rank-*/*.slot"))
+
+
+def test_a_step_is_saved_committed_and_restored_on_huge_pages_through_kill_9(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    sidecar.end()
+    start(sidecar, huge)
+    trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
+    committed(trainer, 1, 2)
+    eventually(lambda: len(slots(huge)) == _SLOTS, what="all slots on huge pages")
+    assert slots(sidecar.memory) == []
+    assert sidecar.get("/v1/status")["locked"] == "hugepages"
+    trainer.disconnect()
+    sidecar.kill()
+    start(sidecar, huge)
+    again = trainers(sidecar.socket, size=_SIZE)
+    again.connect()
+    newest = again.candidates().candidates[-1]
+    assert (newest.id.step, newest.tier) == (2, Tier.MEMORY)
+    opened = again.open(newest.id)
+    assert Path(opened.path).is_relative_to(huge)
+    assert read_image(again.layout, opened.path) == content(again.layout, 2)
+    shard = next(sidecar.root.glob("0*2/rank-*"))
+    assert read_image(again.layout, shard) == content(again.layout, 2)
+    again.restored(again.epoch)
+    again.register()
+    committed(again, 3)
+
+
+def test_an_image_read_from_a_volume_lands_on_huge_pages(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    sidecar.end()
+    start(sidecar, huge)
+    committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
+    sidecar.terminate()
+    for path in slots(huge):
+        path.unlink()
+    start(sidecar, huge)
+    again = trainers(sidecar.socket, size=_SIZE)
+    again.connect()
+    opened = again.open(again.candidates().candidates[-1].id)
+    assert read_image(again.layout, opened.path) == content(again.layout, 1)
+
+
+def test_slots_that_find_no_huge_page_are_of_small_ones(
+    sidecar: SidecarProcess, trainers: Trainers, tmp_path: Path
+) -> None:
+    """Of this mount's bytes one slot can be made, though more pages are free."""
+    with (
+        hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
+        hugetlbfs.mounted(
+            tmp_path / "huge", size_bytes=(2 * _SLOT_PAGES - 1) * HUGE_PAGE_BYTES
+        ) as huge,
+    ):
+        sidecar.end()
+        start(sidecar, huge)
+        trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
+        committed(trainer, 1, 2, 3)
+        assert (len(slots(huge)), len(slots(sidecar.memory))) == (1, _SLOTS - 1)
+        assert "not on huge pages" in sidecar.text()
+        assert sidecar.get("/v1/status")["locked"] != "hugepages"
+
+
+@pytest.mark.parametrize("why", ["no hugetlbfs", "not there", "a link", "another sidecar's"])
+def test_a_directory_that_cannot_be_used_costs_speed_alone(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path, tmp_path: Path, why: str
+) -> None:
+    directory = tmp_path / "elsewhere"
+    if why == "no hugetlbfs":
+        directory.mkdir()
+    elif why == "a link":
+        directory.symlink_to(huge)
+    elif why == "another sidecar's":
+        directory = huge
+        other = SlotDirectories(tmp_path, huge=huge)
+        assert other.huge == huge
+    sidecar.end()
+    start(sidecar, directory)
+    committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
+    assert slots(huge) == []
+    assert slots(sidecar.memory) != []
+    assert "no slots on huge pages" in sidecar.text()
+    if why == "another sidecar's":
+        other.close()
+
+
+def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    sidecar.end()
+    start(sidecar, huge)
+    committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
+    eventually(lambda: len(slots(huge)) == _SLOTS, what="all slots")
+    sidecar.kill()
+    before = slots(huge)
+    start(sidecar, huge, "--small-pages")
+    again = trainers(sidecar.socket, size=_SIZE)
+    again.connect()
+    newest = again.candidates().candidates[-1]
+    assert (newest.id.step, newest.tier) == (1, Tier.MEMORY)
+    again.restored(again.epoch)
+    again.register()
+    committed(again, 2, 3)
+    assert slots(huge) == before
+
+
+def test_an_image_that_is_small_takes_no_huge_page(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    sidecar.end()
+    start(sidecar, huge)
+    committed(trainers(sidecar.socket).begin_run(), 1)
+    assert slots(huge) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed", "directory"])
+def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path, damage: str
+) -> None:
+    sidecar.end()
+    start(sidecar, huge)
+    trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
+    committed(trainer, 1)
+    eventually(lambda: len(slots(huge)) == _SLOTS, what="all slots")
+    for path in slots(huge):
+        os.truncate(path, HUGE_PAGE_BYTES) if damage == "truncated" else path.unlink()
+    if damage == "directory":
+        (huge / "rank-00000").rmdir()
+    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
+    trainer.connect()
+    trainer.register()
+    trainer.slot = None
+    committed(trainer, 2)
+    assert sidecar.process is not None
+    assert sidecar.process.poll() is None
+
+
+def test_pages_are_given_back_when_the_run_ends(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    own = huge / "run"
+    sidecar.end()
+    start(sidecar, own)
+    trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
+    committed(trainer, 1)
+    assert slots(own) != []
+    trainer.disconnect()
+    trainer.call("/v1/stop", StopRequest(drain=True, forget=True), Flushed)
+    eventually(lambda: not own.exists(), what="the directory is gone")
+
+
+def test_what_was_promised_to_others_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_directories, "_POOL", tmp_path)
+    assert slot_directories.free_huge_bytes() == 0, "a kernel that does not tell"
+    (tmp_path / "free_hugepages").write_text("5\n")
+    (tmp_path / "resv_hugepages").write_text("2\n")
+    assert slot_directories.free_huge_bytes() == 3 * HUGE_PAGE_BYTES
