@@ -8,6 +8,7 @@ fewer rounds, never fewer figures.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import machine, report
+from bench import hugepages, machine, report
 from bench.ours import OURS, KeepstepLazy
 from bench.peers import PEERS, FastPersist
 from bench.processes import MEMORY_PREFIX, ROOT, environment
@@ -95,13 +96,22 @@ def main() -> int:
     try:
         described = machine.describe(directory)
         began = time.monotonic()
-        _run(plan, results, directory, only=options.only)
+        with _pages(options, plan, directory):
+            _run(plan, results, directory, only=options.only)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
         described["rounds"] = rounds_of(results)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     write(results, described, plan.main, options.out, options.name or machine.slug())
     return 0
+
+
+def _pages(
+    options: argparse.Namespace, plan: Plan, directory: Path
+) -> contextlib.AbstractContextManager[None]:
+    if not options.huge_pages:
+        return contextlib.nullcontext()
+    return hugepages.reserved(max(plan.sizes), directory / "hugetlbfs")
 
 
 def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
@@ -162,6 +172,7 @@ def measure(
         shutil.rmtree(place, ignore_errors=True)
         for left in Path("/dev/shm").glob(f"{MEMORY_PREFIX}{worker.pid}-*"):
             shutil.rmtree(left, ignore_errors=True)
+        hugepages.clean()
     sample.seconds = time.monotonic() - began
     verdict = sample.missing.splitlines()[0][:80] if sample.missing else "ok"
     print(
@@ -234,6 +245,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--name", help="of the result files; default: from the machine")
     parser.add_argument("--no-peers", action="store_true", help="only keepstep and the floors")
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="slots and floors on huge pages; needs root"
+    )
     parser.add_argument("--only", default="", help="only subjects whose name has this in it")
     return parser.parse_args()
 

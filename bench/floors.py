@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+from bench import hugepages
 from bench.processes import cpu_s
 
 CHUNK_BYTES = 8 << 20
@@ -90,6 +91,8 @@ def _fio(file: Path, size_bytes: int, direction: str, options: list[str]) -> Fig
     command = ["fio", "--name=floor", f"--filename={file}", f"--rw={direction}", "--direct=1"]
     command += [f"--bs={CHUNK_BYTES}", f"--size={share}", f"--offset_increment={share}"]
     command += ["--thread", "--output-format=json", *options]
+    if (mount := hugepages.mount()) is not None:
+        command.append(f"--iomem=mmaphuge:{mount}/fio")
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     results = json.loads(done.stdout)["jobs"]
     seconds = max(job[direction]["runtime"] for job in results) / 1e3
@@ -103,8 +106,9 @@ def bare_read(file: Path) -> float:
     """Seconds to read `file` with O_DIRECT and 4 threads into touched memory."""
     size = file.stat().st_size
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    with mmap.mmap(-1, size) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    with hugepages.memory(size) or mmap.mmap(-1, size) as memory:
+        if hugepages.mount() is None:
+            memory.madvise(mmap.MADV_HUGEPAGE)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
         view = memoryview(memory)
         offsets = iter(range(0, size, CHUNK_BYTES))

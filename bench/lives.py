@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import hugepages
 from bench.floors import bare_read
 from bench.ours import slots_for
 from bench.processes import Sidecar, environment
@@ -125,14 +126,14 @@ def _engine(directory: Path) -> Figures:
         shard = max(volume.scan().shards, key=lambda shard: shard.step_id)
         source = local_source(VolumeSet([volume]), shard)
         path, size = shard.path, shard.size_bytes
-        # as in a slot: shared memory in small pages
-        with mmap.mmap(-1, size) as memory:
+        # as in a slot: shared memory in small pages, unless huge ones are measured
+        with hugepages.memory(size) or mmap.mmap(-1, size) as memory:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
             loads, reads = [], []
             for _ in range(2):
                 reads.append(bare_read(path))
                 begun = time.perf_counter()
-                with memoryview(memory) as view:
+                with memoryview(memory)[:size] as view:
                     transfer.load(source, view)
                 loads.append(time.perf_counter() - begun)
     finally:

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import hugepages
+
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY_PREFIX = "keepstep-bench-"
 
@@ -92,6 +94,8 @@ class Sidecar:
             tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
         )
         self.socket = self.memory_dir / "sidecar.sock"
+        mount = hugepages.mount()
+        self._huge = None if mount is None else mount / self.memory_dir.name
         self._slots, self._keep = slots, keep
         self._process: subprocess.Popen[bytes] | None = None
         self._log = directory / "sidecar.log"
@@ -109,6 +113,8 @@ class Sidecar:
         command = [sys.executable, "-m", "keepstep_sidecar", "--run", "bench"]
         command += ["--memory-dir", str(self.memory_dir), "--volume", str(self.directory)]
         command += ["--slots", str(self._slots), "--keep", str(self._keep)]
+        if self._huge is not None:
+            command += ["--huge-pages-dir", str(self._huge)]
         command += self.options
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
@@ -163,6 +169,11 @@ class Sidecar:
         """Lose every slot, as when the machine was switched off. Only while it is not running."""
         shutil.rmtree(self.memory_dir)
         self.memory_dir.mkdir(mode=0o700)
+        self._forget_huge()
+
+    def _forget_huge(self) -> None:
+        if self._huge is not None:
+            shutil.rmtree(self._huge, ignore_errors=True)
 
     def log_tail(self) -> str:
         """The end of what it logged."""
@@ -172,3 +183,4 @@ class Sidecar:
         """End it and free its memory; the volume's files stay."""
         self.kill()
         shutil.rmtree(self.memory_dir, ignore_errors=True)
+        self._forget_huge()

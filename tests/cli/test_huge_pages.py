@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keepstep.steps import StepId
 from keepstep_sidecar.memory.slot_directories import USUAL_MOUNT
 from tests import hugetlbfs
 from tests.cli.conftest import Keepstep
@@ -27,8 +28,8 @@ for step in range(0 if restored is None else restored.step + 1, last):
     optimizer.zero_grad()
     model(torch.ones(1, 4096)).sum().backward()
     optimizer.step()
-    checkpointer.save(step)
-    if step == die_at:
+    kept = checkpointer.save(step)
+    if kept and 0 <= die_at <= step:
         checkpointer.wait(step, "staged", timeout=60)
         os.kill(os.getpid(), signal.SIGKILL)
 checkpointer.close()
@@ -40,7 +41,7 @@ print(f"{model.weight.double().sum().item():.17g}", flush=True)
 def huge(keepstep: Keepstep) -> Iterator[Keepstep]:
     """Its processes see a hugetlbfs at its usual place, which nobody else does."""
     made = not USUAL_MOUNT.exists()
-    with hugetlbfs.reserved(200):
+    with hugetlbfs.or_skip(), hugetlbfs.reserved(200):
         if made:
             USUAL_MOUNT.mkdir()
         script = f'mount -t hugetlbfs -o pagesize=2M none {USUAL_MOUNT} && exec "$@"'
@@ -62,9 +63,9 @@ def mapped(process: psutil.Process) -> set[str]:
 def test_a_run_goes_on_from_huge_pages_after_kill_9(huge: Keepstep) -> None:
     huge.script("train.py", TRAIN)
     plain = huge(
-        "run", "--run", "plain", "--small-pages", "--", sys.executable, "train.py", "6", "-1"
+        "run", "--run", "plain", "--small-pages", "--", sys.executable, "train.py", "12", "-1"
     )
-    command = ("run", "--run", "killed", "--", sys.executable, "train.py", "6", "3")
+    command = ("run", "--run", "killed", "--", sys.executable, "train.py", "12", "3")
     failed = huge(*command, code=137)
     assert failed.stdout.splitlines() == ["from None"]
     huge.prefix = ()
@@ -75,3 +76,15 @@ def test_a_run_goes_on_from_huge_pages_after_kill_9(huge: Keepstep) -> None:
     huge("stop", "--run", "killed")
     again = huge(*command[:-1], "-1")
     assert again.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+
+
+def test_a_command_that_does_not_see_huge_pages_keeps_its_steps_on_small_ones(
+    huge: Keepstep,
+) -> None:
+    huge.script("train.py", TRAIN)
+    blind = ("unshare", "--mount", "sh", "-c", f'umount {USUAL_MOUNT} && exec "$@"', "sh")
+    done = huge("run", "--", *blind, sys.executable, "train.py", "12", "5", code=137)
+    assert "cannot be mapped" in done.stderr
+    huge.prefix = ()
+    assert StepId.parse(huge.json("status")["sidecar"]["ranks"][0]["staged"]).step >= 5
+    huge("stop")

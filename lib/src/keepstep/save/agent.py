@@ -108,6 +108,8 @@ class Agent:
         self._outcomes: dict[int, str] = {}
         self._retry_at = 0.0
         self._failures = 0
+        self._unseen = ""
+        """Path of a slot that the sidecar made where this process cannot look."""
         self._patient = True
         self._warned: set[str] = set()
         self._closing = False
@@ -503,8 +505,12 @@ class Agent:
     def _fetch(self) -> None:
         assert self._layout is not None
         request = SlotRequest(
-            lease=self.session.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
+            lease=self.session.lease,
+            layout=self._layout.id,
+            timeout_s=_SLOT_WAIT_S,
+            unseen=self._unseen,
         )
+        self._unseen = ""
         self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 
     def _keep(self, granted: SlotGranted) -> None:
@@ -519,6 +525,7 @@ class Agent:
                 # granted for the layout before; the registration of the new one comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
+            self._unseen = granted.path if isinstance(error, FileNotFoundError) else ""
             raise SidecarError(f"slot {granted.path} cannot be mapped: {error}") from error
         with self._lock:
             if self._layout is not layout:

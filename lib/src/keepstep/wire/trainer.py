@@ -99,11 +99,15 @@ class LayoutAccepted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRequest:
-    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed."""
+    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed.
+
+    `unseen`: path of the slot that was granted last, which this trainer does not find there.
+    """
 
     lease: str
     layout: str
     timeout_s: float = 30.0
+    unseen: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
 from keepstep.errors import NoMemoryError, SidecarError
@@ -206,6 +207,8 @@ class Saving:
         slots = self._slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
             raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
+        if request.unseen and self._slots.give_up_huge(slots, Path(request.unseen)):
+            self._allocator.fill(slots.current)
         granted = SlotGranted(slot=None)
 
         def given() -> bool:

@@ -103,8 +103,10 @@ class Allocator:
             if not self._making[id(slot_set)]:
                 del self._making[id(slot_set)]
             self._changes.ring()
-        if slot_set.count >= slot_set.wanted:
-            file.unlink()  # the layout was dropped meanwhile
+        given_up = file.huge and self._directories.huge is None
+        if slot_set.count >= slot_set.wanted or given_up:
+            file.unlink()  # the layout was dropped meanwhile, or a trainer does not see huge pages
+            self.fill(slot_set)
             return
         slot_set.add(file)
         say(

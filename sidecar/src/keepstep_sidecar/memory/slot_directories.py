@@ -47,7 +47,7 @@ class SlotDirectories:
         self, memory_dir: Path, *, huge: Path | None = None, only_small: bool = False
     ) -> None:
         self.small = memory_dir
-        self.huge = huge
+        self.huge = self._asked = huge
         self.trouble = ""
         self._only_small = only_small
         self._held = -1
@@ -55,7 +55,7 @@ class SlotDirectories:
             try:
                 self._held = _own(huge)
             except OSError as error:
-                self._give_up_huge(str(error))
+                self.give_up_huge(str(error))
 
     # --- ranks ---------------------------------------------------------------------------
 
@@ -75,9 +75,10 @@ class SlotDirectories:
             try:
                 make_rank_directory(rank_directory(self.huge, rank))
             except OSError as error:
-                self._give_up_huge(str(error))
+                self.give_up_huge(str(error))
 
-    def _give_up_huge(self, why: str) -> None:
+    def give_up_huge(self, why: str) -> None:
+        """Make no more slots there, nor look there for any."""
         warn("no slots on huge pages", path=str(self.huge), reason=why)
         self.huge, self.trouble = None, why
 
@@ -93,18 +94,18 @@ class SlotDirectories:
 
     def remove(self, rank: int) -> None:
         """Of a rank without slots."""
-        for directory in self.of(rank):
+        for root in filter(None, (self.small, self._asked)):
             with contextlib.suppress(OSError):
-                directory.rmdir()
+                rank_directory(root, rank).rmdir()
 
     def close(self) -> None:
         """Leave the directory of huge pages to others; an empty one goes. Idempotent."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
-        if self.huge is not None and not os.path.ismount(self.huge):
+        if self._asked is not None and not os.path.ismount(self._asked):
             with contextlib.suppress(OSError):  # slots are left for a successor
-                self.huge.rmdir()
+                self._asked.rmdir()
 
     # --- memory --------------------------------------------------------------------------
 

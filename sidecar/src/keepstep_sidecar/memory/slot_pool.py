@@ -212,6 +212,20 @@ class SlotPool:
 
     # --- changes -----------------------------------------------------------------------------
 
+    def give_up_huge(self, slots: RankSlots, unseen: Path) -> bool:
+        """A trainer of the rank does not see this slot, so that none on huge pages is of use to it.
+        False when the slot is another one's, or of small pages: then it was removed."""
+        found = slots.named(unseen.name)
+        if found is None or found.file.path != unseen or not found.file.huge:
+            return False
+        self.directories.give_up_huge(f"{unseen} is not there for the trainer; mount it there, too")
+        states = (SlotState.EMPTY, SlotState.ASSIGNED)
+        for slot_set in slots.slot_sets.values():
+            for index, file in list(slot_set.present()):
+                if file.huge and slot_set.table.slots[index].state in states:
+                    slot_set.lose(index)
+        return True
+
     def take_back(self, rank: int) -> StepId | None:
         """The trainer has died: its unfinished slot is free. Returns the step in it, if sealed.
 
