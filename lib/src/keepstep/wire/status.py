@@ -118,8 +118,9 @@ class StepStatus:
 class Status:
     """GET /v1/status: everything a person asks first. Times are unix seconds.
 
-    `reported_at`: when the operator last answered a report, None without one. `evicted`: steps that
-    were deleted because the volumes were full.
+    `locked`: what keeps slots from being swapped, or "no" and why nothing does. `hints`: what would
+    make the run faster. `reported_at`: when the operator last answered a report, None without one.
+    `evicted`: steps that were deleted because the volumes were full.
     """
 
     run: str
@@ -129,6 +130,7 @@ class Status:
     protocol_min: int
     protocol_max: int
     locked: str
+    hints: tuple[str, ...] = ()
     epoch: Epoch | None = None
     watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
     committed_at: float | None = None

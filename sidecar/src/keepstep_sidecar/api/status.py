@@ -7,11 +7,14 @@ import resource
 from collections.abc import Mapping, Sequence
 
 from keepstep.core.slot_table import SlotState
+from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.memory.slot_directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.tiers.source import ShardSource
@@ -39,6 +42,7 @@ async def status(service: Service) -> Status:
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         locked=pinned(service),
+        hints=hints(service),
         epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.committed_at,
@@ -182,6 +186,22 @@ def pinned(service: Service) -> str:
         return "no slots yet"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return pinning(slots, swap=may_swap(), limit_bytes=limit_bytes)
+
+
+def hints(service: Service) -> tuple[str, ...]:
+    """What would make this run faster."""
+    if service.config.small_pages or service.config.reporting is not None:
+        return ()  # by request, or the policy's affair
+    current = [one.current for one in service.slots.ranks.values() if one.current]
+    lacking = sum(
+        one.layout.size_bytes * (one.wanted - sum(file.huge for _, file in one.present()))
+        for one in current
+        if one.layout.size_bytes % HUGE_PAGE_BYTES == 0
+    )
+    if lacking <= 0 or not (commands := advice(lacking)):
+        return ()
+    size = format_size(lacking)
+    return (f"slots of {size} are on small pages; before the next start: {commands}",)
 
 
 def troubles(service: Service) -> tuple[str, ...]:

@@ -155,22 +155,36 @@ def page_bytes(path: Path) -> int:
 
 def usual_mount() -> Path | None:
     """Where this machine's hugetlbfs is, when it has pages and we may write there."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
-        if there and int((_POOL / "nr_hugepages").read_text()):
-            return USUAL_MOUNT
+        return USUAL_MOUNT if there and _told("nr_hugepages") else None
     return None
 
 
 def free_huge_bytes() -> int:
     """Huge pages that nobody has, nor was promised; 0 where that is not told."""
+    free = max(0, _told("free_hugepages") - _told("resv_hugepages"))
+    return free * HUGE_PAGE_BYTES
+
+
+def advice(lacking_bytes: int) -> str:
+    """What a person does so that this much more memory is of huge pages; '' where nobody can."""
+    if not _POOL.exists():
+        return ""
+    lacking = -(-max(0, lacking_bytes - free_huge_bytes()) // HUGE_PAGE_BYTES)
+    commands = [f"sysctl -w vm.nr_hugepages={_told('nr_hugepages') + lacking}"] if lacking else []
+    with contextlib.suppress(OSError):
+        if not USUAL_MOUNT.exists() or page_bytes(USUAL_MOUNT) != HUGE_PAGE_BYTES:
+            commands.append(f"mount --mkdir -t hugetlbfs none {USUAL_MOUNT}")
+    return " && ".join(commands)
+
+
+def _told(name: str) -> int:
+    """By the kernel, of its pool of huge pages; 0 where it has none."""
     try:
-        free, promised = (
-            int((_POOL / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
-        )
+        return int((_POOL / name).read_text())
     except (OSError, ValueError):
         return 0
-    return max(0, free - promised) * HUGE_PAGE_BYTES
 
 
 # --- directories of ranks --------------------------------------------------------------------

@@ -77,7 +77,8 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         none = "no step that all ranks hold"
         facts.append(("newest", none if newest is None else inventory.named(newest)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
-        facts.append(("memory", f"{kept.memory} ({live.locked})"))
+        facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
+        facts += [("hint", text) for text in live.hints]
         facts += [
             ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
         ]
