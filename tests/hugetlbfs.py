@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 _POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_CGROUPS = Path("/sys/fs/cgroup")
 _LOCK = Path(tempfile.gettempdir()) / "keepstep-hugepages.lock"
 
 
@@ -57,6 +58,18 @@ def mounted(directory: Path, *, size_bytes: int | None = None) -> Iterator[Path]
         yield directory
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def require_limits() -> None:
+    """Have the kernel limit containers in huge pages, as kubelets expect it: where nobody mounted
+    that controller (cgroup v1), mount it. Raises Unavailable."""
+    if (_CGROUPS / "cgroup.controllers").exists() or os.path.ismount(_CGROUPS / "hugetlb"):
+        return
+    (_CGROUPS / "hugetlb").mkdir(exist_ok=True)
+    mount = ["mount", "-t", "cgroup", "-o", "hugetlb", "hugetlb", str(_CGROUPS / "hugetlb")]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"no cgroup controller of huge pages: {done.stderr}")
 
 
 def _pages(which: str) -> int:

@@ -13,8 +13,10 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+from tests import hugetlbfs
 from tests.e2e.kubectl import Kubectl
 from tests.harness import eventually
 
@@ -26,6 +28,8 @@ TRAINER = f"keepstep/example-gpt:{VERSION}"
 RELEASE, NAMESPACE = "keepstep", "keepstep-system"
 HELPERS = f"{NAMESPACE}-helpers"
 HOST_PATH = "/var/lib/keepstep"
+HUGE_PAGES = 160
+"""On each node: a kubelet counts them when it starts."""
 ADMISSION = "app.kubernetes.io/component=admission"
 
 _UPSTREAM = {
@@ -61,6 +65,7 @@ class Cluster:
         self.scratch = scratch
         self.kubeconfig = scratch / f"{self.name}.kubeconfig"
         self.kubectl = Kubectl(self.kubeconfig)
+        self._pages = ExitStack()
 
     # --- life --------------------------------------------------------------------------------
 
@@ -90,6 +95,11 @@ class Cluster:
         self._say("all is installed")
 
     def _create(self) -> None:
+        try:
+            hugetlbfs.require_limits()
+            self._pages.enter_context(hugetlbfs.reserved(HUGE_PAGES))
+        except hugetlbfs.Unavailable as error:
+            self._say(f"no huge pages, so their tests will fail: {error}")
         config = Path(__file__).with_name("kind.yaml")
         run("kind", "create", "cluster", "--name", self.name, "--config", str(config),
             "--wait", "180s", *self._kubeconfig())  # fmt: skip
@@ -99,6 +109,7 @@ class Cluster:
         """Delete the cluster, unless it was given."""
         if not self.kept and shutil.which("kind"):
             run("kind", "delete", "cluster", "--name", self.name)
+            self._pages.close()
 
     def _kubeconfig(self) -> tuple[str, str]:
         return "--kubeconfig", str(self.kubeconfig)

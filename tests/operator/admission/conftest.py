@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
@@ -72,6 +73,7 @@ def started(tls_dir: Path, authority: Pair) -> Start:
             cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
             admission = Admission(
                 policies=cache,
+                nodes=NodeCache(client),
                 records=RunRecords(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,

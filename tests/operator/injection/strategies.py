@@ -73,7 +73,11 @@ def policies(draw: st.DrawFn) -> Policy:
     fixed = {"mode": "Fixed", "every": draw(st.integers(1, 1000))}
     return policy(
         *volumes,
-        memory={"limit": draw(_SIZES), "slots": draw(st.integers(2, 16))},
+        memory={
+            "limit": draw(_SIZES),
+            "slots": draw(st.integers(2, 16)),
+            "hugePages": draw(st.sampled_from(["None", "2Mi", "Auto"])),
+        },
         accounting=draw(st.sampled_from(["Add", "CarveOut"])),
         persist=draw(st.sampled_from([{"mode": "Auto"}, fixed])),
         flushTimeout=f"{draw(st.integers(1, 120))}s",

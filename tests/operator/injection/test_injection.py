@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from typing import Any
 
@@ -126,13 +127,14 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
     said = injected_of(parse_pod(injected))
     assert said is not None
     assert not any("CarveOut" in one for one in said.warnings)
-    sidecar = _sidecar(injected)["resources"]["requests"]
+    sidecar = _sidecar(injected)["resources"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
             if resource in amounts:
                 left = read(after[kind][resource])
+                taken = sidecar["requests" if resource == "cpu" else kind][resource]
                 assert left > 0
-                assert left + read(sidecar[resource]) == read(amounts[resource])
+                assert left + read(taken) == read(amounts[resource])
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
@@ -241,6 +243,46 @@ def test_memory_is_sized_for_the_slots_and_charged_to_the_sidecar() -> None:
     assert memory == {"medium": "Memory", "sizeLimit": "2064Mi"}
     resources = _sidecar({"spec": spec})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "2304Mi"
+
+
+def test_huge_pages_are_a_resource_of_the_sidecar_and_mounted_in_both_containers() -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "1", "memory": "4Gi"}}
+    pod = inject(pod, policy(memory={"limit": "2049Mi", "hugePages": "2Mi"}), DEFAULTS)
+    spec, sidecar = pod["spec"], _sidecar(pod)
+    assert _named(spec["volumes"], "keepstep-hugepages")["emptyDir"] == {"medium": "HugePages-2Mi"}
+    mount = {"name": "keepstep-hugepages", "mountPath": "/keepstep/hugepages"}
+    assert mount in sidecar["volumeMounts"]
+    assert mount in spec["containers"][0]["volumeMounts"]
+    assert _environment(sidecar)["KEEPSTEP_HUGE_PAGES_DIR"] == "/keepstep/hugepages"
+    requests, limits = sidecar["resources"]["requests"], sidecar["resources"]["limits"]
+    assert requests["hugepages-2Mi"] == limits["hugepages-2Mi"] == "2050Mi"
+    assert requests["memory"] == "256Mi", "its slots are counted as huge pages"
+    assert limits["memory"] == "2305Mi", "small images are on small pages all the same"
+    assert spec["securityContext"]["fsGroup"] == 65532
+
+
+def test_a_guaranteed_pod_stays_one_with_huge_pages() -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "3", "memory": "4Gi"}}
+    asked = policy(memory={"limit": "2Gi", "hugePages": "2Mi"})
+    resources = _sidecar(inject(pod, asked, DEFAULTS))["resources"]
+    assert resources["requests"] == resources["limits"]
+
+
+@pytest.mark.parametrize("words", ["None", "Auto"])
+def test_nothing_asks_for_huge_pages_unless_that_is_settled(words: str) -> None:
+    pod = inject(bare_pod(), policy(memory={"limit": "2Gi", "hugePages": words}), DEFAULTS)
+    assert "huge" not in json.dumps(pod)
+    assert "fsGroup" not in pod["spec"]["securityContext"]
+
+
+def test_a_trainer_with_a_mount_where_huge_pages_go_is_not_injected() -> None:
+    pod = bare_pod()
+    mounts = pod["spec"]["containers"][0].setdefault("volumeMounts", [])
+    mounts.append({"name": "data", "mountPath": "/keepstep/hugepages/own"})
+    with pytest.raises(PodError, match="mounts /keepstep/hugepages/own"):
+        inject(pod, policy(memory={"limit": "2Gi", "hugePages": "2Mi"}), DEFAULTS)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import click
 from keepstep_operator import __version__, journal
 from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import TIMEOUT_S, Admission, deadline_of
@@ -50,6 +51,7 @@ class Settings:
     namespace: str
     timeout_s: float
     drain_s: float
+    watch_nodes: bool
 
     def defaults(self, reports_ca: str) -> Defaults | None:
         """What each pod gets; None while the reports CA is unknown."""
@@ -107,6 +109,12 @@ class Settings:
     metavar="SECONDS",
     help="How long to go on answering after SIGTERM, until Services have noticed.",
 )
+@option(
+    "--watch-nodes",
+    is_flag=True,
+    help="Follow the cluster's nodes, for policies with `hugePages: Auto`; without, these get small"
+    " pages.",
+)
 def admission(**options: Any) -> None:
     """Serve the webhook that puts the sidecar into annotated pods.
 
@@ -131,11 +139,13 @@ async def serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
         policies = PolicyCache(client, counted=metrics.policies)
+        nodes = NodeCache(client)
         authority = ReportsAuthority(
             client, namespace=settings.namespace, name=settings.reports_ca_configmap
         )
         server = Admission(
             policies=policies,
+            nodes=nodes,
             records=RunRecords(client),
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
@@ -155,6 +165,8 @@ async def serve(settings: Settings) -> None:
             group.create_task(authority.run(), name="follow the reports CA"),
             group.create_task(tls.keep_fresh(), name="reload the certificate"),
         ]
+        if settings.watch_nodes:
+            followers.append(group.create_task(nodes.run(), name="follow nodes"))
         async with (
             listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
             listening(

@@ -11,6 +11,7 @@ from typing import Final
 from aiohttp import web
 
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
 from keepstep_operator.admission.reviews import (
     Result,
@@ -48,6 +49,7 @@ class Admission:
         self,
         *,
         policies: PolicyCache,
+        nodes: NodeCache,
         records: RunRecords,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
@@ -55,6 +57,7 @@ class Admission:
     ) -> None:
         self._records = records
         self._policies = policies
+        self._nodes = nodes
         self._defaults = defaults
         self._metrics = metrics
         self._deadline_s = deadline_s
@@ -106,6 +109,7 @@ class Admission:
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
+        policy = self._nodes.settled(policy, review.body.get("spec") or {})
         return admit(review, policy, defaults, near=near)
 
     async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:

@@ -29,6 +29,7 @@ _VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 _SOURCES = ("emptyDir", "hostPath", "ephemeral")
 _MOST_VOLUMES = 8
 _LONGEST_FLUSH_S = 120
+_HUGE_PAGE_BYTES = 2 << 20
 _FULL_BEFORE_EVICTION = 0.95
 """Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
 
@@ -63,6 +64,15 @@ class Verify(str, enum.Enum):
 
     FULL = "Full"
     SEAL = "Seal"
+
+
+class HugePages(str, enum.Enum):
+    """What slots are made of. `AUTO`: of huge pages where every node that the pod may run on has
+    enough of them, since a pod that asks for more than any node has is never scheduled."""
+
+    NONE = "None"
+    ALWAYS = "2Mi"
+    AUTO = "Auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +132,7 @@ class Policy:
     memory_limit_bytes: int
     volumes: tuple[Volume, ...]
     slots: int = 4
+    huge_pages: HugePages = HugePages.NONE
     stage_every: int = 1
     persist_every: int | None = None
     accounting: Accounting = Accounting.ADD
@@ -139,9 +150,17 @@ class Policy:
     spec: Mapping[str, Any]
 
     @property
+    def huge_bytes(self) -> int:
+        """Of huge pages, for each pod; 0 where none are asked for."""
+        if self.huge_pages is not HugePages.ALWAYS:
+            return 0
+        return -(-self.memory_limit_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+
+    @property
     def added_bytes(self) -> int:
         """What a pod's memory request grows by; 0 where it is carved out of the trainer's."""
-        added = self.memory_limit_bytes + self.overhead_bytes
+        slots = 0 if self.huge_bytes else self.memory_limit_bytes
+        added = slots + self.overhead_bytes
         return added if self.accounting is Accounting.ADD else 0
 
     @property
@@ -172,6 +191,7 @@ def parse_policy(body: Body) -> Policy:
         memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
         volumes=_volumes(spec.value("volumes")),
         slots=memory.number("slots", 4, least=2, most=16),
+        huge_pages=memory.choice("hugePages", HugePages.NONE),
         stage_every=stage_every,
         persist_every=_persist(persist, stage_every),
         accounting=spec.choice("accounting", Accounting.ADD),

@@ -18,13 +18,14 @@ from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.tiers import environment_of, ports_of
 from keepstep_operator.injection.volumes import (
     host_mounts,
-    memory_mount,
+    memory_mounts,
     mounts_of,
     paths_of,
     prepared_paths,
 )
 from keepstep_operator.names import (
     GROUP_ID,
+    HUGE_PATH,
     MEMORY_PATH,
     RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
@@ -107,7 +108,9 @@ def directories(
         "image": defaults.root_image or defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
-        "resources": resources_of(replace(cost, memory_bytes=128 << 20)),
+        "resources": resources_of(
+            replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0)
+        ),
         "volumeMounts": host_mounts(policy),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": security,
@@ -117,7 +120,7 @@ def directories(
 def trained(container: Body, policy: Policy) -> Body:
     """The training container with the shared memory and the way to the sidecar's socket. What its
     owner set by the same name stays."""
-    mounts = [*(container.get("volumeMounts") or []), memory_mount()]
+    mounts = [*(container.get("volumeMounts") or []), *memory_mounts(policy)]
     environment = container.get("env") or []
     ours = {SOCKET_ENV: SOCKET_PATH, RESTORE_TIMEOUT_ENV: str(policy.restore_timeout_s)}
     theirs = {one.get("name") for one in environment}
@@ -164,6 +167,7 @@ def _settings(
     return {
         "KEEPSTEP_RUN": placement.run_key,
         "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
+        "KEEPSTEP_HUGE_PAGES_DIR": HUGE_PATH if policy.huge_bytes else None,
         "KEEPSTEP_VOLUMES": " ".join(paths_of(policy)),
         "KEEPSTEP_SLOTS": policy.slots,
         "KEEPSTEP_MEMORY_LIMIT": policy.memory_limit_bytes,

@@ -26,12 +26,11 @@ from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
 from keepstep_operator.injection.resources import Cost, carve, cost_of, storage_limit
 from keepstep_operator.injection.settings import CONTRACT, Defaults
-from keepstep_operator.injection.volumes import file_system_group, volumes_of
+from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (
     GROUP_ID,
     INJECTED,
     INJECTED_LABEL,
-    MEMORY_PATH,
     NODE_RANK_LABEL,
     RUN_KEY_LABEL,
     SIDECAR_CONTAINER,
@@ -233,8 +232,9 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
                     " sidecar's own; remove that mount",
                 )
     training = _named(spec.get("containers") or [], training_container(pod).name)
+    ours = [one["mountPath"] for one in memory_mounts(policy)]
     for mount in training.get("volumeMounts") or []:
-        if PurePosixPath(mount.get("mountPath", "/")).is_relative_to(MEMORY_PATH):
+        if any(map(PurePosixPath(mount.get("mountPath", "/")).is_relative_to, ours)):
             raise PodError(
                 "Conflict",
                 f"container {training['name']} mounts {mount['mountPath']}, where keepstep's shared"

@@ -1,7 +1,9 @@
 """What the sidecar costs, and who pays.
 
 Its memory is the slots (pages of the shared memory are charged to the sidecar, which touches them
-first) plus the policy's overhead; requests equal limits, as memory cannot be taken back.
+first) plus the policy's overhead; requests equal limits, as memory cannot be taken back. Slots of
+huge pages are a resource of their own; what it may use of memory stays the same then, as images
+that are small, or of an older library, are on small pages all the same.
 
 CPU has no limit where the pod has none: idle it takes next to nothing, but it starts, makes slots
 and flushes at the speed of the CPU that it gets; limited to a tenth of a core, it delayed a pod's
@@ -24,6 +26,7 @@ from keepstep_operator.api.quantities import (
     parse_millicores,
 )
 from keepstep_operator.bodies import Body
+from keepstep_operator.names import HUGE_PAGES
 
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _KINDS: Final = ("requests", "limits")
@@ -35,11 +38,18 @@ _LOGS_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """CPU in millicores, memory in bytes. `cpu_limit`: in millicores, None for none."""
+    """CPU in millicores, memory in bytes. `cpu_limit`: in millicores, None for none. `spare_bytes`:
+    memory that is allowed beyond what is asked for. `huge_bytes`: of huge pages."""
 
     millicores: int
     memory_bytes: int
     cpu_limit: int | None = None
+    spare_bytes: int = 0
+    huge_bytes: int = 0
+
+    def memory_of(self, kind: str) -> int:
+        """In requests, or in limits."""
+        return self.memory_bytes + (self.spare_bytes if kind == "limits" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +57,15 @@ class _Unit:
     """How to read and write one resource."""
 
     name: str
-    cost: Callable[[Cost], int]
+    cost: Callable[[Cost, str], int]
     parse: Callable[[str | int | float], int]
     format: Callable[[int], str]
 
 
 _UNITS: Final = (
-    _Unit(name="cpu", cost=lambda cost: cost.millicores, parse=parse_millicores,
+    _Unit(name="cpu", cost=lambda cost, kind: cost.millicores, parse=parse_millicores,
           format=format_millicores),
-    _Unit(name="memory", cost=lambda cost: cost.memory_bytes, parse=parse_bytes,
+    _Unit(name="memory", cost=lambda cost, kind: cost.memory_of(kind), parse=parse_bytes,
           format=format_bytes),
 )  # fmt: skip
 
@@ -63,19 +73,27 @@ _UNITS: Final = (
 def cost_of(policy: Policy, containers: list[Body]) -> Cost:
     """Of the sidecar of a pod with these containers. Where any has a limit of CPU, a quota may ask
     for one of all."""
-    cpu, limit = policy.cpu_millicores, None
-    if all(map(_is_guaranteed, containers)):
+    cpu, limit, guaranteed = policy.cpu_millicores, None, all(map(_is_guaranteed, containers))
+    if guaranteed:
         cpu = limit = max(cpu, _ENOUGH_MILLICORES)
     elif any("cpu" in _amounts(one, "limits") for one in containers):
         limit = max(cpu, _AMPLE_MILLICORES)
-    memory = policy.memory_limit_bytes + policy.overhead_bytes
-    return Cost(millicores=cpu, memory_bytes=memory, cpu_limit=limit)
+    spare = policy.memory_limit_bytes if policy.huge_bytes and not guaranteed else 0
+    return Cost(
+        millicores=cpu,
+        memory_bytes=policy.memory_limit_bytes + policy.overhead_bytes - spare,
+        cpu_limit=limit,
+        spare_bytes=spare,
+        huge_bytes=policy.huge_bytes,
+    )
 
 
 def resources_of(cost: Cost) -> Body:
     """Requests, and limits equal to them but for CPU."""
-    requests = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
-    limits = {"memory": requests["memory"]}
+    requests = {unit.name: unit.format(unit.cost(cost, "requests")) for unit in _UNITS}
+    limits = {"memory": format_bytes(cost.memory_of("limits"))}
+    if cost.huge_bytes:
+        requests[HUGE_PAGES] = limits[HUGE_PAGES] = format_bytes(cost.huge_bytes)
     if cost.cpu_limit is not None:
         limits["cpu"] = format_millicores(cost.cpu_limit)
     return {"requests": requests, "limits": limits}
@@ -105,9 +123,10 @@ def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
         return resources, "the training container asks for no memory"
     left = {kind: dict(resources[kind]) for kind in _KINDS if resources.get(kind)}
     for kind, unit in _named(left):
-        rest = unit.parse(left[kind][unit.name]) - unit.cost(cost)
+        taken = unit.cost(cost, kind)
+        rest = unit.parse(left[kind][unit.name]) - taken
         if rest <= 0:
-            needed = unit.format(unit.cost(cost))
+            needed = unit.format(taken)
             return resources, (
                 f"the sidecar needs {needed} of {unit.name}, the training container's"
                 f" {kind} are {left[kind][unit.name]}"

@@ -20,6 +20,8 @@ from keepstep_operator.injection.tiers import (
 from keepstep_operator.names import (
     ARCHIVE_VOLUME,
     GROUP_ID,
+    HUGE_PATH,
+    HUGE_VOLUME,
     MEMORY_PATH,
     MEMORY_VOLUME,
     TOKEN_PATH,
@@ -43,13 +45,13 @@ def volumes_of(policy: Policy) -> list[Body]:
     """What goes into `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
-    return [_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *archive_volumes(policy)]
+    return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
     """The sidecar's."""
     return [
-        memory_mount(),
+        *memory_mounts(policy),
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         {"name": TRUST_VOLUME, "mountPath": TRUST_PATH},
         *(_mount(one, policy, placement) for one in policy.volumes),
@@ -57,9 +59,10 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
     ]
 
 
-def memory_mount() -> Body:
+def memory_mounts(policy: Policy) -> list[Body]:
     """Of the shared memory: the same in the sidecar and in the training container."""
-    return {"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH}
+    small = {"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH}
+    return [small, *([{"name": HUGE_VOLUME, "mountPath": HUGE_PATH}] if policy.huge_bytes else [])]
 
 
 def paths_of(policy: Policy) -> list[str]:
@@ -88,11 +91,13 @@ def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
 
 
 def file_system_group(policy: Policy, spec: Body) -> int | None:
-    """The fsGroup that the pod must get: an ephemeral claim is root's otherwise. None: leave it.
+    """The fsGroup that the pod must get: an ephemeral claim and huge pages are root's otherwise.
+    None: leave it.
 
     Raises PodError where setting one would change the owner of the user's own claims.
     """
-    if not any(isinstance(one.source, Ephemeral) for one in policy.volumes):
+    ephemeral = any(isinstance(one.source, Ephemeral) for one in policy.volumes)
+    if not ephemeral and not policy.huge_bytes:
         return None
     if (spec.get("securityContext") or {}).get("fsGroup") is not None:
         return None
@@ -100,16 +105,19 @@ def file_system_group(policy: Policy, spec: Body) -> int | None:
         if any(kind in volume for kind in _OWNED_BY_FS_GROUP):
             raise PodError(
                 "NoFsGroup",
-                "the policy's ephemeral volume needs spec.securityContext.fsGroup, which would"
+                f"the policy's {'ephemeral volume needs' if ephemeral else 'huge pages need'}"
+                " spec.securityContext.fsGroup, which would"
                 f" also give the files of volume {volume.get('name')!r} to that group; set fsGroup"
                 f" in the pod template ({GROUP_ID}, or one of your own)",
             )
     return GROUP_ID
 
 
-def _memory(policy: Policy) -> Body:
+def _memory(policy: Policy) -> Iterator[Body]:
     size = format_bytes(policy.memory_limit_bytes + _BESIDE_SLOTS_BYTES)
-    return {"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    yield {"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    if policy.huge_bytes:
+        yield {"name": HUGE_VOLUME, "emptyDir": {"medium": "HugePages-2Mi"}}
 
 
 def token_volume(name: str) -> Body:
