@@ -1,4 +1,4 @@
-"""Slots on huge pages: asked for where all nodes have some, and as lasting as those on small ones."""
+"""Slots on huge pages: asked for where all nodes have some, and they last as on small ones."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "volumes": ("/v /w", (Path("/v"), Path("/w"))),
     "slots": ("3", 3),
     "memory_limit": ("32Gi", 32 << 30),
+    "huge_pages_dir": ("/huge/gpt", Path("/huge/gpt")),
+    "small_pages": ("true", True),
     "stage_every": ("2", 2),
     "persist_every": ("10", 10),
     "keep": ("5", 5),

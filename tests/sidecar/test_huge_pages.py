@@ -159,6 +159,25 @@ def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
     assert set(slots(huge)) < set(before)
 
 
+@pytest.mark.parametrize("options", [(), ("--small-pages",)])
+def test_where_slots_could_be_on_huge_pages_status_says_how(
+    sidecar: SidecarProcess, trainers: Trainers, options: tuple[str, ...]
+) -> None:
+    if not slot_directories.advice(1 << 40):
+        pytest.skip("a kernel without huge pages")
+    sidecar.end()
+    sidecar.start("--slots", "2", *options)
+    trainers(sidecar.socket).begin_run().take_slot()
+    assert sidecar.get("/v1/status")["hints"] == [], "nothing to gain for a small image"
+    trainers(sidecar.socket, 1, 2, size=_SIZE).begin_run().take_slot()
+    hints = sidecar.get("/v1/status")["hints"]
+    if options:
+        assert hints == []
+    else:
+        assert hints[0].startswith("slots of 132 MiB are on small pages; before the next start: ")
+        assert "hugepages" in hints[0], "other tests may have reserved enough meanwhile"
+
+
 def test_an_image_that_is_small_takes_no_huge_page(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
