@@ -18,6 +18,7 @@ import fcntl
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -118,7 +119,10 @@ class SlotDirectories:
     def free_bytes(self, size_bytes: int) -> int:
         """Memory that there is for more slots of this size."""
         status = os.statvfs(self.small)
-        return status.f_bavail * status.f_frsize + self._huge_for(size_bytes) * size_bytes
+        small = status.f_bavail * status.f_frsize
+        if self.huge is not None:  # a tmpfs counts on memory that the pool may have taken
+            small = min(small, _available_bytes())
+        return small + self._huge_for(size_bytes) * size_bytes
 
     def _huge_for(self, size_bytes: int) -> int:
         """Slots of this size that the free huge pages can hold."""
@@ -165,6 +169,15 @@ def free_huge_bytes() -> int:
     """Huge pages that nobody has, nor was promised; 0 where that is not told."""
     free = max(0, _told("free_hugepages") - _told("resv_hugepages"))
     return free * HUGE_PAGE_BYTES
+
+
+def _available_bytes() -> int:
+    """Memory that the kernel could give for small pages without swapping (proc_meminfo(5))."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return sys.maxsize
 
 
 def advice(lacking_bytes: int) -> str:
