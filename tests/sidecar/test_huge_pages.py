@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
-from keepstep.wire.trainer import Flushed, SlotGranted, SlotRequest, StopRequest
+from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
 from keepstep_sidecar.memory import slot_directories
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from tests import hugetlbfs
@@ -233,19 +234,81 @@ def test_what_was_promised_to_others_is_not_free(
     assert slot_directories.free_huge_bytes() == 3 * HUGE_PAGE_BYTES
 
 
-def test_a_trainer_that_does_not_see_huge_pages_gets_small_ones(
+def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     """As in a container of its own, with this machine's /dev/shm but not its hugetlbfs."""
     sidecar.end()
+    start(sidecar, huge, "--persist-every", "1000")
+    trainer = trainers(sidecar.socket, size=_SIZE)
+    assert trainer.connect().huge_pages_dir == str(huge)
+    trainer.restored(trainer.epoch)
+    trainer.register()
+    trainer.stage(1)  # in memory alone
+    assert [path.parent.parent for path in slots(huge)][:1] == [huge]
+    trainer.disconnect()
+    blind = trainers(sidecar.socket, size=_SIZE)
+    blind.connect()
+    blind.call("/v1/unseen", UnseenRequest(lease=blind.lease), dict)
+    assert slots(huge) == []
+    opened = blind.open(blind.candidates().candidates[-1].id)
+    assert Path(opened.path).is_relative_to(sidecar.memory)
+    assert read_image(blind.layout, opened.path) == content(blind.layout, 1)
+    blind.restored(blind.epoch)
+    blind.register()
+    committed(blind, 2, 3)
+    assert slots(huge) == []
+    assert "does not see it; mount it there, too" in sidecar.text()
+
+
+def test_a_life_without_huge_pages_gives_no_name_twice(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    sidecar.end()
+    for number, options in enumerate(
+        (("--huge-pages-dir", str(huge)), (), ("--huge-pages-dir", str(huge)))
+    ):
+        sidecar.start("--slots", str(_SLOTS), *options)
+        trainer = trainers(sidecar.socket, size=_SIZE)
+        trainer.connect()
+        trainer.restored(trainer.epoch)
+        trainer.register()
+        committed(trainer, *range(3 * number + 1, 3 * number + 4))
+        trainer.disconnect()
+        sidecar.kill()
+    names = [path.name for root in (huge, sidecar.memory) for path in slots(root)]
+    assert len(names) == len(set(names)) > _SLOTS
+
+
+def test_a_hole_in_a_slot_on_huge_pages_ends_no_sidecar(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    """The page that was given back is another's by now: to touch it here is SIGBUS."""
+    sidecar.end()
     start(sidecar, huge)
     trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
-    unseen = trainer.take_slot().path
-    assert Path(unseen).is_relative_to(huge)
-    request = SlotRequest(lease=trainer.lease, layout=trainer.layout.id, unseen=unseen)
-    trainer.slot = trainer.call("/v1/slot", request, SlotGranted)
-    assert Path(trainer.slot.path).is_relative_to(sidecar.memory)
-    committed(trainer, 1, 2)
-    eventually(lambda: len(slots(sidecar.memory)) == _SLOTS, what="all slots on small pages")
-    assert slots(huge) == []
-    assert f"{unseen} is not there for the trainer; mount it there, too" in sidecar.text()
+    path = trainer.begin()
+    trainer.fill(1)
+    subprocess.run(
+        ["fallocate", "--punch-hole", "--offset", "8MiB", "--length", "16MiB", str(path)],
+        check=True,
+    )
+    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
+    trainer.connect()
+    trainer.register()
+    trainer.slot = None
+    committed(trainer, 2)
+    assert sidecar.process is not None
+    assert sidecar.process.poll() is None
+
+
+def test_a_directory_that_is_no_ranks_keeps_no_sidecar_from_starting(
+    sidecar: SidecarProcess, trainers: Trainers, huge: Path
+) -> None:
+    """Whoever trains may make it, and in a pod so that the sidecar may not even look."""
+    sidecar.end()
+    with hugetlbfs.mounted(huge / "rank-00007"):  # another file system, which is never entered
+        start(sidecar, huge)
+        committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
+        assert "slots not adopted" in sidecar.text()
+        sidecar.end()

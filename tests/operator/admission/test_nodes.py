@@ -19,13 +19,27 @@ _GPU = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
 _TOLERATES = {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"}
 
 
+_TWO_OF_EIGHT = [{"resources": {"limits": {"nvidia.com/gpu": "2"}}}]
+
+
 def node(name: str, size: str = "", *taints: dict[str, Any], **labels: str) -> dict[str, Any]:
-    allocatable = {"memory": "64Gi", **({"hugepages-2Mi": size} if size else {})}
+    allocatable = {"memory": "64Gi", "nvidia.com/gpu": "8"}
+    allocatable |= {"hugepages-2Mi": size} if size else {}
     return {
         "metadata": {"name": name, "labels": labels},
         "spec": {"taints": list(taints)} if taints else {},
         "status": {"allocatable": allocatable},
     }
+
+
+_SECRET = {"name": "s", "secret": {"secretName": "s"}}
+_KEY = {"name": "k", "secret": {"secretName": "k", "items": [{"key": "k", "mode": 0o600}]}}
+
+_OWN = {"name": "h", "emptyDir": {"medium": "HugePages-1Gi"}}
+
+
+def _asking(size: str) -> dict[str, Any]:
+    return {"resources": {"limits": {"hugepages-2Mi": size}}}
 
 
 def settled(cache: NodeCache, spec: dict[str, Any], *, words: str = "Auto") -> HugePages:
@@ -47,6 +61,16 @@ def settled(cache: NodeCache, spec: dict[str, Any], *, words: str = "Auto") -> H
         ([node("a", "4Gi", _GPU)], {"tolerations": [{**_TOLERATES, "value": "no"}]}, False),
         ([node("a", "4Gi"), node("b", "", _GPU)], {"tolerations": [{"operator": "Exists"}]}, False),
         ([], {}, False),
+        ([node("a", "8Gi")], {"containers": _TWO_OF_EIGHT}, True),
+        ([node("a", "6Gi")], {"containers": _TWO_OF_EIGHT}, False),
+        ([node("a", "4Gi")], {"containers": [_asking("2Gi")]}, True),
+        ([node("a", "4Gi")], {"initContainers": [_asking("2050Mi")]}, False),
+        ([node("a", "4Gi")], {"volumes": [_SECRET, {"name": "s", "emptyDir": {}}]}, True),
+        ([node("a", "4Gi")], {"volumes": [_KEY]}, False),
+        ([node("a", "4Gi")], {"volumes": [_KEY], "securityContext": {"fsGroup": 0}}, True),
+        ([node("a", "4Gi")], {"volumes": [{"name": "d", "persistentVolumeClaim": {}}]}, False),
+        ([node("a", "4Gi")], {"volumes": [{"name": "d", "iscsi": {}}]}, False),
+        ([node("a", "4Gi")], {"volumes": [_OWN]}, False),
     ],
 )  # fmt: skip
 async def test_every_node_that_the_pod_may_run_on_has_to_have_enough(
@@ -64,3 +88,4 @@ async def test_every_node_that_the_pod_may_run_on_has_to_have_enough(
             assert settled(cache, spec, words="None") is HugePages.NONE
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

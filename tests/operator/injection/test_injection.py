@@ -127,14 +127,13 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
     said = injected_of(parse_pod(injected))
     assert said is not None
     assert not any("CarveOut" in one for one in said.warnings)
-    sidecar = _sidecar(injected)["resources"]
+    sidecar = _sidecar(injected)["resources"]["requests"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
             if resource in amounts:
                 left = read(after[kind][resource])
-                taken = sidecar["requests" if resource == "cpu" else kind][resource]
                 assert left > 0
-                assert left + read(taken) == read(amounts[resource])
+                assert left + read(sidecar[resource]) == read(amounts[resource])
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
@@ -260,6 +259,24 @@ def test_huge_pages_are_a_resource_of_the_sidecar_and_mounted_in_both_containers
     assert requests["memory"] == "256Mi", "its slots are counted as huge pages"
     assert limits["memory"] == "2305Mi", "small images are on small pages all the same"
     assert spec["securityContext"]["fsGroup"] == 65532
+
+
+def test_no_request_exceeds_its_limit_when_huge_pages_are_carved_out() -> None:
+    pod = bare_pod()
+    both = {"requests": {"cpu": "8", "memory": "100Gi"}, "limits": {"memory": "100Gi"}}
+    pod["spec"]["containers"][0]["resources"] = both
+    asked = policy(memory={"limit": "32Gi", "hugePages": "2Mi"}, accounting="CarveOut")
+    left = inject(pod, asked, DEFAULTS)["spec"]["containers"][0]["resources"]
+    assert left["requests"]["memory"] == left["limits"]["memory"] == "102144Mi"
+
+
+def test_a_pod_whose_own_huge_pages_have_no_size_is_not_injected() -> None:
+    """The kubelet mounts such a volume only while the pod asks for pages of one size."""
+    pod = bare_pod()
+    pod["spec"]["volumes"].append({"name": "own", "emptyDir": {"medium": "HugePages"}})
+    with pytest.raises(PodError, match="medium: HugePages-2Mi"):
+        inject(pod, policy(memory={"limit": "2Gi", "hugePages": "2Mi"}), DEFAULTS)
+    inject(pod, policy(memory={"limit": "2Gi"}), DEFAULTS)
 
 
 def test_a_guaranteed_pod_stays_one_with_huge_pages() -> None:

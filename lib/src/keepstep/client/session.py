@@ -20,6 +20,7 @@ from keepstep.wire.trainer import (
     LeaseGranted,
     LeaseRequest,
     ReleaseRequest,
+    UnseenRequest,
     Waited,
     WaitRequest,
 )
@@ -30,6 +31,8 @@ _PAUSE_S = 0.05
 _POLL_S = 30.0
 _LEASE_S = 10.0
 _SLACK_S = 0.5
+_UNSEEN_S = 30.0
+"""What lies where a trainer does not see it is made durable meanwhile."""
 
 
 class Session:
@@ -70,7 +73,16 @@ class Session:
         lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
         self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
+        self._require_seen(lease.granted)
         return lease.granted
+
+    def _require_seen(self, granted: LeaseGranted) -> None:
+        """In a container that does not see the sidecar's huge pages nothing may be kept there."""
+        directory = granted.huge_pages_dir
+        if directory and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            with contextlib.suppress(SidecarError):  # asked again with the next lease
+                request = UnseenRequest(lease=granted.lease)
+                self.call("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
         """Get the lease, waiting for a sidecar that is just starting, or for a predecessor that

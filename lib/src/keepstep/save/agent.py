@@ -108,8 +108,6 @@ class Agent:
         self._outcomes: dict[int, str] = {}
         self._retry_at = 0.0
         self._failures = 0
-        self._unseen = ""
-        """Path of a slot that the sidecar made where this process cannot look."""
         self._patient = True
         self._warned: set[str] = set()
         self._closing = False
@@ -508,9 +506,7 @@ class Agent:
             lease=self.session.lease,
             layout=self._layout.id,
             timeout_s=_SLOT_WAIT_S,
-            unseen=self._unseen,
         )
-        self._unseen = ""
         self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 
     def _keep(self, granted: SlotGranted) -> None:
@@ -525,7 +521,6 @@ class Agent:
                 # granted for the layout before; the registration of the new one comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
-            self._unseen = granted.path if isinstance(error, FileNotFoundError) else ""
             raise SidecarError(f"slot {granted.path} cannot be mapped: {error}") from error
         with self._lock:
             if self._layout is not layout:

@@ -63,7 +63,7 @@ class LeaseGranted:
     """First line of the lease stream (JSON lines; later lines are `{}` pings).
 
     `held`: those of `LeaseRequest.holding` that are still this trainer's to fill. `archive`: steps
-    go to an archive, too.
+    go to an archive, too. `huge_pages_dir`: where slots may be besides, '' for nowhere.
     """
 
     lease: str
@@ -71,9 +71,18 @@ class LeaseGranted:
     protocol: int
     sidecar: str
     memory_dir: str
+    huge_pages_dir: str = ""
     stage_every: int = 1
     held: tuple[str, ...] = ()
     archive: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnseenRequest:
+    """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, as in a container
+    that does not mount it. Answered when all that is there can be had from elsewhere."""
+
+    lease: str
 
 
 # --- slots -----------------------------------------------------------------------------------
@@ -99,15 +108,11 @@ class LayoutAccepted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRequest:
-    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed.
-
-    `unseen`: path of the slot that was granted last, which this trainer does not find there.
-    """
+    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed."""
 
     lease: str
     layout: str
     timeout_s: float = 30.0
-    unseen: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Which nodes give huge pages: what a policy with `memory.hugePages: Auto` is decided by.
 
 A pod that asks for more of them than any node has stays Pending for ever. So it asks only where
-every node that it may run on has enough; required affinity is not looked at, which only makes that
-stricter. What other pods have taken of them is the scheduler's affair.
+every node that it may run on has enough for as many such pods as its GPUs allow; required affinity
+is not looked at, which only makes that stricter. What others have taken of them is the scheduler's
+affair. And it asks only where an fsGroup, which hugetlbfs needs, changes nothing of the user's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from keepstep_operator.kube import NODES, Client, Feed, follow
 from keepstep_operator.names import HUGE_PAGES
 
 _REPELS: Final = ("NoSchedule", "NoExecute")
+_HARMLESS: Final = {"emptyDir", "hostPath", "configMap", "downwardAPI", "projected", "secret"}
+_GROUP_READS: Final = 0o040
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Node:
     labels: Mapping[str, str]
     taints: tuple[Body, ...]
-    huge_bytes: int
+    allocatable: Mapping[str, str]
+
+    def gives(self, amounts: Mapping[str, int], own_bytes: int) -> int:
+        """Bytes of huge pages for each pod that asks for so much of extended resources, beside its
+        own."""
+        has = {name: parse_bytes(self.allocatable.get(name) or 0) for name in amounts}
+        pods = min((has[name] // amount for name, amount in amounts.items()), default=1)
+        return parse_bytes(self.allocatable.get(HUGE_PAGES) or 0) // max(1, pods) - own_bytes
 
 
 class NodeCache:
@@ -48,11 +58,10 @@ class NodeCache:
 
     def seen(self, body: Body) -> None:
         """A Node is there, or has changed."""
-        allocatable = (body.get("status") or {}).get("allocatable") or {}
         self._nodes[str(_name(body))] = _Node(
             labels=body["metadata"].get("labels") or {},
             taints=tuple((body.get("spec") or {}).get("taints") or ()),
-            huge_bytes=parse_bytes(allocatable.get(HUGE_PAGES) or 0),
+            allocatable=(body.get("status") or {}).get("allocatable") or {},
         )
 
     def gone(self, name: str) -> None:
@@ -64,10 +73,46 @@ class NodeCache:
         if policy.huge_pages is not HugePages.AUTO:
             return policy
         asking = replace(policy, huge_pages=HugePages.ALWAYS)
+        amounts, own_bytes = _extended(spec), _requested(spec).get(HUGE_PAGES, 0)
         nodes = [one for one in self._nodes.values() if _may_run(spec, one)]
-        least = min((one.huge_bytes for one in nodes), default=0)
-        enough = self.synced and least >= asking.huge_bytes
+        least = min((one.gives(amounts, own_bytes) for one in nodes), default=0)
+        harmless = not any(map(_minds, spec.get("volumes") or ())) or _has_group(spec)
+        enough = self.synced and harmless and least >= asking.huge_bytes
         return asking if enough else replace(policy, huge_pages=HugePages.NONE)
+
+
+def _requested(spec: Body) -> dict[str, int]:
+    """By resource, of all containers together: integers, or bytes."""
+    found: dict[str, int] = {}
+    for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
+        resources = container.get("resources") or {}
+        amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        for name, amount in amounts.items():
+            if "/" in name or name == HUGE_PAGES:
+                found[name] = found.get(name, 0) + parse_bytes(amount)
+    return found
+
+
+def _extended(spec: Body) -> dict[str, int]:
+    """Those that a device plugin hands out: GPUs, network cards."""
+    return {name: amount for name, amount in _requested(spec).items() if "/" in name and amount}
+
+
+def _has_group(spec: Body) -> bool:
+    return (spec.get("securityContext") or {}).get("fsGroup") is not None
+
+
+def _minds(volume: Body) -> bool:
+    """Whether an fsGroup could change what the user's containers find there: files of a claim get
+    another owner, and a Secret's of mode 0600 become 0640, which ssh refuses as a key."""
+    kinds = set(volume) - {"name"}
+    if not kinds <= _HARMLESS:
+        return True
+    if str((volume.get("emptyDir") or {}).get("medium")).startswith("HugePages"):
+        return True  # the kubelet mounts those of one size only
+    secret = volume.get("secret") or {}
+    modes = [secret.get("defaultMode"), *(one.get("mode") for one in secret.get("items") or ())]
+    return any(mode is not None and not mode & _GROUP_READS for mode in modes)
 
 
 def _may_run(spec: Body, node: _Node) -> bool:

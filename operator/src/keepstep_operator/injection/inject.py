@@ -223,6 +223,13 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
             f"the pod template has a container or volume named {taken[0]}, which keepstep adds;"
             " remove it (was it copied from an injected pod?)",
         )
+    for volume in spec.get("volumes") or [] if policy.huge_bytes else []:
+        if (volume.get("emptyDir") or {}).get("medium") == "HugePages":
+            raise PodError(
+                "Conflict",
+                f"volume {volume.get('name')} is of huge pages without a size, which kubelets mount"
+                " only in a pod that asks for one size; write medium: HugePages-2Mi, or another",
+            )
     for container in (*(spec.get("containers") or []), *(spec.get("initContainers") or [])):
         for mount in container.get("volumeMounts") or []:
             if mount.get("name") in wanted:

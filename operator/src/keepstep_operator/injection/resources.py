@@ -47,25 +47,21 @@ class Cost:
     spare_bytes: int = 0
     huge_bytes: int = 0
 
-    def memory_of(self, kind: str) -> int:
-        """In requests, or in limits."""
-        return self.memory_bytes + (self.spare_bytes if kind == "limits" else 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
     """How to read and write one resource."""
 
     name: str
-    cost: Callable[[Cost, str], int]
+    cost: Callable[[Cost], int]
     parse: Callable[[str | int | float], int]
     format: Callable[[int], str]
 
 
 _UNITS: Final = (
-    _Unit(name="cpu", cost=lambda cost, kind: cost.millicores, parse=parse_millicores,
+    _Unit(name="cpu", cost=lambda cost: cost.millicores, parse=parse_millicores,
           format=format_millicores),
-    _Unit(name="memory", cost=lambda cost, kind: cost.memory_of(kind), parse=parse_bytes,
+    _Unit(name="memory", cost=lambda cost: cost.memory_bytes, parse=parse_bytes,
           format=format_bytes),
 )  # fmt: skip
 
@@ -90,8 +86,8 @@ def cost_of(policy: Policy, containers: list[Body]) -> Cost:
 
 def resources_of(cost: Cost) -> Body:
     """Requests, and limits equal to them but for CPU."""
-    requests = {unit.name: unit.format(unit.cost(cost, "requests")) for unit in _UNITS}
-    limits = {"memory": format_bytes(cost.memory_of("limits"))}
+    requests = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
+    limits = {"memory": format_bytes(cost.memory_bytes + cost.spare_bytes)}
     if cost.huge_bytes:
         requests[HUGE_PAGES] = limits[HUGE_PAGES] = format_bytes(cost.huge_bytes)
     if cost.cpu_limit is not None:
@@ -115,7 +111,8 @@ def _amounts(container: Body, kind: str) -> Body:
 
 
 def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
-    """The training container's `resources` less `cost`; or unchanged, and why not.
+    """The training container's `resources` less `cost`, as far as it is requested: what is only
+    allowed is not in both of them, and a request beyond its limit is no pod. Or unchanged, and why.
 
     Every amount of CPU and memory that is named must leave something; memory must be named.
     """
@@ -123,10 +120,9 @@ def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
         return resources, "the training container asks for no memory"
     left = {kind: dict(resources[kind]) for kind in _KINDS if resources.get(kind)}
     for kind, unit in _named(left):
-        taken = unit.cost(cost, kind)
-        rest = unit.parse(left[kind][unit.name]) - taken
+        rest = unit.parse(left[kind][unit.name]) - unit.cost(cost)
         if rest <= 0:
-            needed = unit.format(taken)
+            needed = unit.format(unit.cost(cost))
             return resources, (
                 f"the sidecar needs {needed} of {unit.name}, the training container's"
                 f" {kind} are {left[kind][unit.name]}"

@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
 from keepstep.errors import NoMemoryError, SidecarError
@@ -105,6 +104,7 @@ class Saving:
             protocol=version,
             sidecar=__version__,
             memory_dir=str(self._config.memory_dir),
+            huge_pages_dir=str(self._slots.directories.huge or ""),
             stage_every=self._config.stage_every,
             held=held,
             archive=self._config.archive is not None,
@@ -207,8 +207,6 @@ class Saving:
         slots = self._slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
             raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
-        if request.unseen and self._slots.give_up_huge(slots, Path(request.unseen)):
-            self._allocator.fill(slots.current)
         granted = SlotGranted(slot=None)
 
         def given() -> bool:

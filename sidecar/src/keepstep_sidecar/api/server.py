@@ -34,6 +34,7 @@ from keepstep.wire.trainer import (
     SourcesRequest,
     StagedRequest,
     StopRequest,
+    UnseenRequest,
     WaitRequest,
     WindowRequest,
 )
@@ -60,6 +61,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/lease", routes.lease),
+            _post("/v1/unseen", UnseenRequest, service.unseen),
             _post("/v1/layout", LayoutRequest, service.saving.layout),
             _post("/v1/slot", SlotRequest, service.saving.slot),
             _post("/v1/staged", StagedRequest, service.saving.staged),

@@ -16,7 +16,13 @@ from keepstep.core.node import Serves
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
+from keepstep.wire.trainer import (
+    Flushed,
+    FlushRequest,
+    OwnerRequest,
+    StopRequest,
+    UnseenRequest,
+)
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.step_waits import StepWaits
@@ -29,7 +35,7 @@ from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
@@ -76,6 +82,7 @@ class Service:
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
+    _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
     _outlived: StepId | None = None
 
@@ -137,8 +144,11 @@ class Service:
         Images that have lost only their names are made durable first. A trainer's lease ends: it
         comes back at once, and maps nothing any more that it had.
         """
-        if not (damaged := self.slots.damaged()):
-            return
+        async with self._mending:
+            if damaged := self.slots.damaged():
+                await self._mend(damaged)
+
+    async def _mend(self, damaged: list[RankSlots]) -> None:
         for slots in damaged:
             self.slots.drop_damaged(slots, cut_off_only=True)
         if any(slots.sealed() for slots in damaged):
@@ -154,6 +164,16 @@ class Service:
             for slot_set in slots.slot_sets.values():
                 self.allocator.fill(slot_set)
         self.changes.ring()
+
+    async def unseen(self, request: UnseenRequest) -> dict[str, str]:
+        """A trainer does not see huge pages: what lies there becomes durable, and all slots are on
+        small ones from now on."""
+        lease = self.leases.require(request.lease)
+        self.slots.directories.give_up_huge(
+            f"the trainer of rank {lease.rank} does not see it; mount it there, too"
+        )
+        await self.mend_memory()
+        return {}
 
     async def _linger(self, linger_s: float) -> None:
         def alone() -> bool:

@@ -125,7 +125,8 @@ def _await_gone(process: Process | None, kept: RunDir) -> None:
 
 def slots_left(kept: RunDir) -> bool:
     """Whether shared memory holds slots of this run, with or without a sidecar."""
-    return any(kept.memory.glob("rank-*"))
+    roots = filter(None, (kept.memory, kept.config.huge_pages_dir))
+    return any(found for root in roots for found in root.glob("rank-*"))
 
 
 def identity(path: Path) -> tuple[int, int] | None:

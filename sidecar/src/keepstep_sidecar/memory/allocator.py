@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from keepstep.errors import NoMemoryError
-from keepstep.image import Layout
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
@@ -28,6 +27,8 @@ from keepstep_sidecar.memory.slot_file import (
 from keepstep_sidecar.memory.slot_pool import SlotSet
 
 _MOST_THREADS = 4
+_FIRST_HUGE = 100_000_000
+"""Numbers of slots on huge pages begin there: a life that did not see them names others alike."""
 _log = logging.getLogger("keepstep.sidecar")
 
 
@@ -44,8 +45,8 @@ class Allocator:
             asyncio.PriorityQueue()
         )
         self._making: dict[int, int] = {}
-        self._names: set[tuple[int, str]] = set()
-        """Ranks and names of the slots that are being made."""
+        self._names: set[Path] = set()
+        """Of the slots that are being made."""
         self._executor = ThreadPoolExecutor(
             self.threads, thread_name_prefix="slots", initializer=lower_priority
         )
@@ -84,21 +85,18 @@ class Allocator:
             await self._make(order)
 
     async def _make(self, slot_set: SlotSet) -> None:
-        layout, name = slot_set.layout, ""
+        layout = slot_set.layout
         try:
-            name = self._free_name(slot_set)
-            self._names.add((layout.rank, name))
-            file = await self._create(layout, name)
+            file = await self._create(slot_set)
         except FileNotFoundError as error:  # the directory was removed: `Service.mend_memory`
-            warn("slot not made", rank=layout.rank, slot=name, reason=str(error))
+            warn("slot not made", rank=layout.rank, reason=str(error))
             return
         except (NoMemoryError, OSError) as error:
             slot_set.failure = str(error)
             slot_set.wanted = slot_set.count
-            warn("slot not made", rank=layout.rank, slot=name, reason=str(error))
+            warn("slot not made", rank=layout.rank, reason=str(error))
             return
         finally:
-            self._names.discard((layout.rank, name))
             self._making[id(slot_set)] -= 1
             if not self._making[id(slot_set)]:
                 del self._making[id(slot_set)]
@@ -119,32 +117,37 @@ class Allocator:
         )
         self._changes.ring()
 
-    async def _create(self, layout: Layout, name: str) -> SlotFile:
+    async def _create(self, slot_set: SlotSet) -> SlotFile:
         """Of huge pages while they last."""
-        small, huge = self._directories.for_slot(layout.rank, layout.size_bytes)
+        rank, size_bytes = slot_set.layout.rank, slot_set.layout.size_bytes
+        small, huge = self._directories.for_slot(rank, size_bytes)
         if huge is not None:
             try:
-                return await self._create_at(huge / name, layout)
+                return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
             except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
-                say("not on huge pages", rank=layout.rank, slot=name, reason=str(error))
-        return await self._create_at(small / name, layout)
+                say("not on huge pages", rank=rank, reason=str(error))
+                self._directories.require_small(size_bytes)
+        return await self._create_in(small, slot_set, first=0)
 
-    async def _create_at(self, path: Path, layout: Layout) -> SlotFile:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, lambda: SlotFile.create(path, layout, stop=self._stop)
-        )
+    async def _create_in(self, directory: Path, slot_set: SlotSet, *, first: int) -> SlotFile:
+        layout, loop = slot_set.layout, asyncio.get_running_loop()
+        path = directory / self._free_name(directory, slot_set, first=first)
+        self._names.add(path)
+        try:
+            return await loop.run_in_executor(
+                self._executor, lambda: SlotFile.create(path, layout, stop=self._stop)
+            )
+        finally:
+            self._names.discard(path)
 
-    def _free_name(self, slot_set: SlotSet) -> str:
-        rank = slot_set.layout.rank
+    def _free_name(self, directory: Path, slot_set: SlotSet, *, first: int) -> str:
         # a name is given once: a trainer may still have the slot mapped that had it
         names = {*(file.name for file in slot_set.files), *slot_set.orphans}
-        names |= {name for of, name in self._names if of == rank}
-        for directory in self._directories.of(rank):
-            with entered(directory) as fd:
-                names |= {name.removesuffix(".new") for name in os.listdir(fd)}
+        names |= {path.name for path in self._names if path.parent == directory}
+        with entered(directory) as fd:
+            names |= {name.removesuffix(".new") for name in os.listdir(fd)}
         taken = {slot_number(name) for name in names}
-        return slot_name(slot_set.layout, next(n for n in itertools.count() if n not in taken))
+        return slot_name(slot_set.layout, next(n for n in itertools.count(first) if n not in taken))
 
     def stop(self) -> None:
         """Give up what is being made; for the end of the process."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from keepstep.errors import NoMemoryError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep_sidecar.log import warn
 
@@ -118,11 +119,21 @@ class SlotDirectories:
 
     def free_bytes(self, size_bytes: int) -> int:
         """Memory that there is for more slots of this size."""
+        return self._small_bytes() + self._huge_for(size_bytes) * size_bytes
+
+    def require_small(self, size_bytes: int) -> None:
+        """Raises NoMemoryError where a slot that was to be on huge pages does not fit elsewhere."""
+        if (free := self._small_bytes()) < size_bytes:
+            raise NoMemoryError(
+                f"{size_bytes} bytes are needed in place of huge pages, {free} are free",
+                code="no-memory",
+            )
+
+    def _small_bytes(self) -> int:
         status = os.statvfs(self.small)
-        small = status.f_bavail * status.f_frsize
-        if self.huge is not None:  # a tmpfs counts on memory that the pool may have taken
-            small = min(small, _available_bytes())
-        return small + self._huge_for(size_bytes) * size_bytes
+        free = status.f_bavail * status.f_frsize
+        # a tmpfs counts on memory that a pool of huge pages may have taken
+        return free if self._asked is None else min(free, _available_bytes())
 
     def _huge_for(self, size_bytes: int) -> int:
         """Slots of this size that the free huge pages can hold."""
@@ -172,17 +183,26 @@ def free_huge_bytes() -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that the kernel could give for small pages without swapping (proc_meminfo(5))."""
+    """Memory that the kernel could give for small pages without swapping."""
+    return _meminfo("MemAvailable") or sys.maxsize
+
+
+def _default_page_bytes() -> int:
+    return _meminfo("Hugepagesize")
+
+
+def _meminfo(name: str) -> int:
+    """Bytes, as proc_meminfo(5) has them; 0 where the kernel does not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
-    return sys.maxsize
+    return 0
 
 
 def advice(lacking_bytes: int) -> str:
     """What a person does so that this much more memory is of huge pages; '' where nobody can."""
-    if not _POOL.exists():
+    if _default_page_bytes() != HUGE_PAGE_BYTES:  # vm.nr_hugepages is of the default size
         return ""
     lacking = -(-max(0, lacking_bytes - free_huge_bytes()) // HUGE_PAGE_BYTES)
     commands = [f"sysctl -w vm.nr_hugepages={_told('nr_hugepages') + lacking}"] if lacking else []

@@ -163,11 +163,15 @@ class SlotFile:
 
     @property
     def cut_off(self) -> bool:
-        """Whether somebody truncated the file: to touch the mapping may be the process's death."""
+        """Whether somebody truncated the file, or took pages out of it: to touch the mapping may be
+        the process's death."""
         try:
-            return os.fstat(self._fd).st_size != self.layout.size_bytes
+            found = os.fstat(self._fd)
         except OSError:
             return False
+        # a hole in a tmpfs is filled again; a huge page that was given back may be another's by now
+        hole = self.huge and found.st_blocks * 512 < self.layout.size_bytes
+        return hole or found.st_size != self.layout.size_bytes
 
     def ails(self, id: StepId, *, run: str) -> str:
         """Why a trainer cannot go on from the image `id` in this slot; '' when it can."""

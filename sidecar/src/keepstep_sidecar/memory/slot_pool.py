@@ -117,10 +117,14 @@ class SlotPool:
         """
         for rank, directory in list(self.directories.found()):
             slots = self.rank(rank)
-            with entered(directory) as fd:
-                names = sorted(os.listdir(fd))
-                for name in filter(is_unfinished, names):
-                    _remove(name, fd)
+            try:
+                with entered(directory) as fd:
+                    names = sorted(os.listdir(fd))
+                    for name in filter(is_unfinished, names):
+                        _remove(name, fd)
+            except OSError as error:  # a trainer made it for itself
+                warn("slots not adopted", rank=rank, path=str(directory), reason=str(error))
+                continue
             for name in names:
                 if slot_number(name) is not None:
                     self._adopt(slots, directory / name)
@@ -193,7 +197,13 @@ class SlotPool:
     def _is_damaged(self, slots: RankSlots) -> bool:
         if self.directories.lacks(slots.rank):
             return True
-        return any(file.lacks() for slot_set in slots.slot_sets.values() for file in slot_set.all())
+        files = (file for slot_set in slots.slot_sets.values() for file in slot_set.all())
+        return any(map(self._lacks, files))
+
+    def _lacks(self, file: SlotFile) -> str:
+        """What others took from this file, or "trainers that see it"."""
+        unseen = file.huge and self.directories.huge is None
+        return "trainers that see it" if unseen else file.lacks()
 
     def drop_damaged(self, slots: RankSlots, *, cut_off_only: bool = False) -> None:
         """Drop the slots that others damaged, but those that somebody still reads.
@@ -202,7 +212,8 @@ class SlotPool:
         """
 
         def lost(file: SlotFile) -> bool:
-            return (file.cut_off if cut_off_only else bool(file.lacks())) and _say_lost(file)
+            lacks = file.cut_off if cut_off_only else self._lacks(file)
+            return bool(lacks) and _say_lost(file, self._lacks(file))
 
         for slot_set in slots.slot_sets.values():
             for index in [index for index, file in slot_set.present() if lost(file)]:
@@ -211,20 +222,6 @@ class SlotPool:
                 file.unlink()
 
     # --- changes -----------------------------------------------------------------------------
-
-    def give_up_huge(self, slots: RankSlots, unseen: Path) -> bool:
-        """A trainer of the rank does not see this slot, so that none on huge pages is of use to it.
-        False when the slot is another one's, or of small pages: then it was removed."""
-        found = slots.named(unseen.name)
-        if found is None or found.file.path != unseen or not found.file.huge:
-            return False
-        self.directories.give_up_huge(f"{unseen} is not there for the trainer; mount it there, too")
-        states = (SlotState.EMPTY, SlotState.ASSIGNED)
-        for slot_set in slots.slot_sets.values():
-            for index, file in list(slot_set.present()):
-                if file.huge and slot_set.table.slots[index].state in states:
-                    slot_set.lose(index)
-        return True
 
     def take_back(self, rank: int) -> StepId | None:
         """The trainer has died: its unfinished slot is free. Returns the step in it, if sealed.
@@ -285,8 +282,8 @@ class SlotPool:
         self.ranks.clear()
 
 
-def _say_lost(file: SlotFile) -> bool:
-    warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=file.lacks())
+def _say_lost(file: SlotFile, what: str) -> bool:
+    warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=what)
     return True
 
 
