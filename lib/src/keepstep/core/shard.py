@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from keepstep.steps import StepId
 
@@ -25,3 +26,23 @@ class Shard:
     params_digest: str | None = None
     twins: tuple[int, ...] = ()
     written_at: float | None = None
+
+
+class Told(Protocol):
+    """What the ledger asks of a shard, which it is told of under a rank: a `Shard`, or a row of a
+    report."""
+
+    @property
+    def step_id(self) -> StepId: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def root(self) -> str | None: ...
+    @property
+    def params_digest(self) -> str | None: ...
+    @property
+    def twins(self) -> tuple[int, ...]: ...
+    @property
+    def written_at(self) -> float | None: ...

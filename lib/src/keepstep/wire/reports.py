@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.core.ledger import RankReport, Reported
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Shard, Told
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
@@ -37,8 +37,16 @@ class ReportedShard:
     twins: tuple[int, ...] = ()
     bytes: int = field(default=0, compare=False)
 
+    @property
+    def step_id(self) -> StepId:
+        return self.id
+
+    @property
+    def size_bytes(self) -> int:
+        return self.bytes
+
     @classmethod
-    def of(cls, shard: Shard) -> ReportedShard:
+    def of(cls, shard: Told) -> ReportedShard:
         return cls(
             id=shard.step_id,
             world=shard.world,
@@ -216,9 +224,7 @@ class ReportReply:
 def _rank_report(one: ReportedRank) -> RankReport:
     told = {tier: each for tier, each in one.by_tier().items() if each[1] is not None}
     return RankReport(
-        sealed={
-            tier: tuple(shard.shard(one.rank) for shard in held) for tier, (held, _) in told.items()
-        },
+        sealed={tier: held for tier, (held, _) in told.items()},
         answers={tier: answer for tier, (_, answer) in told.items() if answer is not None},
         gone=one.gone,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import Alarm, AlarmKind
@@ -73,15 +73,16 @@ class Signatures:
         self._kept = kept
         self._of_step: dict[StepId, array[int]] = {}
 
-    def add(self, id: StepId, copies: Completeness) -> None:
-        """A step was committed on a durable tier."""
-        (world,) = copies.worlds(id)
-        digests = array("i", [0]) * world
-        for held in copies.places(id).values():
-            for rank, digest in held.params():
-                if digest and rank < world:
-                    digests[rank] = digest
-        self._of_step[id] = digests
+    def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
+        """Steps were committed on a durable tier, oldest first."""
+        for id in ids[-self._kept :]:
+            (world,) = copies.worlds(id)
+            digests = array("i", [0]) * world
+            for held in copies.places(id).values():
+                for rank, digest in held.params():
+                    if digest and rank < world:
+                        digests[rank] = digest
+            self._of_step[id] = digests
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]
 

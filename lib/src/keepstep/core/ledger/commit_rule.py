@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from keepstep.core.ledger.events import RankReport, at_least
-from keepstep.core.ledger.holding import Holding, bits, is_full
+from keepstep.core.ledger.holding import Holding, bitmap, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Told
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
@@ -45,14 +45,18 @@ class Tally:
     def worlds(self) -> set[int]:
         return {world for _, _, world in self.places}
 
-    def contest(self, rank: int) -> None:
-        """Compare all images that there are of this rank."""
-        bit = 1 << rank
-        there = [held for held in self.places.values() if held.ranks & bit]
-        roots = {held.root(rank) for held in there} - {0} if len(there) > 1 else ()
-        self.contested &= ~bit
-        if len(roots) > 1 or any(held.doubled & bit for held in there):
-            self.contested |= bit
+    def contest(self, ranks: int) -> None:
+        """Compare all images that there are of these ranks."""
+        there = [held for held in self.places.values() if held.ranks & ranks]
+        once = twice = found = 0
+        for held in there:
+            twice |= once & held.ranks
+            once |= held.ranks
+            found |= held.doubled
+        for rank in bits(twice & ranks):
+            if len({held.root(rank) for held in there} - {0}) > 1:
+                found |= 1 << rank
+        self.contested = self.contested & ~ranks | found & ranks
 
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
@@ -84,18 +88,17 @@ class Answers:
     def __init__(self) -> None:
         self.unknown = self.none = self.steps = self.gone = 0
 
-    def say(self, rank: int, answer: Answer) -> bool:
-        """Whether that is news."""
-        bit, before = 1 << rank, (self.unknown, self.none, self.steps, self.gone)
-        keep = ~bit
-        self.unknown, self.none = self.unknown & keep, self.none & keep
-        self.steps, self.gone = self.steps & keep, self.gone & keep
-        if answer is Answer.UNKNOWN:
-            self.unknown |= bit
-        elif answer is Answer.NONE:
-            self.none |= bit
-        else:
-            self.steps |= bit
+    def say(self, answers: Mapping[int, Answer]) -> bool:
+        """What it says of each rank; whether that is news."""
+        before = (self.unknown, self.none, self.steps, self.gone)
+        said = dict.fromkeys(Answer, 0)
+        for rank, answer in answers.items():
+            said[answer] |= 1 << rank
+        keep = ~(said[Answer.UNKNOWN] | said[Answer.NONE] | said[Answer.STEPS])
+        self.unknown = self.unknown & keep | said[Answer.UNKNOWN]
+        self.none = self.none & keep | said[Answer.NONE]
+        self.steps = self.steps & keep | said[Answer.STEPS]
+        self.gone &= keep
         return before != (self.unknown, self.none, self.steps, self.gone)
 
     def leave(self, ranks: int) -> None:
@@ -139,27 +142,35 @@ class Completeness:
 
     # --- changing ------------------------------------------------------------------------
 
-    def replace(self, node_rank: int, rank: int, report: RankReport) -> None:
-        """What this node says of this rank, for each tier that the report names.
+    def replace(self, node_rank: int, reports: Mapping[int, RankReport]) -> None:
+        """What this node says of these ranks, for each tier that a rank's report names; of all
+        ranks at once, since they have the same steps.
 
         There is one archive: whoever looked at it last is believed, whichever node that was.
         """
         for tier in NEAREST_FIRST:
-            if tier in report.sealed or tier in report.answers:
-                at = NO_NODE if tier is Tier.ARCHIVE else node_rank
-                sealed = report.sealed.get(tier, ())
-                if tier in report.gone:
-                    self._remove(at, tier, rank, report.gone[tier])
-                else:
-                    self._keep(at, tier, rank, {(one.step_id, one.world) for one in sealed})
-                self._add(at, tier, rank, sealed)
-                answer = report.answers.get(tier)
-                if answer is not Answer.UNKNOWN:
-                    answer = _answer(bool(sealed) or self.holds(at, tier, rank), answer)
-                if self._answers.setdefault((node_rank, tier), Answers()).say(rank, answer):
-                    self._merged.pop(tier, None)
-                if tier is Tier.MEMORY:
-                    self._note_memory(node_rank, rank)
+            told = {
+                rank: one
+                for rank, one in reports.items()
+                if tier in one.sealed or tier in one.answers
+            }
+            if not told:
+                continue
+            at = NO_NODE if tier is Tier.ARCHIVE else node_rank
+            images = _by_step((rank, one.sealed.get(tier, ())) for rank, one in told.items())
+            gone = {rank: one.gone[tier] for rank, one in told.items() if tier in one.gone}
+            self._remove(at, tier, gone)
+            self._keep(at, tier, bitmap(told.keys() - gone.keys()), images)
+            for each in images.values():
+                self._put((at, tier, each.world), each)
+            held = self.held(at, tier)
+            answers = {
+                rank: _answer(held >> rank & 1, one.answers.get(tier)) for rank, one in told.items()
+            }
+            if self._answers.setdefault((node_rank, tier), Answers()).say(answers):
+                self._merged.pop(tier, None)
+            if tier is Tier.MEMORY and self._in_memory.get(node_rank, 0) != held:
+                self._in_memory[node_rank], self._twice = held, None
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node said (of this rank). What is in the archive is still there."""
@@ -182,54 +193,48 @@ class Completeness:
             for id in sorted(self._held[place])[:-most]:
                 self._take_out(place, id, _ALL_RANKS)
 
-    def _keep(self, at: int, tier: Tier, rank: int, ids: Collection[tuple[StepId, int]]) -> None:
-        """Forget what is held of this rank here, but these (step, world)."""
-        bit = 1 << rank
-        for place in self._at(at, tier):
-            world = place[2]
-            for id in [
-                id
-                for id, held in self._held[place].items()
-                if held.ranks & bit and (id, world) not in ids
-            ]:
-                self._take_out(place, id, bit)
+    def _keep(self, at: int, tier: Tier, ranks: int, images: Mapping[_Key, _Images]) -> None:
+        """Forget what is held of these ranks here, but these images."""
+        for place in self._at(at, tier) if ranks else ():
+            for id, held in [*self._held[place].items()]:
+                if held.ranks & ranks:
+                    named = images.get(_key(id, place[2]))
+                    self._take_out(place, id, ranks & ~(named.ranks if named else 0))
 
-    def _remove(self, at: int, tier: Tier, rank: int, ids: Iterable[StepId]) -> None:
-        for place in self._at(at, tier):
+    def _remove(self, at: int, tier: Tier, gone: Mapping[int, Iterable[StepId]]) -> None:
+        of: dict[StepId, int] = {}
+        for rank, ids in gone.items():
             for id in ids:
+                of[id] = of.get(id, 0) | 1 << rank
+        for place in self._at(at, tier) if of else ():
+            for id, ranks in of.items():
                 if id in self._held.get(place, ()):
-                    self._take_out(place, id, 1 << rank)
+                    self._take_out(place, id, ranks)
 
-    def _add(self, at: int, tier: Tier, rank: int, sealed: Collection[Shard]) -> None:
-        told: dict[tuple[StepId, int], Shard] = {}
-        for one in sealed:
-            place = at, tier, one.world
-            twin = told.setdefault((one.step_id, one.world), one)
-            if twin is one:
-                self._put(place, rank, one)
-            elif twin.root != one.root and None not in (twin.root, one.root):
-                self._held[place][one.step_id].doubled |= 1 << rank
-                self._of_step[one.step_id].contest(rank)
-                self._note(one.step_id, self._of_step[one.step_id])
-
-    def _put(self, place: Place, rank: int, shard: Shard) -> None:
-        id, steps = shard.step_id, self._held.get(place)
+    def _put(self, place: Place, told: _Images) -> None:
+        """Images of one step that are here."""
+        steps = self._held.get(place)
         if steps is None:
             steps = self._held[place] = {}
             self._places.setdefault(place[0], {})[place] = place
-        held = steps.get(id)
+        held, images = steps.get(told.id), told.of
         if held is None:
-            tally, place = self._tally_of(id), self._places[place[0]][place]
+            tally, place = self._tally_of(told.id), self._places[place[0]][place]
             held = steps[tally.id] = tally.places[place] = Holding()
-        elif held.ranks >> rank & 1:
-            if held.is_of(rank, shard):
-                return
-            held.remove(rank)
-        held.add(rank, shard)
-        tally = self._of_step[id]
-        if shard.root is not None or tally.contested >> rank & 1:
-            tally.contest(rank)
-        self._note(tally.id, tally)
+        else:
+            tally, there = self._of_step[told.id], held.ranks
+            images = {
+                rank: one
+                for rank, one in images.items()
+                if not (there >> rank & 1 and held.is_of(rank, one))
+            }
+            held.remove(there & bitmap(images))
+        if images or told.doubled:
+            if images:
+                held.add(images)
+            held.doubled |= told.doubled
+            tally.contest(bitmap(images) | told.doubled)
+            self._note(tally.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
         """Steps stay by the thousand: what is the same of them is one object."""
@@ -255,10 +260,9 @@ class Completeness:
                 del self._held[place]
                 self._places[place[0]].pop(place, None)
         else:
-            for rank in bits(leaving):
-                held.remove(rank)
-        for rank in bits(tally.contested & leaving):
-            tally.contest(rank)
+            held.remove(leaving)
+        if tally.contested & leaving:
+            tally.contest(tally.contested & leaving)
         self._note(tally.id, tally)
 
     def _note(self, id: StepId, tally: Tally) -> None:
@@ -274,12 +278,6 @@ class Completeness:
             self._epochs[id.epoch] -= 1
             if not self._epochs[id.epoch]:
                 del self._epochs[id.epoch]
-
-    def _note_memory(self, node_rank: int, rank: int) -> None:
-        bit, before = 1 << rank, self._in_memory.get(node_rank, 0)
-        now = before | bit if self.holds(node_rank, Tier.MEMORY, rank) else before & ~bit
-        if now != before:
-            self._in_memory[node_rank], self._twice = now, None
 
     def _at(self, at: int, tier: Tier) -> list[Place]:
         return [place for place in self._places.get(at, ()) if place[1] is tier]
@@ -315,12 +313,12 @@ class Completeness:
         """How many steps it holds, each on each tier."""
         return sum(len(self._held[place]) for place in self._places.get(at, ()))
 
-    def holds(self, at: int, tier: Tier, rank: int) -> bool:
-        return any(
-            held.ranks >> rank & 1
-            for place in self._at(at, tier)
-            for held in self._held[place].values()
-        )
+    def held(self, at: int, tier: Tier) -> int:
+        """The ranks of which it holds any image on this tier."""
+        found = 0
+        for _, held in self.of_node(at, tier):
+            found |= held.ranks
+        return found
 
     def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
         """The ranks of which a copy of this step lies on one of these tiers."""
@@ -413,15 +411,53 @@ class Completeness:
         }
 
 
+_Key = tuple[int, int, str, int]
+
+
+def _key(id: StepId, world: int) -> _Key:
+    """Stands for both: a report names each step for each of its ranks, and these are quick."""
+    return id.step, id.epoch.number, id.epoch.nonce, world
+
+
+class _Images:
+    """What is told of one step: an image of each of these ranks, of some (`doubled`) another."""
+
+    __slots__ = ("doubled", "id", "of", "ranks", "world")
+
+    def __init__(self, id: StepId, world: int) -> None:
+        self.id = id
+        self.world = world
+        self.of: dict[int, Told] = {}
+        self.ranks = self.doubled = 0
+
+
+def _by_step(sealed: Iterable[tuple[int, Iterable[Told]]]) -> dict[_Key, _Images]:
+    """What is told of each rank."""
+    found: dict[_Key, _Images] = {}
+    for rank, shards in sealed:
+        bit = 1 << rank
+        for one in shards:
+            id = one.step_id
+            key = _key(id, one.world)
+            images = found.get(key)
+            if images is None:
+                images = found[key] = _Images(id, one.world)
+            images.ranks |= bit
+            first = images.of.setdefault(rank, one)
+            if first.root != one.root and None not in (first.root, one.root):
+                images.doubled |= bit
+    return found
+
+
 def _one_of(unknown: object, none: object, steps: object) -> Answer:
     if unknown or not (none or steps):
         return Answer.UNKNOWN
     return Answer.STEPS if steps else Answer.NONE
 
 
-def _answer(held: bool, said: Answer | None) -> Answer:
+def _answer(held: int, said: Answer | None) -> Answer:
     """A report that lists steps cannot mean NONE; one that lists none must say so itself."""
-    if held:
+    if held and said is not Answer.UNKNOWN:
         return Answer.STEPS
     return said or Answer.UNKNOWN
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Told
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier, Word
 
 
@@ -42,7 +42,7 @@ class RankReport:
     """What one node has of one rank. A tier named in `sealed` or `answers` is replaced as a whole,
     unless `gone` names it, too: then `sealed` comes to what is known, and those steps leave it."""
 
-    sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
+    sealed: Mapping[Tier, tuple[Told, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
     gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 

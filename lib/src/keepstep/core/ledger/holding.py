@@ -7,11 +7,11 @@ its size. What is the same of all ranks is kept once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Union
 
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Told
 
 Column = Union[int, "array[int]"]
 """A number for each rank that is held, in their order; one number while it is the same of all."""
@@ -57,34 +57,40 @@ class Holding:
         self._sizes: Column = 0
         self._twins: dict[int, int] | None = None
 
-    def add(self, rank: int, shard: Shard) -> None:
-        """An image of a rank of which there is none."""
-        at, count = self._index(rank), self.ranks.bit_count()
-        self._roots = _put(self._roots, at, number_of(shard.root), count, _DIGESTS)
-        self._params = _put(self._params, at, number_of(shard.params_digest), count, _DIGESTS)
-        self._sizes = _put(self._sizes, at, shard.size_bytes, count, _SIZES)
-        self.ranks |= 1 << rank
-        self.written_at = max(self.written_at, shard.written_at or 0.0)
-        if shard.twins:
-            self._twins = self._twins or {}
-            group = _group(rank, shard)
-            self._twins[group] = self._twins.get(group, 0) | 1 << rank
+    def add(self, images: Mapping[int, Told]) -> None:
+        """Images, by rank, of ranks of which there is none."""
+        ranks = sorted(images)
+        told = [images[rank] for rank in ranks]
+        roots = [number_of(one.root) for one in told]
+        params = [number_of(one.params_digest) for one in told]
+        self._roots = _put(self._roots, self.ranks, ranks, roots, _DIGESTS)
+        self._params = _put(self._params, self.ranks, ranks, params, _DIGESTS)
+        sizes = [one.size_bytes for one in told]
+        self._sizes = _put(self._sizes, self.ranks, ranks, sizes, _SIZES)
+        self.ranks |= bitmap(ranks)
+        self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
+        for rank, one in images.items():
+            if one.twins:
+                self._twins = self._twins or {}
+                group = _group(rank, one)
+                self._twins[group] = self._twins.get(group, 0) | 1 << rank
 
-    def remove(self, rank: int) -> None:
-        """Of a rank of which there is one."""
-        at = self._index(rank)
-        for column in (self._roots, self._params, self._sizes):
-            if not isinstance(column, int):
-                column.pop(at)
-        self.ranks &= ~(1 << rank)
-        self.doubled &= ~(1 << rank)
+    def remove(self, ranks: int) -> None:
+        """Of ranks of which there is one each."""
+        for rank in bits(ranks):
+            at = _index(self.ranks, rank)
+            for column in (self._roots, self._params, self._sizes):
+                if not isinstance(column, int):
+                    column.pop(at)
+            self.ranks &= ~(1 << rank)
+        self.doubled &= ~ranks
         if self._twins:
-            kept = {group: told & ~(1 << rank) for group, told in self._twins.items()}
+            kept = {group: told & ~ranks for group, told in self._twins.items()}
             self._twins = {group: told for group, told in kept.items() if told} or None
 
-    def is_of(self, rank: int, shard: Shard) -> bool:
+    def is_of(self, rank: int, shard: Told) -> bool:
         """Whether the image that is here is this one."""
-        at = self._index(rank)
+        at = _index(self.ranks, rank)
         return (
             _get(self._roots, at) == number_of(shard.root)
             and _get(self._params, at) == number_of(shard.params_digest)
@@ -96,7 +102,7 @@ class Holding:
 
     def root(self, rank: int) -> int:
         """A number that stands for the digest of the image; 0: there is none, or it has none."""
-        return _get(self._roots, self._index(rank)) if self.ranks >> rank & 1 else 0
+        return _get(self._roots, _index(self.ranks, rank)) if self.ranks >> rank & 1 else 0
 
     def params(self) -> Iterator[tuple[int, int]]:
         """The same of the parameters alone, by rank."""
@@ -113,9 +119,6 @@ class Holding:
             found |= group
         return found
 
-    def _index(self, rank: int) -> int:
-        return (self.ranks & ((1 << rank) - 1)).bit_count()
-
     def _group_of(self, rank: int) -> int:
         for group, told in (self._twins or {}).items():
             if told >> rank & 1:
@@ -129,17 +132,29 @@ def number_of(digest: str | None) -> int:
     return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
 
 
-def _group(rank: int, shard: Shard) -> int:
+def _group(rank: int, shard: Told) -> int:
     """The rank and its twins."""
     return bitmap((rank, *shard.twins))
 
 
-def _put(column: Column, at: int, value: int, count: int, kind: str) -> Column:
+def _index(ranks: int, rank: int) -> int:
+    """Where this rank stands among these."""
+    return (ranks & ((1 << rank) - 1)).bit_count()
+
+
+def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: str) -> Column:
+    """The column of the ranks that are `there`, with those of others."""
     if isinstance(column, int):
-        if not count or column == value:
-            return value
-        column = array(kind, [column]) * count
-    column.insert(at, value)
+        same = values[0] if not there else column
+        if values.count(same) == len(values):
+            return same
+        column = array(kind, [column]) * there.bit_count()
+    at = _index(there, ranks[0])
+    if _index(there, ranks[-1]) == at:
+        column[at:at] = array(kind, values)
+    else:
+        for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
+            column.insert(_index(there, rank) + before, value)
     return column
 
 

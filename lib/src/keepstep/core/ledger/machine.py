@@ -8,7 +8,7 @@ restarted, or moved from a sidecar to the operator, comes to the same answers.
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from keepstep.core.ledger import commit_rule
@@ -118,18 +118,16 @@ class Ledger:
             if self._lineage != before:
                 self._committed.clear()
         for tier, ids in self._committed.items():
-            moved = [id for id in changed if is_among(id, ids) != self._is_committed(id, tier)]
-            if moved:
-                found = list(ids)
-                for id in moved:
-                    found.remove(id) if is_among(id, ids) else insort(found, id)
-                self._committed[tier] = ids = tuple(found)
+            others, moved = self._unfinished[tier], set[StepId]()
             for id in changed:
-                others = self._unfinished[tier]
-                waits = self._copies.is_there(id) and not is_among(id, ids)
+                now = self._is_committed(id, tier)
+                if now != is_among(id, ids):
+                    moved.add(id)
+                waits = not now and self._copies.is_there(id)
                 others.add(id) if waits else others.discard(id)
             if moved:
-                self._unfinished[tier] = set(self._unfinished[tier])  # as large as it needs to be
+                self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
+                self._unfinished[tier] = set(others)  # as large as it needs to be
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self._copies.complete(id, tier) and self._lineage.restorable(id)
@@ -161,9 +159,9 @@ class Ledger:
         """How many steps this node holds, each on each tier."""
         return self._copies.count(node_rank)
 
-    def holds(self, node_rank: int, rank: int, tier: Tier) -> bool:
-        """Whether this node told of any image of this rank on this tier."""
-        return self._copies.holds(node_rank, tier, rank)
+    def held(self, node_rank: int, tier: Tier) -> int:
+        """The ranks of which this node told of any image on this tier."""
+        return self._copies.held(node_rank, tier)
 
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
@@ -198,9 +196,9 @@ class Ledger:
         nodes told of were gone; what is in the archive is not."""
         return commit_rule.without(self._copies, self._lineage, node_ranks, tier)
 
-    def holders(self, id: StepId, tier: Tier) -> tuple[int, ...]:
+    def holders(self, id: StepId, tier: Tier) -> int:
         """The ranks of which this very tier holds the step."""
-        return tuple(bits(self._copies.ranks(id, (tier,))))
+        return self._copies.ranks(id, (tier,))
 
     def interned(self, id: StepId) -> StepId:
         """The same step, as the one object that stands for it here."""
@@ -359,8 +357,7 @@ class Ledger:
         self._sequences[event.node_rank] = event.sequence
         for epoch in event.epochs:
             self._record(epoch)
-        for rank, report in event.ranks.items():
-            self._copies.replace(event.node_rank, rank, report)
+        self._copies.replace(event.node_rank, event.ranks)
 
     def _record(self, epoch: Epoch) -> None:
         known = self._recorded.get(epoch.id)
@@ -389,16 +386,16 @@ class Ledger:
             if tier is Tier.MEMORY or now is before:
                 continue
             self._announced[tier] = now
-            for id in sorted({*now} - {*before}):
-                self._signatures.add(id, self._copies)
-                yield Committed(tier, id)
+            news = sorted({*now} - {*before})
+            self._signatures.add(news, self._copies)
+            yield from (Committed(tier, id) for id in news)
 
     def _retirements(self) -> Iterator[Retire]:
         for tier in NEAREST_FIRST:
             if tier is not Tier.MEMORY and tier in self.config.retention:
                 for id in self.expendable(tier, self.config.retention[tier]):
                     if ranks := self.holders(id, tier):
-                        yield Retire(tier, id, ranks)
+                        yield Retire(tier, id, tuple(bits(ranks)))
 
     def _newest_of_this_life(self) -> StepId | None:
         """A complete step of the newest epoch: an older one, of whatever world, was gone on from by

@@ -198,7 +198,11 @@ def renewed(
 
 
 def rank_state(
-    one: ReportedRank, *, tiers: Mapping[Tier, bool], staged: StepId | None
+    one: ReportedRank,
+    *,
+    tiers: Mapping[Tier, bool],
+    staged: StepId | None,
+    archive_answer: Answer | None,
 ) -> RankState:
     """`tiers`: whether anything of it lies there."""
     copied = tiers[Tier.PEER]
@@ -212,7 +216,7 @@ def rank_state(
         skipped=one.skipped,
         discarded=one.discarded,
         blocked_s=one.blocked_s,
-        archive_answer=one.archive_answer,
+        archive_answer=archive_answer,
     )
 
 

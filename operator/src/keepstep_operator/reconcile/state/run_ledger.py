@@ -174,11 +174,11 @@ class RunLedger:
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
         """As `kept`, also where only changes are told."""
-        here = (Tier.MEMORY, Tier.LOCAL)
+        told = one.by_tier()
         return kept(one) and not any(
-            self.core.holds(node_rank, one.rank, tier)
-            for tier in here
-            if tier in one.gone or one.by_tier()[tier][1] is None
+            self.core.held(node_rank, tier) >> one.rank & 1
+            for tier in (Tier.MEMORY, Tier.LOCAL)
+            if tier in one.gone or told[tier][1] is None
         )
 
     def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
@@ -200,24 +200,26 @@ class RunLedger:
         """The place as this report, which the ledger has heard, leaves it."""
         before = place if report.since else None
         ranks = dict(before.ranks) if before is not None else {}
+        held = {tier: self.core.held(sender.node_rank, tier) for tier in Tier}
         for one in report.ranks:
-            ranks[one.rank] = self._rank_state(sender.node_rank, one, ranks.get(one.rank))
+            ranks[one.rank] = self._rank_state(one, ranks.get(one.rank), held)
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
         return renewed(place, sender, report, at, epochs=epochs, ranks=ranks)
 
-    def _rank_state(self, node_rank: int, one: ReportedRank, before: RankState | None) -> RankState:
-        told = one.by_tier()
+    def _rank_state(
+        self, one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]
+    ) -> RankState:
+        answer = one.archive_answer
         if one.gone or None in (one.memory_answer, one.local_answer):
-            there = {tier: self.core.holds(node_rank, one.rank, tier) for tier in told}
-            answer = one.archive_answer or (before.archive_answer if before else None)
+            there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
+            answer = answer or (before.archive_answer if before else None)
             there[Tier.ARCHIVE] = answer is Answer.STEPS
-            one = replace(one, archive_answer=answer)
         else:
-            there = {tier: bool(held) for tier, (held, _) in told.items()}
+            there = {tier: bool(told) for tier, (told, _) in one.by_tier().items()}
         staged = None if one.staged is None else self.core.interned(one.staged)
-        return rank_state(one, tiers=there, staged=staged)
+        return rank_state(one, tiers=there, staged=staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, its memory with it; `local_stays`: its volumes outlive it."""

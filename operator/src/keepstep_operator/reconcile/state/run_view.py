@@ -173,7 +173,7 @@ def view_of(run: Run) -> RunView:
 def _tiers(run: Run) -> Iterator[Tier]:
     if run.commit is not None and run.ledger.world:
         for tier in NEAREST_FIRST:
-            if len(run.ledger.core.holders(run.commit.id, tier)) >= run.ledger.world:
+            if run.ledger.core.holders(run.commit.id, tier).bit_count() >= run.ledger.world:
                 yield tier
 
 
@@ -227,8 +227,7 @@ def kept_steps(run: Run) -> tuple[KeptStep, ...]:
 
 def _kept(run: Run, id: StepId) -> KeptStep:
     ledger = run.ledger.core
-    holders = {tier: len(ledger.holders(id, tier)) for tier in NEAREST_FIRST}
-    del holders[Tier.MEMORY]
+    holders = {tier: ledger.holders(id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
     world = max(holders.values())
     tiers = tuple(str(tier) for tier, count in holders.items() if count >= world)
     return KeptStep(
