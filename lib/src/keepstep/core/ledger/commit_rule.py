@@ -560,14 +560,21 @@ def newest_whole(copies: Completeness, lineage: Lineage) -> StepId | None:
 
 def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
     """Newest first."""
-    ids = [id for id in reversed(copies.steps) if lineage.restorable(id)]
-    for place, id in enumerate(ids):
+    for place in reversed(range(len(copies.steps))):
+        id = copies.steps[place]
+        if not lineage.restorable(id):
+            continue
         if copies.complete(id, Tier.MEMORY):
             yield id
             continue
         coverage = copies.coverage(id)
         if coverage is not None and coverage.whole:
-            before = (one for one in ids[place + 1 :] if copies.complete(one, Tier.MEMORY))
+            older = reversed(copies.steps[:place])
+            before = (
+                one
+                for one in older
+                if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
+            )
             complete = next(before, None)
             if complete is None or not _nearby(coverage, copies.coverage(complete)):
                 yield id

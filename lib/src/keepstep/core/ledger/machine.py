@@ -235,7 +235,7 @@ class Ledger:
         }
         return {id: at for id, at in times.items() if at}
 
-    def expendable(self, tier: Tier, policy: Retention) -> list[StepId]:
+    def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
 
         The deletion rule: only when a newer live step is complete on an equal or stronger tier;
@@ -243,15 +243,15 @@ class Ledger:
         """
         alive, gone = self._retired(tier, policy)
         if not alive:
-            return []
+            return ()
         # An incomplete step may still be on its way while it is among the last few.
-        settled, expendable = alive[-policy.last :][0], set(gone)
+        settled, others = alive[-policy.last :][0], list[StepId]()
         for id in self._unfinished[tier]:
             standing = self._lineage.standing(id)
             unfinished = standing is Standing.LIVE and id < settled
             if unfinished or (standing is Standing.DEAD and id < alive[-1]):
-                expendable.add(id)
-        return sorted(expendable - policy.pinned)
+                others.append(id)
+        return tuple(sorted((*gone, *(set(others) - policy.pinned)))) if others else gone
 
     def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
         """Live steps that are committed, and those of them that the policy does not keep; worked

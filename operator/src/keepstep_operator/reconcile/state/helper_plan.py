@@ -11,6 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,8 @@ def number_of(node: str) -> int:
     return FIRST_NUMBER + zlib.crc32(node.encode()) % _NUMBERS
 
 
-def allowed(paths: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=1024)  # asked with each report, of directories that are the same for most runs
+def allowed(paths: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
     """Those directories of a node that lie below what the administrator allows."""
     below = [PurePosixPath(one) for one in prefixes]
     return tuple(

@@ -378,18 +378,15 @@ class Run:
     def reply(self, pod: PodRecord, *, least_gap_s: float, at: float) -> ReportReply:
         """What this pod's sidecar should know. Without a known policy nothing is ever retired."""
         advice = self._adviser.advise(at=at)
-        held = self.ledger.local(pod.node_rank)
+        held = sorted(self.ledger.local(pod.node_rank))
         paused = self.object is not None and self.object.paused
+        may_go = self.policy is not None and not paused
         return ReportReply(
             least_gap_s=least_gap_s,
             committed=advice.committed,
-            commits=tuple(sorted(id for id in held if is_among(id, advice.commits))),
+            commits=tuple(id for id in held if is_among(id, advice.commits)),
             plan=None if paused else self.restore_request.wanted or advice.plan,
-            retire=tuple(
-                id
-                for id in advice.expendable
-                if id in held and not paused and self.policy is not None
-            ),
+            retire=tuple(id for id in held if may_go and is_among(id, advice.expendable)),
             pinned=self.pins,
             peers=(*self.peer_assignment.of(pod.node_rank), *helper_plan.peers(self)),
             awaits=helper_plan.awaits(self, pod.node_rank),

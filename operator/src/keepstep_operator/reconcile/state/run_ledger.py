@@ -25,6 +25,7 @@ from keepstep.core.ledger import (
     RankReport,
     Reported,
     Unknown,
+    is_among,
 )
 from keepstep.core.ledger.holding import bitmap, bits
 from keepstep.core.retention import Retention
@@ -471,8 +472,8 @@ class RunLedger:
         are older than what retention keeps.
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
-        kept = self.safety().refuges if gone else ()
-        return tuple(id for id in gone if id not in kept)
+        kept = [id for id in self.safety().refuges if is_among(id, gone)] if gone else ()
+        return tuple(id for id in gone if id not in kept) if kept else gone
 
     def local(self, node_rank: int) -> set[StepId]:
         """Steps of which this node rank has a shard on its volumes."""
