@@ -659,6 +659,13 @@ def test_a_volume_that_takes_no_writes_is_a_stall_at_once() -> None:
     assert "No space left on device" in message
 
 
+def test_the_status_that_is_written_soon_after_a_report_of_trouble_tells_of_it() -> None:
+    play, pods, sidecars = running()
+    sidecars[1].more = {"volumes": (_full_volume(),)}
+    play.hear(pods[1], sidecars[1].report())
+    assert play.condition("Committing")[0] == "False"
+
+
 def test_a_condition_keeps_the_time_of_its_last_change() -> None:
     play, pods, sidecars = running()
     since = play.status.conditions[0].last_transition_time

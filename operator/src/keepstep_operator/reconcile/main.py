@@ -34,6 +34,7 @@ from keepstep_operator.reconcile.ratelimit import Throttle
 from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.token_auth import TokenAuth
+from keepstep_operator.reconcile.turns import SLICE_S
 from keepstep_operator.reconcile.watch import Handlers, Uninjected
 from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
 from keepstep_operator.reconcile.writers.events import EventWriter
@@ -306,9 +307,12 @@ class Reconciler:
             await feed.loaded.wait()
         while True:
             await asyncio.sleep(_TICK_S)
+            began = time.perf_counter()
             for key in list(self.registry.runs):
                 self._tick_run(key)
-                await asyncio.sleep(0)  # others have their turn between two runs
+                if time.perf_counter() - began >= SLICE_S / 4:  # reports have theirs besides
+                    await asyncio.sleep(0)
+                    began = time.perf_counter()
 
     def _tick_run(self, key: RunKey) -> None:
         """One run that is not as expected is left out, and does not end the process."""

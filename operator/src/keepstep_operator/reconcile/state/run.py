@@ -300,11 +300,8 @@ class Run:
             self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
         lacked, self._durable = [one is None for one in self._durable], durable
         now = self.ledger.places[pod.node_rank]
-        soon = (
-            place is None
-            or place.sidecar.troubles != now.sidecar.troubles
-            or lacked != [one is None for one in durable]
-        )
+        troubled = place is None or place.sidecar.troubles != now.sidecar.troubles
+        soon = troubled or lacked != [one is None for one in durable]
         self.restores.take(
             report,
             named={epoch.id for epoch in now.epochs},
@@ -324,6 +321,7 @@ class Run:
             *self._warned(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
+            *(self._changed_outlook(self._look(at), at) if troubled else ()),
         ]
 
     def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
@@ -549,11 +547,16 @@ class Run:
         if self._resumed_at is not None and not self.resumes(at=at):
             self._resumed_at = None
             actions.append(WriteStatus(self.key))
-        before, self.health = self.health, look(self, at=at)
+        before = self._look(at)
         if self.health != before:
             actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
         self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
         return [*actions, *self._look_after(at)]
+
+    def _look(self, at: float) -> Health:
+        """How it stood before."""
+        before, self.health = self.health, look(self, at=at)
+        return before
 
     def _changed_outlook(self, before: Health, at: float) -> Iterator[Action]:
         if self.health.stalled and not before.stalled:
