@@ -477,7 +477,7 @@ class Node:
         unfinished = set(surplus).difference(self.ledger.committed(Tier.LOCAL))
         if not surplus and self.run_view.managed:
             live = self._live(self._here())
-            surplus = list(crowded_out(live, last_commit=self.last_commit(), pinned=pinned))
+            surplus = crowded_out(live, last_commit=self.last_commit(), pinned=pinned)
         free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}
         return evicted(
             full.sizes,

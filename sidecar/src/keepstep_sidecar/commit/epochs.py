@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Told
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.commit.inventory import RemoteInventory
 
@@ -52,7 +52,7 @@ class Ancestry:
             return True
         return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
 
-    def own(self, held: Iterable[Shard]) -> tuple[Shard, ...]:
+    def own(self, held: Iterable[Told]) -> tuple[Told, ...]:
         """Without the other run's steps: what may be reported as this run's."""
         return tuple(one for one in held if not self.foreign(one.step_id))
 

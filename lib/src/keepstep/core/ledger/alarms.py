@@ -78,7 +78,7 @@ class Signatures:
         for id in ids[-self._kept :]:
             (world,) = copies.worlds(id)
             digests = array("i", [0]) * world
-            for held in copies.places(id).values():
+            for held in copies.copies(id):
                 for rank, digest in held.params():
                     if digest and rank < world:
                         digests[rank] = digest

@@ -14,40 +14,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.ledger.events import RankReport, at_least
-from keepstep.core.ledger.holding import Holding, bitmap, bits, is_full
+from keepstep.core.ledger.holding import Holding, Place, bitmap, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.core.shard import Told
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
 
-Place = tuple[int, Tier, int]
-"""(node rank, tier, world): one place holds one image of a rank's step at most. What lies in the
-archive is no node's."""
-
 
 class Tally:
     """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
     bits for each tier, whether it was judged and whether it is complete there."""
 
-    __slots__ = ("contested", "id", "known", "places")
+    __slots__ = ("contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
-        self.places: dict[Place, Holding] = {}
+        self.copies: list[Holding] = []
         self.contested = 0
         self.known = 0
 
     def worlds(self) -> set[int]:
-        return {world for _, _, world in self.places}
+        return {held.place[2] for held in self.copies}
 
     def contest(self, ranks: int) -> None:
         """Compare all images that there are of these ranks."""
-        there = [held for held in self.places.values() if held.ranks & ranks]
+        there = [held for held in self.copies if held.ranks & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -61,7 +57,8 @@ class Tally:
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
         found = 0
-        for (node_rank, tier, _), held in self.places.items():
+        for held in self.copies:
+            node_rank, tier, _ = held.place
             if tier in tiers and node_rank not in without:
                 found |= held.ranks
         return found
@@ -220,7 +217,8 @@ class Completeness:
         held, images = steps.get(told.id), told.of
         if held is None:
             tally, place = self._tally_of(told.id), self._places[place[0]][place]
-            held = steps[tally.id] = tally.places[place] = Holding()
+            held = steps[tally.id] = Holding(place)
+            tally.copies.append(held)
         else:
             tally, there = self._of_step[told.id], held.ranks
             images = {
@@ -255,7 +253,8 @@ class Completeness:
         if not leaving:
             return
         if leaving == held.ranks:
-            del self._held[place][id], tally.places[place]
+            del self._held[place][id]
+            tally.copies.remove(held)
             if not self._held[place]:
                 del self._held[place]
                 self._places[place[0]].pop(place, None)
@@ -272,7 +271,7 @@ class Completeness:
             self._contested.add(id)
         elif self._contested:
             self._contested.discard(id)
-        if not tally.places:
+        if not tally.copies:
             del self._of_step[id]
             del self._steps[bisect_left(self._steps, id)]
             self._epochs[id.epoch] -= 1
@@ -299,10 +298,9 @@ class Completeness:
         """Those of which two different images of a rank exist, oldest first."""
         return sorted(self._contested)
 
-    def places(self, id: StepId) -> Mapping[Place, Holding]:
+    def copies(self, id: StepId) -> Sequence[Holding]:
         """Every copy of this step."""
-        tally = self._of_step.get(id)
-        return tally.places if tally is not None else {}
+        return self._tally(id).copies
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """What this node holds on this tier."""
@@ -525,7 +523,8 @@ def _spread(
         found[tier] = own[tier] & ~taken
         taken |= own[tier]
     for tier in tiers if taken != everybody else ():
-        for (node_rank, there, _), held in tally.places.items():
+        for held in tally.copies:
+            node_rank, there, _ = held.place
             if there is tier and node_rank not in without:
                 news = held.with_twins() & everybody & ~(taken | twins)
                 twins |= news

@@ -12,6 +12,11 @@ from itertools import repeat
 from typing import Union
 
 from keepstep.core.shard import Told
+from keepstep.steps import Tier
+
+Place = tuple[int, Tier, int]
+"""(node rank, tier, world): one place holds one image of a rank's step at most. What lies in the
+archive is no node's."""
 
 Column = Union[int, "array[int]"]
 """A number for each rank that is held, in their order; one number while it is the same of all."""
@@ -46,9 +51,10 @@ class Holding:
     """`doubled`: ranks of which this very place has two different images. `written_at`: unix
     seconds of the last image, 0 where no time was told."""
 
-    __slots__ = ("_params", "_roots", "_sizes", "_twins", "doubled", "ranks", "written_at")
+    __slots__ = ("_params", "_roots", "_sizes", "_twins", "doubled", "place", "ranks", "written_at")
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.ranks = 0
         self.doubled = 0
         self.written_at = 0.0
@@ -151,10 +157,9 @@ def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: 
         column = array(kind, [column]) * there.bit_count()
     at = _index(there, ranks[0])
     if _index(there, ranks[-1]) == at:
-        column[at:at] = array(kind, values)
-    else:
-        for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
-            column.insert(_index(there, rank) + before, value)
+        return column[:at] + array(kind, values) + column[at:]  # no larger than it has to be
+    for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
+        column.insert(_index(there, rank) + before, value)
     return column
 
 

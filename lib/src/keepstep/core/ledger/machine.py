@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.alarms import (
@@ -20,7 +20,7 @@ from keepstep.core.ledger.alarms import (
     two_writers,
     world_changed,
 )
-from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage, Place
+from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage
 from keepstep.core.ledger.events import (
     Action,
     Alarm,
@@ -204,9 +204,9 @@ class Ledger:
         """The same step, as the one object that stands for it here."""
         return self._copies.interned(id)
 
-    def places(self, id: StepId) -> Mapping[Place, Holding]:
-        """Every copy of this step, by (node rank, tier, world)."""
-        return self._copies.places(id)
+    def copies(self, id: StepId) -> Sequence[Holding]:
+        """Every copy of this step."""
+        return self._copies.copies(id)
 
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps of which the archive holds this rank's image."""
@@ -220,7 +220,7 @@ class Ledger:
     def size_bytes(self, id: StepId) -> int:
         """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
         largest: dict[int, int] = {}
-        for held in self._copies.places(id).values():
+        for held in self._copies.copies(id):
             for rank, size in held.sizes():
                 largest[rank] = max(size, largest.get(rank, 0))
         world = max(self._copies.worlds(id), default=0)
@@ -230,8 +230,7 @@ class Ledger:
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """Unix seconds of the last image of each step, where any image has a time."""
         times = {
-            id: max((one.written_at for one in self._copies.places(id).values()), default=0.0)
-            for id in ids
+            id: max((one.written_at for one in self._copies.copies(id)), default=0.0) for id in ids
         }
         return {id: at for id, at in times.items() if at}
 

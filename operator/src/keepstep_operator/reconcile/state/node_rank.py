@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
@@ -122,7 +122,7 @@ class Place:
     @cached_property
     def worlds(self) -> frozenset[tuple[bool, int]]:
         """Of all its ranks: whether a trainer is there, and the world it told."""
-        return frozenset((one.alive, one.world) for one in self.ranks.values())
+        return _shared(frozenset((one.alive, one.world) for one in self.ranks.values()))
 
     @cached_property
     def staged(self) -> Mapping[StepId, int]:
@@ -226,6 +226,12 @@ def kept(one: ReportedRank) -> bool:
     A rank of its own that has nothing here yet looks the same; it counts when its trainer comes.
     """
     return bool(one.peer or one.archive) and not (one.alive or one.memory or one.local)
+
+
+@lru_cache(maxsize=256)
+def _shared(worlds: frozenset[tuple[bool, int]]) -> frozenset[tuple[bool, int]]:
+    """One object for all places that say the same."""
+    return worlds
 
 
 _NEWEST_EPOCHS = 64

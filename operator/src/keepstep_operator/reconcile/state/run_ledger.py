@@ -202,8 +202,10 @@ class RunLedger:
         before = place if report.since else None
         ranks = dict(before.ranks) if before is not None else {}
         held = {tier: self.core.held(sender.node_rank, tier) for tier in Tier}
+        last: RankState | None = None
         for one in report.ranks:
-            ranks[one.rank] = self._rank_state(one, ranks.get(one.rank), held)
+            state = self._rank_state(one, ranks.get(one.rank), held)
+            last = ranks[one.rank] = last if state == last else state  # most say the same
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
@@ -457,7 +459,8 @@ class RunLedger:
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
         world = 0
-        for (node_rank, tier, saved), held in self.core.places(id).items():
+        for held in self.core.copies(id):
+            node_rank, tier, saved = held.place
             place = known.get(node_rank)
             if tier in (Tier.LOCAL, Tier.PEER) and place is not None and not place.dropped:
                 world = world or saved
