@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from keepstep.core.ledger import RankReport
-from keepstep.core.shard import Told
+from keepstep.core.shard import Shard, Told
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportedVolume
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
@@ -157,7 +157,7 @@ def others(service: Service) -> tuple[ReportedRank, ...]:
     return tuple(other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks)
 
 
-def other(rank: int, kept: Iterable[Told], archived: Sequence[Shard] = ()) -> ReportedRank:
+def other(rank: int, kept: Iterable[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
     """A rank of another pod, of which there is something."""
     copies = sorted(kept, key=lambda one: one.step_id)
     newest = max([*copies, *archived], key=lambda one: one.step_id)
