@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 from keepstep.core.shard import Told
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.commit.inventory import RemoteInventory
+
+Row = TypeVar("Row", bound=Told)
 
 
 class Ancestry:
@@ -52,7 +55,7 @@ class Ancestry:
             return True
         return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
 
-    def own(self, held: Iterable[Told]) -> tuple[Told, ...]:
+    def own(self, held: Iterable[Row]) -> tuple[Row, ...]:
         """Without the other run's steps: what may be reported as this run's."""
         return tuple(one for one in held if not self.foreign(one.step_id))
 
