@@ -51,7 +51,8 @@ from keepstep_operator.settings import (
 )
 from keepstep_operator.tls import ServerTls
 
-_TICK_S: Final = 1.0
+_TICK_S: Final = 2.0
+"""What becomes true by waiting takes half a minute at least; a thousand runs are 40 ms."""
 _CRASH_LOGGED_S: Final = 600.0
 
 

@@ -125,9 +125,7 @@ class ReportsApi:
 
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
-        app = web.Application(
-            client_max_size=LARGEST_REPORT_BYTES, middlewares=[_ends, self._problems]
-        )
+        app = web.Application(client_max_size=LARGEST_REPORT_BYTES, middlewares=[self._ends])
         mine = [web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
@@ -226,7 +224,14 @@ class ReportsApi:
         return pod
 
     @web.middleware
-    async def _problems(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _ends(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """An answer ends its connection: an open one holds some 80 KiB, which is 800 MiB for 10,000
+        sidecars; a handshake costs a third of a millisecond."""
+        response = await self._answer(request, handler)
+        response.force_close()
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except Refused as refused:
@@ -380,15 +385,6 @@ def _is_step(id: StepId) -> bool:
 def _is_epoch(id: EpochId) -> bool:
     """As `EpochId.parse` reads it back from a status or a directory's name."""
     return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX
-
-
-@web.middleware
-async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """An answer ends its connection: an open one holds some 80 KiB, which is 800 MiB for 10,000
-    sidecars; a handshake costs a millisecond."""
-    response = await handler(request)
-    response.force_close()
-    return response
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

@@ -202,7 +202,7 @@ class Registry:
         return self.runs[key].owner_found(job, owner) if key in self.runs else []
 
     def tick(self, *, at: float) -> Iterator[Action]:
-        """Once a second or so: what becomes true by waiting."""
+        """Every few seconds: what becomes true by waiting."""
         for key in list(self.runs):
             yield from self.tick_run(key, at=at)
 

@@ -542,7 +542,7 @@ class Run:
     # --- time ----------------------------------------------------------------------------
 
     def tick(self, *, at: float) -> list[Action]:
-        """Once a second or so: what becomes true by waiting."""
+        """Every few seconds: what becomes true by waiting."""
         actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
         if self._resumed_at is not None and not self.resumes(at=at):
             self._resumed_at = None
