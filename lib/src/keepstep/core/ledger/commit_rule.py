@@ -220,19 +220,21 @@ class Completeness:
             held = steps[tally.id] = Holding(place)
             tally.copies.append(held)
         else:
-            tally, there = self._of_step[told.id], held.ranks
+            there = held.ranks
             images = {
                 rank: one
                 for rank, one in images.items()
                 if not (there >> rank & 1 and held.is_of(rank, one))
             }
+            if not (images or told.doubled):
+                return
+            tally = self._of_step[told.id]
             held.remove(there & bitmap(images))
-        if images or told.doubled:
-            if images:
-                held.add(images)
-            held.doubled |= told.doubled
-            tally.contest(bitmap(images) | told.doubled)
-            self._note(tally.id, tally)
+        if images:
+            held.add(images)
+        held.doubled |= told.doubled
+        tally.contest(bitmap(images) | told.doubled)
+        self._note(tally.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
         """Steps stay by the thousand: what is the same of them is one object."""
