@@ -6,6 +6,7 @@ import asyncio
 import base64
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -70,6 +71,15 @@ def test_paths_are_those_of_the_kubernetes_api() -> None:
 )  # fmt: skip
 def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
     assert type(error_of(status, "")) is kind
+
+
+async def test_a_request_asks_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, work, *rest: asked.append(work))
+    async with ApiServer().running() as server, Client(server.access) as client:
+        with pytest.raises(NotFound):
+            await client.get(PODS, "p", namespace="n")
+    assert asked == []
 
 
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:

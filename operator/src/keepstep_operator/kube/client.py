@@ -67,6 +67,8 @@ class Client:
         self._api: Any = None
 
     async def __aenter__(self) -> Client:
+        # else each request asks two threads, for a ~/.netrc and for a proxy in the environment
+        self._access.configuration.client_session_kwargs = {"trust_env": False}
         try:
             self._api = ApiClient(self._access.configuration)
         except OSError as error:
