@@ -95,7 +95,7 @@ class Pacer(Generic[Key]):
             known.pop(key, None)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Bucket:
     tokens: float
     at: float

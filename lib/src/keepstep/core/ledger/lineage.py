@@ -57,14 +57,14 @@ class Lineage:
         return self.segments[0].epoch if self.segments else None
 
     def standing(self, id: StepId) -> Standing:
+        segment = self._of_epoch.get(id.epoch)
+        if segment is not None:
+            within = segment.last is None or id.step <= segment.last
+            return segment.standing if within else Standing.DEAD
         if self.lost_before is not None and id.epoch < self.lost_before:
             return Standing.LOST
-        if self.current is None or id.epoch > self.current:
-            return Standing.LIVE
-        segment = self._of_epoch.get(id.epoch)
-        if segment is not None and (segment.last is None or id.step <= segment.last):
-            return segment.standing
-        return Standing.DEAD
+        beyond = self.current is None or id.epoch > self.current
+        return Standing.LIVE if beyond else Standing.DEAD
 
     @cached_property
     def _of_epoch(self) -> Mapping[EpochId, Segment]:

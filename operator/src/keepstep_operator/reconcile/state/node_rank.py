@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
-from keepstep.core.ledger.holding import bitmap
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -75,10 +74,16 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     archive_answer: Answer | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """One node rank: the pod that holds it, and what its sidecar said last. What is asked again and
     again is worked out once: a run of thousands of ranks asks with each report.
+
+    `own`: the ranks that train, or trained, here; not those of which it only tells what is kept.
+    `copied`: those of other pods of which this one keeps copies. `archive_told`: its own ones of
+    which it told what is archived. `alive`: those of which a trainer is there. `worlds`: of all its
+    ranks, whether a trainer is there, and the world it told. `staged`: the newest steps that ranks
+    staged, and which ranks each.
 
     `since`: when this process of the sidecar was first heard, `heard_at`: last; by our clock.
     `past`: starts of sidecars of this pod that were replaced. `gone`: the pod is; `dropped`: what
@@ -97,41 +102,35 @@ class Place:
     gone: bool = False
     dropped: bool = False
     stays: bool = False
+    own: int = field(init=False)
+    copied: int = field(init=False)
+    archive_told: int = field(init=False)
+    alive: int = field(init=False)
+    worlds: frozenset[tuple[bool, int]] = field(init=False)
+    staged: tuple[tuple[StepId, int], ...] = field(init=False)
 
-    @cached_property
-    def own(self) -> int:
-        """The ranks that train, or trained, here; not those of which it only tells what is kept."""
-        return bitmap(rank for rank, one in self.ranks.items() if one.own)
-
-    @cached_property
-    def copied(self) -> int:
-        """The ranks of other pods of which this one keeps copies."""
-        return bitmap(rank for rank, one in self.ranks.items() if one.copied)
-
-    @cached_property
-    def archive_told(self) -> int:
-        """Its own ranks of which it told what is archived."""
-        told = self.ranks.items()
-        return bitmap(rank for rank, one in told if one.own and one.archive_answer is not None)
-
-    @cached_property
-    def alive(self) -> int:
-        """The ranks of which a trainer is there."""
-        return bitmap(rank for rank, one in self.ranks.items() if one.alive)
-
-    @cached_property
-    def worlds(self) -> frozenset[tuple[bool, int]]:
-        """Of all its ranks: whether a trainer is there, and the world it told."""
-        return _shared(frozenset((one.alive, one.world) for one in self.ranks.values()))
-
-    @cached_property
-    def staged(self) -> Mapping[StepId, int]:
-        """The newest step that each rank staged -> these ranks."""
-        found: dict[StepId, int] = {}
+    def __post_init__(self) -> None:
+        own = copied = archive_told = alive = 0
+        worlds, staged = set[tuple[bool, int]](), dict[StepId, int]()
         for rank, one in self.ranks.items():
+            bit = 1 << rank
+            own |= bit if one.own else 0
+            copied |= bit if one.copied else 0
+            archive_told |= bit if one.own and one.archive_answer is not None else 0
+            alive |= bit if one.alive else 0
+            worlds.add((one.alive, one.world))
             if one.staged is not None:
-                found[one.staged] = found.get(one.staged, 0) | 1 << rank
-        return found
+                staged[one.staged] = staged.get(one.staged, 0) | bit
+        found = {
+            "own": own,
+            "copied": copied,
+            "archive_told": archive_told,
+            "alive": alive,
+            "worlds": _shared(frozenset(worlds)),
+            "staged": tuple(staged.items()),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def settled(self) -> bool:

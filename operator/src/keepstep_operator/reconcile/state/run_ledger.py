@@ -347,7 +347,7 @@ class RunLedger:
         """Of this epoch, by all ranks of the world; None while one has none."""
         by_step: dict[int, int] = {}
         for place in self.places.values():
-            for id, ranks in {} if place.gone else place.staged.items():
+            for id, ranks in () if place.gone else place.staged:
                 if id.epoch == epoch:
                     by_step[id.step] = by_step.get(id.step, 0) | ranks
         everybody = functools.reduce(operator.or_, by_step.values(), 0)
