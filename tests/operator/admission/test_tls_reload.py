@@ -72,6 +72,10 @@ async def test_a_half_written_pair_is_left_alone_until_it_fits(
         assert await _serial(port, authority) == facts(new.certificate).serial
 
 
+def test_no_tickets_are_made_for_sessions_that_nobody_resumes(tls_dir: Path) -> None:
+    assert ServerTls(tls_dir).context.num_tickets == 0
+
+
 def test_a_server_does_not_begin_without_a_pair(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"keepstep-operator certificates"):
         ServerTls(tmp_path)

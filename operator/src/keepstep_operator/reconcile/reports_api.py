@@ -226,7 +226,7 @@ class ReportsApi:
     @web.middleware
     async def _ends(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """An answer ends its connection: an open one holds some 80 KiB, which is 800 MiB for 10,000
-        sidecars; a handshake costs a third of a millisecond."""
+        sidecars; a handshake costs a millisecond."""
         response = await self._answer(request, handler)
         response.force_close()
         return response
