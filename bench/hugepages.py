@@ -15,8 +15,8 @@ from keepstep.image import HUGE_PAGE_BYTES
 from tests import hugetlbfs
 
 _VARIABLE = "KEEPSTEP_BENCH_HUGETLBFS"
-_SLOTS = 5
-"""Of the largest image: one more than a rank has by default, for the floors."""
+_SLOTS = 6
+"""Of the largest image: two more than a rank has by default, for the floors beside it."""
 
 
 @contextmanager
