@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import keepstep
-from keepstep.image import ControlPage, Layout
+from keepstep.client.slot import SlotMapping
+from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from tests.lib.training import begun
 
 SAID = {"said": "0123456789" * 50}
@@ -64,3 +66,16 @@ def test_an_image_that_is_damaged_in_memory_comes_from_the_volume(sidecar, what)
         assert (at.step, at.tier) == (2, "local")
         assert torch.equal(model.weight, expected)
         assert notes == SAID
+
+
+def test_extras_beyond_their_capacity_are_an_error_and_write_nothing(tmp_path: Path) -> None:
+    layout = Layout.build([TensorSpec("w", "F32", (4,), Section.PARAMS)], rank=0, world=1)
+    path = tmp_path / "slot"
+    path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
+    before = path.read_bytes()
+    mapping = SlotMapping(str(path))
+    with pytest.raises(ValueError, match="1 bytes more"):
+        mapping.write_extras(b"x" * (layout.extras_capacity_bytes + 1))
+    assert path.read_bytes() == before
+    mapping.write_extras(b"x" * layout.extras_capacity_bytes)
+    assert path.read_bytes()[layout.digests_begin :] == before[layout.digests_begin :]

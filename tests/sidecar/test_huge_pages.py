@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, content, read_image
+from trainer import FakeTrainer, come_back, content, read_image
 
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
@@ -201,10 +201,7 @@ def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
         os.truncate(path, HUGE_PAGE_BYTES) if damage == "truncated" else path.unlink()
     if damage == "directory":
         (huge / "rank-00000").rmdir()
-    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
-    trainer.connect()
-    trainer.register()
-    trainer.slot = None
+    come_back(trainer)
     committed(trainer, 2)
     assert sidecar.process is not None
     assert sidecar.process.poll() is None
@@ -293,10 +290,7 @@ def test_a_hole_in_a_slot_on_huge_pages_ends_no_sidecar(
         ["fallocate", "--punch-hole", "--offset", "8MiB", "--length", "16MiB", str(path)],
         check=True,
     )
-    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
-    trainer.connect()
-    trainer.register()
-    trainer.slot = None
+    come_back(trainer)
     committed(trainer, 2)
     assert sidecar.process is not None
     assert sidecar.process.poll() is None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, content, read_image
+from trainer import FakeTrainer, come_back, content, read_image
 
 from keepstep.image import ControlPage
 from keepstep.steps import StepId, Tier
@@ -33,14 +33,6 @@ def committed(sidecar: SidecarProcess, trainers: Trainers, *, steps: int = 1) ->
         assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
     trainer.disconnect()
     return trainer
-
-
-def come_back(trainer: FakeTrainer) -> None:
-    """As the library does when its lease has ended: it fills nothing that it had before."""
-    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
-    trainer.connect()
-    trainer.register()
-    trainer.slot = None
 
 
 def newest_slot(sidecar: SidecarProcess, step: int) -> Path:

@@ -44,6 +44,7 @@ from keepstep.wire.trainer import (
     from_json,
     to_json,
 )
+from tests.harness import eventually
 
 T = TypeVar("T")
 
@@ -264,6 +265,14 @@ class FakeTrainer:
         assert self.slot is not None
         with open(self.slot.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             memory[offset : offset + len(data)] = data
+
+
+def come_back(trainer: FakeTrainer) -> None:
+    """As the library does when its lease has ended: it fills nothing that it had before."""
+    eventually(lambda: trainer.ended, what="the sidecar ends the lease")
+    trainer.connect()
+    trainer.register()
+    trainer.slot = None
 
 
 def read_image(layout: Layout, path: str | Path) -> bytes:

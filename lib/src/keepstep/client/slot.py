@@ -95,9 +95,12 @@ class SlotMapping:
         self.memory[self.layout.control_begin :] = _ZERO_PAGE
 
     def write_extras(self, extras: bytes) -> None:
-        """Write the non-tensor state and zeros to the end of its capacity."""
+        """Write the non-tensor state and zeros to the end of its capacity. Raises ValueError for
+        more than that, before anything is written."""
         begin = self.layout.extras_begin
         left = self.layout.extras_capacity_bytes - len(extras)
+        if left < 0:
+            raise ValueError(f"{-left} bytes more than the extras of this layout can be")
         self.memory[begin : begin + len(extras)] = extras
         ctypes.memset(self.address + begin + len(extras), 0, left)
 

@@ -503,9 +503,7 @@ class Agent:
     def _fetch(self) -> None:
         assert self._layout is not None
         request = SlotRequest(
-            lease=self.session.lease,
-            layout=self._layout.id,
-            timeout_s=_SLOT_WAIT_S,
+            lease=self.session.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
         )
         self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
 

@@ -40,7 +40,7 @@ _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 class SlotDirectories:
     """`small`: the memory directory; `huge`: one on hugetlbfs, of this run alone, None where there
-    is none. `trouble`: why the one that was asked for is not used.
+    is none, or it cannot be used.
 
     `only_small`: slots that lie on huge pages are found there, but no more are made.
     """
@@ -50,7 +50,6 @@ class SlotDirectories:
     ) -> None:
         self.small = memory_dir
         self.huge = self._asked = huge
-        self.trouble = ""
         self._only_small = only_small
         self._held = -1
         if huge is not None:
@@ -82,7 +81,7 @@ class SlotDirectories:
     def give_up_huge(self, why: str) -> None:
         """Make no more slots there, nor look there for any."""
         warn("no slots on huge pages", path=str(self.huge), reason=why)
-        self.huge, self.trouble = None, why
+        self.huge = None
 
     def found(self) -> Iterator[tuple[int, Path]]:
         """(rank, directory) of those that are there."""
@@ -187,10 +186,6 @@ def _available_bytes() -> int:
     return _meminfo("MemAvailable") or sys.maxsize
 
 
-def _default_page_bytes() -> int:
-    return _meminfo("Hugepagesize")
-
-
 def _meminfo(name: str) -> int:
     """Bytes, as proc_meminfo(5) has them; 0 where the kernel does not tell."""
     with contextlib.suppress(OSError):
@@ -202,7 +197,7 @@ def _meminfo(name: str) -> int:
 
 def advice(lacking_bytes: int) -> str:
     """What a person does so that this much more memory is of huge pages; '' where nobody can."""
-    if _default_page_bytes() != HUGE_PAGE_BYTES:  # vm.nr_hugepages is of the default size
+    if _meminfo("Hugepagesize") != HUGE_PAGE_BYTES:  # vm.nr_hugepages is of the default size
         return ""
     lacking = -(-max(0, lacking_bytes - free_huge_bytes()) // HUGE_PAGE_BYTES)
     commands = [f"sysctl -w vm.nr_hugepages={_told('nr_hugepages') + lacking}"] if lacking else []
