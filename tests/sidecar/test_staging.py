@@ -138,9 +138,10 @@ def test_nonsense_is_answered_with_a_problem(sidecar: SidecarProcess, trainers: 
 def test_a_killed_trainer_leaves_what_it_sealed_and_nothing_else(
     sidecar: SidecarProcess, trainers: Trainers, until: str, left: list[int]
 ) -> None:
-    script = Path(__file__).with_name("trainer.py")
     with subprocess.Popen(
-        [sys.executable, str(script), str(sidecar.socket), "2", until], stdout=subprocess.PIPE
+        [sys.executable, "-m", "tests.sidecar.trainer", str(sidecar.socket), "2", until],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
