@@ -43,6 +43,16 @@ def test_the_command_starts_once_the_sidecar_is_up() -> None:
     assert play(0, News.SIDECAR_UP)[1] == [StartCommand(0)]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_first_start_waits_for_the_fork_server_too(order: int) -> None:
+    state = Supervision(restarts=0, warming=True)
+    first, second = (News.SIDECAR_UP, News.WARMED)[::order]
+    state, nothing = state.step(first)
+    state, started = state.step(second)
+    assert (nothing, started) == ((), (StartCommand(0),))
+    assert state.step(News.WARMED)[1] == ()
+
+
 def test_a_good_end_closes_the_sidecar_and_returns_0() -> None:
     until = (News.SIDECAR_UP, CommandEnded(0))
     assert play(3, *until)[1] == [Sweep()]
@@ -137,17 +147,17 @@ EVENTS = st.one_of(
     st.builds(CommandEnded, st.sampled_from([0, 1, 137])),
     st.just(News.SWEPT),
     st.builds(Signalled, st.sampled_from([INT, TERM, USR1]), st.booleans()),
-    st.just(News.SIDECAR_UP),
+    st.sampled_from([News.SIDECAR_UP, News.WARMED]),
     st.builds(SidecarEnded, st.sampled_from([0.1, 100.0])),
     st.just(News.FINISHED),
 )
 
 
-@given(st.integers(0, 3), st.lists(EVENTS, max_size=30))
+@given(st.integers(0, 3), st.booleans(), st.lists(EVENTS, max_size=30))
 def test_in_any_order_of_events_the_command_starts_at_most_restarts_plus_one_times(
-    restarts: int, events: list[Event]
+    restarts: int, warming: bool, events: list[Event]
 ) -> None:
-    state, starts, exits = Supervision(restarts=restarts), 0, 0
+    state, starts, exits = Supervision(restarts=restarts, warming=warming), 0, 0
     for event in events:
         ended = state.phase is Phase.ENDED
         state, actions = state.step(event)

@@ -8,7 +8,6 @@ supervisor inherits processes whose parent died, which is how `descendants` can 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -18,15 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02
-
-
-def become_subreaper() -> None:
-    """Inherit orphaned descendants (Linux, prctl(2)). Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def spawn_command(

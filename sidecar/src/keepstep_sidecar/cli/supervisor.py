@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from keepstep.errors import KeepstepError
+from keepstep.warm.client import ColdStart, become_subreaper
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
     calls,
@@ -47,6 +48,7 @@ from keepstep_sidecar.cli.supervisor_state import (
     Supervision,
     Sweep,
 )
+from keepstep_sidecar.cli.warm_start import WarmStart
 
 _SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
 _SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
@@ -73,6 +75,7 @@ class Supervisor:
     """Runs one command beside the sidecar of `kept` until both are done.
 
     `path`: the program's file; `command`: its words. `adopted`: a sidecar that runs already.
+    `warm`: None for cold starts.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class Supervisor:
         command: Sequence[str],
         restarts: int,
         adopted: Process | None = None,
+        warm: WarmStart | None = None,
     ) -> None:
         self._kept = kept
         self._path = path
         self._command = tuple(command)
-        self._state = Supervision(restarts=restarts)
+        self._state = Supervision(restarts=restarts, warming=warm is not None)
+        self._warm = warm
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._main = threading.get_ident()
         self._own_group = not _in_foreground()
@@ -106,8 +111,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code for this process."""
-        processes.become_subreaper()
+        become_subreaper()
         with _blocked():
+            self._start_warm()
             if self._sidecar is None:
                 self._start_sidecar(0.0)
             else:
@@ -216,22 +222,64 @@ class Supervisor:
     def _start_command(self, attempt: int) -> None:
         if attempt == 0:
             say(messages.started(self._kept, self._held(), adopted=self._adopted))
-        environment: Mapping[str, str] = {**os.environ, SOCKET_ENV: str(self._kept.socket)}
         try:
-            self._command_pid = processes.spawn_command(
-                self._path, self._command, environment, own_group=self._own_group
-            )
+            self._command_pid = self._spawn()
         except OSError as error:
             say(f"{self._command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
+
+    def _environment(self) -> Mapping[str, str]:
+        return {**os.environ, SOCKET_ENV: str(self._kept.socket)}
+
+    def _spawn(self) -> int:
+        """The pid of the command. Raises OSError."""
+        warm = self._warm
+        if warm is not None:
+            try:
+                return warm.spawn(self._environment(), own_group=self._own_group)
+            except ColdStart as error:
+                say(messages.cold_start(str(error)))
+        pid = processes.spawn_command(
+            self._path, self._command, self._environment(), own_group=self._own_group
+        )
+        if warm is not None and not warm.importing:
+            self._start_warm()  # for the next start
+        return pid
+
+    def _start_warm(self) -> None:
+        """Start a fork server, in the place of the one that there is."""
+        warm = self._warm
+        if warm is None:
+            return
+
+        def wait() -> Event:
+            try:
+                ready()
+            except ColdStart as error:
+                self._no_warm(error)
+            return News.WARMED
+
+        try:
+            warm.close()
+            ready = warm.start(self._environment())
+        except ColdStart as error:
+            self._no_warm(error)
+            self._events.put(News.WARMED)
+        else:
+            self._in_background("wait for the fork server", wait)
+
+    def _no_warm(self, error: ColdStart) -> None:
+        self._warm = None
+        say(messages.no_warm_starts(str(error)))
 
     def _kill_all(self) -> None:
         for process in self._descendants():
             processes.send(process.pid, signal.SIGKILL)
 
     def _descendants(self) -> tuple[Process, ...]:
-        spare = () if self._sidecar is None else (self._sidecar.pid,)
-        return processes.descendants(os.getpid(), spare=spare)
+        sidecar = () if self._sidecar is None else (self._sidecar.pid,)
+        warm = () if self._warm is None else self._warm.pids
+        return processes.descendants(os.getpid(), spare=(*sidecar, *warm))
 
     def _sweep(self, now: bool) -> None:
         if now:

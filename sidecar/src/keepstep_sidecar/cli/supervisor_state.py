@@ -56,6 +56,7 @@ class News(enum.Enum):
     """What happened, where there is nothing else to say of it."""
 
     SIDECAR_UP = "the sidecar answers"
+    WARMED = "the fork server can be asked, or never will be"
     SWEPT = "nothing is left of the command"
     FINISHED = "the flush or the close is done, well or not"
 
@@ -149,7 +150,8 @@ Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """The state. `stopping`: a stop signal came. `interrupts`: how many SIGINT came."""
+    """The state. `stopping`: a stop signal came. `interrupts`: how many SIGINT came. `warming`:
+    the first start waits for the fork server."""
 
     restarts: int
     phase: Phase = Phase.WAITING
@@ -158,6 +160,7 @@ class Supervision:
     stopping: bool = False
     interrupts: int = 0
     sidecar_up: bool = False
+    warming: bool = False
     sidecar_failures: int = 0
 
     def step(self, event: Event) -> tuple[Supervision, tuple[Action, ...]]:
@@ -166,7 +169,9 @@ class Supervision:
         if isinstance(event, Signalled):
             return self._signalled(event)
         if event is News.SIDECAR_UP:
-            return self._sidecar_up()
+            return replace(self, sidecar_up=True)._start()
+        if event is News.WARMED:
+            return replace(self, warming=False)._start()
         if isinstance(event, SidecarEnded):
             return self._sidecar_ended(event)
         if isinstance(event, CommandEnded) and self.phase is Phase.RUNNING:
@@ -213,11 +218,11 @@ class Supervision:
             return after, (Exit(after.code, interrupted=True),)
         return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
 
-    def _sidecar_up(self) -> tuple[Supervision, tuple[Action, ...]]:
-        after = replace(self, sidecar_up=True)
-        if self.phase is Phase.WAITING:
-            return replace(after, phase=Phase.RUNNING), (StartCommand(self.attempt),)
-        return after, ()
+    def _start(self) -> tuple[Supervision, tuple[Action, ...]]:
+        """Start the command, if it waited for no more than what has come."""
+        if self.phase is Phase.WAITING and self.sidecar_up and not self.warming:
+            return replace(self, phase=Phase.RUNNING), (StartCommand(self.attempt),)
+        return self, ()
 
     def _sidecar_ended(self, event: SidecarEnded) -> tuple[Supervision, tuple[Action, ...]]:
         failures = 1 if event.lived_s >= _STEADY_S else self.sidecar_failures + 1

@@ -1,0 +1,249 @@
+"""The fork server: torch imported, nothing run, one thread.
+
+    python -m keepstep.warm.server FD [MODULE...]
+
+FD is its end of the connection that `client.ForkServer` has; it ends when the other end does. A
+request is one message, JSON and three descriptors; the answer {"pid": n}, or {"cold": reason}. The
+process is forked twice and so becomes a child of the nearest subreaper above the server, which
+reaps it as any other. It runs nothing before the client has said that it knows the pid.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from keepstep.warm import process
+from keepstep.warm.client import GO
+from keepstep.warm.command import late_differences, parse
+from keepstep.warm.process import Job, Unwind
+
+_LARGEST_BYTES: Final = 1 << 20
+
+# torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself
+_MODULES: Final = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "torch.distributed.launcher.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "keepstep.checkpointer",
+)
+_IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class RefusedError(Exception):
+    """Nothing can be forked from this process; the message says why."""
+
+
+Stamps = dict[str, tuple[int, int, int] | None]
+
+
+def stamps() -> Stamps:
+    """Files of what has been imported, and what they were."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {path: _stamp(path) for path in files if isinstance(path, str)}
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def preload(modules: list[str]) -> None:
+    """Import everything. Raises RefusedError where a fork of the result would be a broken one."""
+    if getattr(sys.flags, "safe_path", False):
+        raise RefusedError("PYTHONSAFEPATH is set")
+    name = ""
+    try:
+        for name in (*_MODULES, *modules):
+            importlib.import_module(name)
+    except Exception as error:
+        raise RefusedError(f"module {name} cannot be imported ({error!r})") from error
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise RefusedError("a preloaded module has initialised CUDA, which no fork survives")
+    # numpy's OpenBLAS starts threads when it is loaded, and ends them at the first fork
+    probe = os.fork()
+    if probe == 0:
+        os._exit(0)
+    os.waitpid(probe, 0)
+    if names := _other_threads():
+        raise RefusedError(f"a preloaded module has started threads: {', '.join(names)}")
+    gc.collect()
+    gc.freeze()
+
+
+def _other_threads() -> list[str]:
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+                found.append(file.read().strip())
+    return found
+
+
+def serve(connection: socket.socket, environment: Mapping[str, str], known: Stamps) -> Job:
+    """Fork for whoever asks. Returns in each new process, with what it is to be; in this one never.
+
+    `environment`: what the imports may have read. `known`: files of what was imported.
+    """
+    set_by_imports = {key: one for key, one in os.environ.items() if key not in environment}
+    while True:
+        asked = _receive(connection)
+        if asked is None:
+            os._exit(0)
+        reason = _in_the_way(asked, environment, known)
+        job = None if reason else _fork(connection, asked, set_by_imports)
+        if job is not None:
+            return job
+        for file in asked.files:
+            os.close(file)
+        if reason:
+            _send(connection, {"cold": reason})
+
+
+def _receive(connection: socket.socket) -> Job | None:
+    try:
+        data, extra, _, _ = connection.recvmsg(_LARGEST_BYTES, socket.CMSG_SPACE(12))
+    except OSError:
+        return None
+    files = array.array("i")
+    for _, _, payload in extra:
+        files.frombytes(payload[: len(payload) // files.itemsize * files.itemsize])
+    return Job(**json.loads(data), files=tuple(files)) if data else None
+
+
+def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
+    if parse(job.argv) is None:
+        return "only exec can start this command"
+    if names := late_differences(environment, job.environment):
+        return f"imports may have read what differs now: {', '.join(names)}"
+    changed = [path for path, stamp in known.items() if _stamp(path) != stamp]
+    if changed:
+        return f"{len(changed)} imported files have changed since, such as {min(changed)}"
+    if names := _other_threads():
+        return f"the fork server has threads: {', '.join(names)}"
+    return ""
+
+
+def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job | None:
+    """The job in the new process, None in the server."""
+    said, say = os.pipe()
+    wait, go = os.pipe()
+    try:
+        middle = os.fork()
+    except OSError as error:
+        for file in (said, say, wait, go):
+            os.close(file)
+        _send(connection, {"cold": f"cannot fork ({error.strerror})"})
+        return None
+    if middle == 0:
+        if os.fork():
+            os._exit(0)
+        return _begin(connection, job, set_by_imports, (said, say, wait, go))
+    os.close(say)
+    os.close(wait)
+    os.waitpid(middle, 0)  # from here on the new process is the subreaper's child
+    with open(said, "rb") as reading:
+        answer = reading.read(4096).decode(errors="replace")
+    with open(go, "wb", buffering=0) as told:
+        if not answer.isdigit():
+            _send(connection, {"cold": answer or "the new process has died"})
+        elif _send(connection, {"pid": int(answer)}):
+            with contextlib.suppress(OSError):  # the client has gone, or somebody killed it already
+                told.write(connection.recv(len(GO)))
+    return None
+
+
+def _begin(
+    connection: socket.socket,
+    job: Job,
+    set_by_imports: Mapping[str, str],
+    pipes: tuple[int, int, int, int],
+) -> Job:
+    said, say, wait, go = pipes
+    try:
+        connection.close()
+        os.close(said)
+        os.close(go)
+        job.environment.update({**set_by_imports, **job.environment})
+        process.become(job)
+        os.write(say, str(os.getpid()).encode())
+        os.close(say)
+        told = os.read(wait, len(GO))
+        os.close(wait)
+    except BaseException as error:
+        os.write(say, repr(error).encode())
+        os._exit(126)
+    if told != GO:
+        os._exit(126)
+    return job
+
+
+def _send(connection: socket.socket, answer: dict[str, Any]) -> bool:
+    try:
+        connection.send(json.dumps(answer).encode())
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """The server; in the processes that it starts, those."""
+    for number in _IGNORED:  # the terminal's are for the others of its group
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    environment = dict(os.environ)
+    try:
+        preload(sys.argv[2:])
+    except RefusedError as refused:
+        _send(connection, {"cold": str(refused)})
+        os._exit(0)
+    _send(connection, {"pid": os.getpid()})
+    process.run(serve(connection, environment, stamps()))
+
+
+def _run() -> None:
+    try:
+        try:
+            main()
+        except Unwind as unwind:  # a worker, forked below the frames of its torchrun
+            job = unwind.job
+        else:
+            return
+        process.run(job)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
+            trace = trace.tb_next  # ours, which the script's user does not know
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            process.end(-signal.SIGINT)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _run()

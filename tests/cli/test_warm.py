@@ -1,0 +1,190 @@
+"""`keepstep run --warm`: the next life is forked from a process that has imported torch."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import eventually
+
+PYTHON = sys.executable
+WARM = ("run", "--run", "a", "--restarts", "5", "--warm")
+
+STARTS = """
+import os, sys
+life = len(open("lives").readlines()) if os.path.exists("lives") else 0
+print("torch" in sys.modules, file=open("lives", "a"))
+"""
+
+
+def lives(keepstep: Keepstep) -> list[str]:
+    return (keepstep.home / "lives").read_text().split()
+
+
+def test_every_life_starts_with_torch_and_goes_on_from_memory(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", STARTS + TRAIN)
+    done = keepstep(*WARM, "--", PYTHON, "train.py", "6", "3")
+    assert done.stdout.splitlines() == ["from None", "from 3"]
+    assert lives(keepstep) == ["True", "True"]
+    assert "cold" not in done.stderr
+    assert keepstep.family() == []
+
+
+RANKS = """
+import os, sys, time, torch, torch.distributed as dist
+import keepstep
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print(rank, there, os.getpid(), flush=True)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+checkpointer = keepstep.Checkpointer({"model": model})
+at = checkpointer.restore()
+begin = at.step + 1 if at else 0
+for step in range(begin, 8):
+    checkpointer.save(step)
+    checkpointer.wait(step, "staged", timeout=60)
+    if step == 3 and begin == 0 and rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+checkpointer.close()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_and_its_workers_start_warm(keepstep: Keepstep) -> None:
+    text = "import sys\nthere = 'torch' in sys.modules\n" + RANKS
+    torchrun = str(Path(PYTHON).with_name("torchrun"))
+    words = (torchrun, "--standalone", "--nproc-per-node", "2", keepstep.script("ddp.py", text))
+    with keepstep.start(*WARM, "--", *words) as running:
+        out, err = running.communicate(timeout=120)
+    assert running.returncode == 0, err
+    started = sorted(line.split()[:2] for line in out.splitlines())
+    assert started == [["0", "True"]] * 2 + [["1", "True"]] * 2
+    assert "the command failed with 1; restart 1 of 5; it can go on from step 3" in err
+    assert "committed: step 7 of epoch 2" in err
+    assert "cold" not in err
+    assert keepstep.family() == []
+
+
+def test_a_fork_server_that_dies_costs_cold_starts_until_there_is_another(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("train.py", STARTS + "open(f'at {life}', 'w').close()\nsys.stdin.read()")
+    words = (*WARM[:-3], "--restarts", "1000", "--warm", "--", PYTHON, "train.py")
+    with keepstep.start(*words, stdin=subprocess.PIPE) as running:
+        eventually((keepstep.home / "at 0").exists)
+        kill(keepstep, "keepstep.warm.server")
+        killed = 0
+        while killed == 0 or lives(keepstep)[killed] == "False":
+            kill(keepstep, "train.py")
+            killed += 1
+            eventually((keepstep.home / f"at {killed}").exists)
+        _, err = running.communicate("", timeout=90)
+    assert running.returncode == 0, err
+    assert lives(keepstep)[:2] == ["True", "False"]
+    assert err.count("a cold start this time: the fork server does not answer") == 1
+    importing = err.count("a cold start this time: the fork server is still importing")
+    assert err.count("cold start") == 1 + importing
+
+
+def find(keepstep: Keepstep, word: str) -> list[psutil.Process]:
+    """Processes with this word, but not `keepstep run` itself."""
+    found = [(one, one.cmdline()) for one in keepstep.family()]
+    return [one for one, words in found if word in words and "keepstep_sidecar.cli" not in words]
+
+
+def kill(keepstep: Keepstep, word: str) -> None:
+    (one,) = find(keepstep, word)
+    one.send_signal(signal.SIGKILL)
+
+
+def test_an_imported_file_that_changes_costs_one_cold_start(
+    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{keepstep.home}")
+    keepstep.script("preloaded.py", "VALUE = 1\n")
+    change = "open('preloaded.py', 'w').write('VALUE = 22')"
+    text = f"import preloaded; print(preloaded.VALUE)\nif life == 0:\n    {change}; sys.exit(1)"
+    keepstep.script("train.py", STARTS + text)
+    done = keepstep(*WARM, "--preload", "preloaded", "--", PYTHON, "train.py")
+    assert done.stdout.split() == ["1", "22"]
+    assert lives(keepstep) == ["True", "False"]
+    assert "a cold start this time: 1 imported files have changed since" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "reason"),
+    [
+        ((), ("sh", "-c", "true"), "only `python FILE`, `python -m` and torchrun can, not /"),
+        ((), (PYTHON, "-c", "1"), "only `python FILE`, `python -m` and torchrun can, not /"),
+        (("--preload", "no_such"), (PYTHON, "train.py"), "module no_such cannot be imported"),
+    ],
+)
+def test_what_cannot_start_warm_starts_cold_and_says_why(
+    keepstep: Keepstep, options: tuple[str, ...], command: tuple[str, ...], reason: str
+) -> None:
+    keepstep.script("train.py", "")
+    done = keepstep(*WARM, *options, "--", *command)
+    assert f"starts are cold, not warm: {reason}" in done.stderr
+
+
+def test_modules_to_import_need_warm_starts(keepstep: Keepstep) -> None:
+    said = keepstep("run", "--preload", "a", "--", PYTHON, "a.py", code=2).stderr
+    assert "--preload has no effect without --warm" in said
+
+
+LISTENER = """
+import pathlib, signal, sys, time
+line = input()
+got = []
+def handle(number, frame):
+    got.append(number)
+    pathlib.Path("got").write_text(" ".join(map(str, got)))
+signal.signal(signal.SIGINT, handle)
+pathlib.Path("ready").write_text(line)
+while not pathlib.Path("end").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+ON_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
+"""
+
+
+def test_on_a_terminal_ctrl_c_is_the_commands_and_not_the_fork_servers(keepstep: Keepstep) -> None:
+    script = keepstep.script("listener.py", LISTENER)
+    master, terminal = pty.openpty()
+    try:
+        running = keepstep.start(
+            *("run", "--run", "a", "--warm", "--", PYTHON, script),
+            via=("-c", ON_TERMINAL),
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+        )
+        os.close(terminal)
+        os.write(master, b"hello\n")
+        eventually(lambda: (keepstep.home / "ready").exists(), within_s=90)
+        os.write(master, b"\x03")
+        eventually((keepstep.home / "got").exists)
+        assert find(keepstep, "keepstep.warm.server")
+        (keepstep.home / "end").touch()
+        assert running.wait(60) == 3
+        assert (keepstep.home / "got").read_text() == str(int(signal.SIGINT))
+    finally:
+        os.close(master)
+    eventually(lambda: keepstep.family() == [] or keepstep.sidecars() == keepstep.family())

@@ -1,0 +1,247 @@
+"""What a fork server starts behaves as what exec starts; where it could not, it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.warm.command import Python, interpreter, late_differences, parse
+
+PYTHON = sys.executable
+CLIENT = Path(__file__).with_name("fork_client.py")
+
+SAME = {
+    "main": """
+import __main__, os, pickle, sys
+class K: pass
+print(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0], sys.orig_argv)
+print(pickle.loads(pickle.dumps(K())).__class__ is K is __main__.K)
+print(sorted(name for name in globals() if name.startswith("__")))
+print(sys.stdout.line_buffering, sys.stdout.write_through, sys.stderr.line_buffering)
+print(open("/proc/self/cmdline").read().split("\\0"), os.environ["COLOUR"])
+print("COLOUR=blue" in open("/proc/self/environ").read().split("\\0"))
+""",
+    "children": """
+import multiprocessing, os, sys
+class C: pass
+def work(queue, one):
+    main = os.path.basename(sys.modules["__main__"].__file__)
+    queue.put((type(one).__module__, __name__, sys.argv, main))
+if __name__ == "__main__":
+    for how in ("spawn", "fork", "forkserver"):
+        context = multiprocessing.get_context(how)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue, C()))
+        child.start()
+        print(how, queue.get(timeout=60))
+        child.join()
+        print(child.exitcode)
+""",
+    "the end": """
+import atexit, sys, threading, time
+x = "globals are still there"
+atexit.register(lambda: print("atexit", x))
+threading.Thread(target=lambda: (time.sleep(.1), print("thread", x))).start()
+print("no newline", end="")
+sys.exit(5)
+""",
+    "a text as exit code": "import sys; sys.exit('a reason')",
+    "an exception": "def f():\n    raise ValueError('boom')\nf()",
+    "an interrupt": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "a hook for exceptions": """
+import sys
+sys.excepthook = lambda kind, error, trace: print(kind, error, trace.tb_frame.f_code.co_name)
+raise ValueError("boom")
+""",
+    "no Python": "def f(:\n",
+    "signals": """
+import os, resource, signal
+names = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD, signal.SIGHUP)
+print([str(signal.getsignal(one)) for one in names], signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+print([line for line in open("/proc/self/status") if line[:6] in ("SigBlk", "SigIgn", "SigCgt")])
+print(os.umask(0), os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid(), os.getcwd())
+print(sorted(map(int, os.listdir("/proc/self/fd")))[:-1])
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+os.kill(os.getpid(), signal.SIGTERM)
+""",
+    "sources": """
+import dataclasses, inspect, torch, typing
+@dataclasses.dataclass
+class D:
+    a: "int" = 1
+def f(x):
+    return x + 1
+print(inspect.getsource(f), typing.get_type_hints(D), inspect.getfile(D))
+@torch.jit.script
+def g(x: torch.Tensor):
+    return x + 1
+print(g(torch.ones(1)).item())
+""",
+    "arithmetic": """
+import numpy, os, torch
+print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.cuda.is_initialized())
+chance = torch.Generator().manual_seed(1)
+a = torch.randn(300, 300, generator=chance)
+layer = torch.nn.Linear(300, 300, bias=False)
+layer.weight.data.copy_(a / 300)
+layer(a).pow(2).mean().backward()
+print(layer.weight.grad.sum().item().hex(), (a @ a).sum().item().hex())
+print(numpy.linalg.norm(a.numpy() @ a.numpy()).hex())
+""",
+}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def ask(directory: Path, runs: list[dict[str, Any]], *modules: str) -> list[list[Any]]:
+    environment = {name: one for name, one in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [PYTHON, str(CLIENT)],
+        input=json.dumps({"modules": modules, "runs": runs}),
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env={**environment, "COLOUR": "blue", "PYTHONPATH": _path(directory)},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: list[list[Any]] = json.loads(done.stdout)
+    return answers
+
+
+def _path(directory: Path) -> str:
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(directory)]))
+
+
+def run(*words: str, warm: bool = True, **environment: str) -> dict[str, Any]:
+    return {"argv": [PYTHON, *words], "environment": environment, "warm": warm}
+
+
+def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
+    runs, names = [], []
+    for name, text in SAME.items():
+        script = tmp_path / f"{name.replace(' ', '_')}.py"
+        script.write_text(text)
+        more = ONE_THREAD if name == "arithmetic" else {}
+        runs += [run(script.name, "a", "b", warm=warm, **more) for warm in (False, True)]
+        names.append(name)
+    (tmp_path / "a_module.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
+    for words in (("-m", "a_module", "x"), ("-u", "main.py"), ("missing.py",)):
+        runs += [run(*words, warm=warm) for warm in (False, True)]
+        names.append(" ".join(words))
+    answers = ask(tmp_path, runs)
+    pairs = dict(zip(names, zip(answers[1::2], answers[::2], strict=True), strict=True))
+    different = {name: both for name, both in pairs.items() if both[0] != both[1]}
+    assert not different, json.dumps(different, indent=1)
+
+
+def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:
+    text = "import sys; there = 'torch' in sys.modules; import numpy, random, torch; print(there,"
+    (tmp_path / "chance.py").write_text(
+        f"{text} random.random(), numpy.random.rand(), torch.rand(1).item())"
+    )
+    first, second = ask(tmp_path, [run("chance.py")] * 2)
+    drawn = [answer[1].split() for answer in (first, second)]
+    assert [one[0] for one in drawn] == ["True", "True"]
+    assert len({*drawn[0][1:], *drawn[1][1:]}) == 6
+
+
+def test_what_imports_may_have_read_must_not_differ_and_the_next_one_starts_warm(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nothing.py").write_text("")
+    other = run("nothing.py", TORCH_LOGS="+dynamo")
+    late = run("nothing.py", RANK="3", TORCHELASTIC_RUN_ID="x", KEEPSTEP_SOCKET="y")
+    answers = ask(tmp_path, [other, run("-c", "1"), run("-O", "nothing.py"), late])
+    assert answers == [
+        ["cold", "imports may have read what differs now: TORCH_LOGS"],
+        ["cold", "only exec can start this command"],
+        ["cold", "only exec can start this command"],
+        [0, "", ""],
+    ]
+
+
+def test_a_module_that_changed_on_disk_is_not_started_from(tmp_path: Path) -> None:
+    (tmp_path / "preloaded.py").write_text("VALUE = 1\n")
+    (tmp_path / "uses.py").write_text(
+        "import preloaded, sys; print(preloaded.VALUE)\n"
+        "open('preloaded.py', 'w').write('VALUE = 22')"
+    )
+    first, second = ask(tmp_path, [run("uses.py")] * 2, "preloaded")
+    assert first == [0, "1\n", ""]
+    assert second[0] == "cold"
+    assert "1 imported files have changed since, such as" in second[1]
+    assert "preloaded.py" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "from threading import Event, Thread; Thread(target=Event().wait, daemon=True).start()",
+            "a preloaded module has started threads",
+        ),
+        ("raise OSError('no licence')", "cannot be imported (OSError('no licence'))"),
+        ("import os; os._exit(3)", "the fork server has died"),
+    ],
+)
+def test_a_module_that_no_fork_survives_is_refused_with_the_reason(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    (answer,) = ask(tmp_path, [run("bad.py")], "bad")
+    assert answer[0] == "cold"
+    assert reason in answer[1]
+
+
+# --- command lines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["python", "a.py", "-x"], Python("script", "a.py", ("-x",))),
+        (["/v/bin/python3.11", "-u", "a.py"], Python("script", "a.py", (), unbuffered=True)),
+        (["python3", "-m", "a.b", "c"], Python("module", "a.b", ("c",))),
+        (["/v/bin/torchrun", "a.py"], Python("module", "torch.distributed.run", ("a.py",))),
+        (["python"], None),
+        (["python", "-c", "1"], None),
+        (["python", "-O", "a.py"], None),
+        (["python-config", "a.py"], None),
+        (["bash", "a.sh"], None),
+        (["numactl", "python", "a.py"], None),
+    ],
+)
+def test_command_lines(words: list[str], expected: Python | None) -> None:
+    assert parse(words) == expected
+
+
+def test_the_interpreter_of_a_script_is_what_its_first_line_names(tmp_path: Path) -> None:
+    for number, (first, expected) in enumerate(
+        [
+            ("#!/v/bin/python3", "/v/bin/python3"),
+            ("#!/usr/bin/env python3", None),
+            ("#!/bin/sh", None),
+            ("import os", None),
+        ]
+    ):
+        script = tmp_path / f"torchrun{number}"
+        script.write_text(f"{first}\n")
+        assert interpreter(str(script)) == expected
+    assert interpreter("/v/bin/python3.12") == "/v/bin/python3.12"
+    assert interpreter(str(tmp_path / "missing")) is None
+
+
+def test_variables_of_a_worker_may_differ_and_no_others() -> None:
+    before = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "PYTHONPATH": "a"}
+    now = {"PATH": "/bin", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    assert late_differences(before, {**now, "PYTHONPATH": "a"}) == []
+    assert late_differences(before, {**now, "TORCHINDUCTOR_X": "1"}) == [
+        "PYTHONPATH",
+        "TORCHINDUCTOR_X",
+    ]
