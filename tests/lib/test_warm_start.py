@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from keepstep.warm.command import Python, interpreter, late_differences, parse
+from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable
 CLIENT = Path(__file__).with_name("fork_client.py")
@@ -197,6 +199,83 @@ def test_a_module_that_no_fork_survives_is_refused_with_the_reason(
     (answer,) = ask(tmp_path, [run("bad.py")], "bad")
     assert answer[0] == "cold"
     assert reason in answer[1]
+
+
+# --- as the entry point of a container ----------------------------------------------------------
+
+
+TRAIN = """
+import os, sys
+there = "torch" in sys.modules
+import torch
+import keepstep
+model = torch.nn.Linear(8, 8)
+checkpointer = keepstep.Checkpointer({"model": model})
+at = checkpointer.restore()
+begin = at.step + 1 if at else 0
+print(begin, there, flush=True)
+for step in range(begin, 40):
+    checkpointer.save(step)
+    checkpointer.wait(step, "staged", timeout=60)
+    if step in DEADLY and step >= begin:
+        os.kill(os.getpid(), 9)
+checkpointer.close()
+"""
+
+
+def entry(*words: str, within_s: float = 150, **options: Any) -> tuple[int, str, str]:
+    """The container's exit code, stdout and stderr."""
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    with subprocess.Popen([PYTHON, "-m", "keepstep.warm", *words], **settings) as process:
+        out, err = process.communicate(timeout=within_s)
+    return process.returncode, out, err
+
+
+def test_a_container_outlives_its_trainer_while_lives_finish_steps(
+    sidecar: SidecarProcess, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    # four deaths: more than lives without a finished step may be in a row
+    script.write_text(TRAIN.replace("DEADLY", "(3, 7, 8, 20)"))
+    code, out, err = entry("--", PYTHON, str(script))
+    assert code == 0, err
+    lives = [line.split() for line in out.splitlines()]
+    assert [life[0] for life in lives] == ["0", "4", "8", "9", "21"]
+    assert lives[0][1] == "False"
+    assert err.count("the command ended with 137; it starts again") == 4
+    cold = err.count("a cold start this time: the fork server is still importing")
+    assert [life[1] for life in lives].count("True") == 4 - cold
+
+
+def test_lives_that_finish_no_step_are_handed_over(sidecar: SidecarProcess) -> None:
+    script = "import sys; print('life', flush=True); sys.exit(7)"
+    code, out, err = entry("--fruitless", "2", "--", PYTHON, "-c", script)
+    assert (code, out.split()) == (7, ["life", "life"])
+    assert "the command ended with 7, and 2 lives have finished no step" in err
+
+
+def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
+    text = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
+    child = "import os, subprocess; subprocess.Popen(['sleep', '600'])"
+    script = tmp_path / "train.py"
+    script.write_text(f"{text}\n{child}\nopen('ready', 'w').close()\ntime.sleep(600)")
+    words = [PYTHON, "-m", "keepstep.warm", "--", PYTHON, str(script)]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        eventually((tmp_path / "ready").exists)
+        before = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 5, err
+    assert "starts again" not in err
+    assert len(before) >= 2, "the trainer, its child, and perhaps a fork server"
+    assert not any(one.is_running() for one in before)
+
+
+def test_no_such_command() -> None:
+    assert entry("--", "no-such-command")[::2] == (
+        127,
+        "keepstep: no-such-command: command not found\n",
+    )
 
 
 # --- command lines -----------------------------------------------------------------------------

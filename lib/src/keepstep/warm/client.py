@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import array
-import ctypes
+import contextlib
 import json
 import os
+import select
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from keepstep.errors import KeepstepError
+from keepstep.warm.command import interpreter, parse
+from keepstep.warm.processes import Process, send, spawn_command, wait_gone
 
 READY_S: Final = 120.0
-"""Imports from a slow network drive; a server that takes longer is given up."""
+"""Imports from a slow network drive; who waits for them waits no longer."""
 
 _ANSWER_S: Final = 10.0
 _LARGEST_BYTES: Final = 1 << 20
-_PR_SET_CHILD_SUBREAPER: Final = 36
 GO: Final = b"go"
 
 
 class ColdStart(KeepstepError):
-    """A process cannot be started warm; the message says why."""
+    """A process cannot be started warm; the message says why. `for_good`: nor will any later."""
 
-
-def become_subreaper() -> None:
-    """Inherit orphaned descendants (Linux, prctl(2)): who asks a server has to. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    def __init__(self, message: str, *, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -46,6 +46,8 @@ class ForkServer:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
         self.ready = False
+        self._refused = ""
+        self._process = Process.of(pid)
         self._connection = connection
 
     @classmethod
@@ -64,9 +66,21 @@ class ForkServer:
                 raise
         return cls(ours, pid)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Until it has imported everything. Raises ColdStart with what is in the way."""
-        self._answer(READY_S)
+        if self.ready:
+            return
+        if self._refused:
+            raise ColdStart(self._refused, for_good=True)
+        if not select.select([self._connection], [], [], timeout_s)[0]:
+            raise ColdStart("the fork server is still importing")
+        try:
+            self._answer()
+        except ColdStart as error:
+            # what it could not import, or died of, the next one could not either
+            self._refused = str(error)
+            self.close()
+            raise ColdStart(self._refused, for_good=True) from None
         self.ready = True
 
     def spawn(
@@ -81,8 +95,9 @@ class ForkServer:
         """Start `argv` in this directory with `files` as its stdin, stdout and stderr; returns the
         pid of a child of ours: we have to be a subreaper. Raises ColdStart, after which nothing was
         started."""
-        if not self.ready:
-            raise ColdStart("the fork server is still importing")
+        if self.closed and not self._refused:
+            raise ColdStart("the fork server has died")
+        self.wait_ready(0)
         asked = {
             "argv": [os.fspath(one) for one in argv],
             "environment": dict(environment),
@@ -93,30 +108,30 @@ class ForkServer:
         descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:
             self._connection.sendmsg([json.dumps(asked).encode()], descriptors)
-            pid = int(self._answer(_ANSWER_S)["pid"])
+            pid = int(self._answer()["pid"])
             self._connection.send(GO)  # only now does it run what is the caller's
         except OSError as error:
             self.close()
-            raise ColdStart(f"the fork server does not answer ({error})") from error
+            raise ColdStart(f"the fork server has died ({error.strerror})") from error
         return pid
 
-    def _answer(self, timeout_s: float) -> dict[str, int | str]:
-        self._connection.settimeout(timeout_s)
+    def _answer(self) -> dict[str, int | str]:
+        self._connection.settimeout(_ANSWER_S)
         try:
             data = self._connection.recv(_LARGEST_BYTES)
         except TimeoutError:
             # its process, if there is one, waits for a word that does not come, and ends
             self.close()
-            raise ColdStart(f"the fork server does not answer within {timeout_s:g} s") from None
+            raise ColdStart("the fork server does not answer") from None
         except OSError as error:
             self.close()
-            raise ColdStart(f"the fork server does not answer ({error})") from error
-        answer: dict[str, int | str] = json.loads(data) if data else {}
+            raise ColdStart(f"the fork server has died ({error.strerror})") from error
+        if not data:
+            self.close()
+            raise ColdStart("the fork server has died")
+        answer: dict[str, int | str] = json.loads(data)
         if "pid" not in answer:
-            reason = str(answer.get("cold", "the fork server has died"))
-            if not data:
-                self.close()
-            raise ColdStart(reason)
+            raise ColdStart(str(answer.get("cold")))
         return answer
 
     @property
@@ -124,6 +139,79 @@ class ForkServer:
         return self._connection.fileno() < 0
 
     def close(self) -> None:
-        """The server ends, and what it has started goes on."""
+        """End the server, also one that still imports; what it has started goes on."""
         self.ready = False
         self._connection.close()
+        if self._process is not None and self._process.alive():
+            send(self.pid, signal.SIGKILL)
+            wait_gone(self._process, timeout_s=_ANSWER_S)
+
+
+class Starter:
+    """Starts one command again and again, warm where that can be; `say` is told where it cannot.
+
+    `path`: the program's file; `command`: its words; `modules`: what else to import for it. A
+    server that has died, or whose imports have changed on disk, is replaced for the next start.
+    """
+
+    def __init__(
+        self, path: str, command: Sequence[str], modules: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._argv = (path, *command[1:])
+        self._command = tuple(command)
+        self._modules = tuple(modules)
+        self._say = say
+        self._server: ForkServer | None = None
+        self._cold_for_good = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes that are not the command's."""
+        return () if self._server is None else (self._server.pid,)
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Have a server for the next start, if there can be one."""
+        if self._cold_for_good or (self._server is not None and not self._server.closed):
+            return
+        path = self._argv[0]
+        found = interpreter(path)
+        if found is None or parse(self._argv) is None:
+            self._cold(f"only `python FILE`, `python -m` and torchrun can start warm, not {path}")
+            return
+        try:
+            self._server = ForkServer.start(found, environment, self._modules)
+        except OSError as error:
+            self._cold(f"{found}: {error.strerror}")
+
+    def wait(self) -> None:
+        """Until the server can be asked, or there is none to wait for."""
+        if self._server is not None:
+            with contextlib.suppress(ColdStart):  # the next start says why
+                self._server.wait_ready()
+
+    def spawn(self, environment: Mapping[str, str], *, own_group: bool) -> int:
+        """Start the command; returns the pid of a child of ours, a subreaper. Raises OSError where
+        exec would fail."""
+        if self._server is not None:
+            try:
+                return self._server.spawn(self._argv, environment, own_group=own_group)
+            except ColdStart as error:
+                if error.for_good:
+                    self._cold(str(error))
+                else:
+                    self._say(f"a cold start this time: {error}")
+                    if self._server.ready:  # stale: not for this start, nor for a later one
+                        self._server.close()
+        pid = spawn_command(self._argv[0], self._command, environment, own_group=own_group)
+        self.prepare(environment)
+        return pid
+
+    def _cold(self, reason: str) -> None:
+        self._cold_for_good = True
+        self._server = None
+        self._say(f"starts are cold, not warm: {reason}")
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()

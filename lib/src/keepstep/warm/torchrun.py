@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from keepstep.warm import process
-from keepstep.warm.client import ColdStart, ForkServer, become_subreaper, pair
+from keepstep.warm.client import ColdStart, ForkServer, pair
 from keepstep.warm.command import parse
+from keepstep.warm.processes import become_subreaper
 from keepstep.warm.server import serve, stamps
 
 

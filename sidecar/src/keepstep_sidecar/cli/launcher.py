@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from keepstep.errors import SidecarError, UsageError
+from keepstep.warm.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.processes import Process, spawn_service, wait_gone
 from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
 
@@ -61,7 +63,27 @@ def launch(kept: RunDir) -> int:
     owner = ("--owner-pid", str(os.getpid()))
     settings = {key.variable for key in KEYS}  # counted already, and would count before the file
     environment = {name: one for name, one in os.environ.items() if name not in settings}
-    return spawn_service((*words, *owner), environment, log=kept.log)
+    return _spawn_service((*words, *owner), environment, log=kept.log)
+
+
+def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: Path) -> int:
+    """Start this Python with `arguments`, as a process that outlives us: own session, no stdin,
+    output appended to `log`. Returns its pid. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    return os.posix_spawn(
+        sys.executable,
+        (sys.executable, *arguments),
+        environment,
+        file_actions=actions,
+        setsid=True,
+        setsigmask=(),
+        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+    )
 
 
 def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:

@@ -61,16 +61,6 @@ def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) 
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
 
 
-def cold_start(reason: str) -> str:
-    """One start of the command that is not warm."""
-    return f"a cold start this time: {reason}"
-
-
-def no_warm_starts(reason: str) -> str:
-    """All starts of this run will be cold."""
-    return f"starts are cold, not warm: {reason}"
-
-
 def sidecar_replaced(kept: RunDir) -> str:
     """The sidecar died and is being started again."""
     return f"the sidecar ended and is started again; training goes on (why: {kept.log})"

@@ -7,6 +7,7 @@ that posts an event when it is done and wakes the first one with a SIGCHLD.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import signal
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from keepstep.errors import KeepstepError
-from keepstep.warm.client import ColdStart, become_subreaper
+from keepstep.warm import processes
+from keepstep.warm.client import Starter
+from keepstep.warm.processes import Process, become_subreaper
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
     calls,
@@ -26,11 +29,9 @@ from keepstep_sidecar.cli import (
     launcher,
     messages,
     output,
-    processes,
     supervisor_state,
 )
 from keepstep_sidecar.cli.inventory import Holdings
-from keepstep_sidecar.cli.processes import Process
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.cli.supervisor_state import (
     Action,
@@ -48,7 +49,6 @@ from keepstep_sidecar.cli.supervisor_state import (
     Supervision,
     Sweep,
 )
-from keepstep_sidecar.cli.warm_start import WarmStart
 
 _SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
 _SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
@@ -75,7 +75,7 @@ class Supervisor:
     """Runs one command beside the sidecar of `kept` until both are done.
 
     `path`: the program's file; `command`: its words. `adopted`: a sidecar that runs already.
-    `warm`: None for cold starts.
+    `starter`: for warm starts.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Supervisor:
         command: Sequence[str],
         restarts: int,
         adopted: Process | None = None,
-        warm: WarmStart | None = None,
+        starter: Starter | None = None,
     ) -> None:
         self._kept = kept
         self._path = path
         self._command = tuple(command)
-        self._state = Supervision(restarts=restarts, warming=warm is not None)
-        self._warm = warm
+        self._state = Supervision(restarts=restarts, warming=starter is not None)
+        self._starter = starter
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._main = threading.get_ident()
         self._own_group = not _in_foreground()
@@ -123,6 +123,8 @@ class Supervisor:
                     self._state, actions = self._state.step(event)
                     for action in actions:
                         self._carry_out(action)
+            if self._starter is not None:
+                self._starter.close()
             return self._exit
 
     # --- events ------------------------------------------------------------------------------
@@ -222,8 +224,13 @@ class Supervisor:
     def _start_command(self, attempt: int) -> None:
         if attempt == 0:
             say(messages.started(self._kept, self._held(), adopted=self._adopted))
+        spawn = (
+            functools.partial(processes.spawn_command, self._path, self._command)
+            if self._starter is None
+            else self._starter.spawn
+        )
         try:
-            self._command_pid = self._spawn()
+            self._command_pid = spawn(self._environment(), own_group=self._own_group)
         except OSError as error:
             say(f"{self._command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
@@ -231,46 +238,18 @@ class Supervisor:
     def _environment(self) -> Mapping[str, str]:
         return {**os.environ, SOCKET_ENV: str(self._kept.socket)}
 
-    def _spawn(self) -> int:
-        """The pid of the command. Raises OSError."""
-        warm = self._warm
-        if warm is not None:
-            try:
-                return warm.spawn(self._environment(), own_group=self._own_group)
-            except ColdStart as error:
-                say(messages.cold_start(str(error)))
-        pid = processes.spawn_command(
-            self._path, self._command, self._environment(), own_group=self._own_group
-        )
-        if warm is not None and not warm.importing:
-            self._start_warm()  # for the next start
-        return pid
-
     def _start_warm(self) -> None:
-        """Start a fork server, in the place of the one that there is."""
-        warm = self._warm
-        if warm is None:
+        """The first start waits for the fork server, as torchrun's workers come from one, too."""
+        starter = self._starter
+        if starter is None:
             return
 
         def wait() -> Event:
-            try:
-                ready()
-            except ColdStart as error:
-                self._no_warm(error)
+            starter.wait()
             return News.WARMED
 
-        try:
-            warm.close()
-            ready = warm.start(self._environment())
-        except ColdStart as error:
-            self._no_warm(error)
-            self._events.put(News.WARMED)
-        else:
-            self._in_background("wait for the fork server", wait)
-
-    def _no_warm(self, error: ColdStart) -> None:
-        self._warm = None
-        say(messages.no_warm_starts(str(error)))
+        starter.prepare(self._environment())
+        self._in_background("wait for the fork server", wait)
 
     def _kill_all(self) -> None:
         for process in self._descendants():
@@ -278,8 +257,8 @@ class Supervisor:
 
     def _descendants(self) -> tuple[Process, ...]:
         sidecar = () if self._sidecar is None else (self._sidecar.pid,)
-        warm = () if self._warm is None else self._warm.pids
-        return processes.descendants(os.getpid(), spare=(*sidecar, *warm))
+        servers = () if self._starter is None else self._starter.pids
+        return processes.descendants(os.getpid(), spare=(*sidecar, *servers))
 
     def _sweep(self, now: bool) -> None:
         if now:

@@ -117,9 +117,9 @@ def _supervise(
     modules: Sequence[str] | None,
 ) -> int:
     """`modules`: what to import for warm starts; None for cold ones."""
+    from keepstep.warm.client import Starter
     from keepstep_sidecar.cli import launcher
-    from keepstep_sidecar.cli.supervisor import Supervisor
-    from keepstep_sidecar.cli.warm_start import WarmStart
+    from keepstep_sidecar.cli.supervisor import Supervisor, say
 
     _make_home(kept)
     with launcher.supervising(kept):
@@ -130,7 +130,7 @@ def _supervise(
             command=command,
             restarts=restarts,
             adopted=adopted,
-            warm=None if modules is None else WarmStart(program, command, modules),
+            starter=None if modules is None else Starter(program, command, modules, say),
         ).run()
 
 

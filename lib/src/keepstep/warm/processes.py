@@ -1,23 +1,31 @@
-"""Processes of a run: how they are started, watched and ended. The only module that does so.
+"""Processes of a run: how they are started, watched and ended.
 
-Signals stay blocked in this process and are taken one at a time (supervisor.py),
-so the children are started with an empty mask. As the *subreaper* of what it starts, the
-supervisor inherits processes whose parent died, which is how `descendants` can find all of them.
+Signals stay blocked in a supervisor and are taken one at a time, so its children are started with
+an empty mask. As the *subreaper* of what it starts, it inherits processes whose parent died, which
+is how `descendants` can find all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02
+
+
+def become_subreaper() -> None:
+    """Inherit orphaned descendants (Linux, prctl(2)). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def spawn_command(
@@ -35,26 +43,6 @@ def spawn_command(
             path, command, environment, setpgroup=0, setsigmask=(), setsigdef=defaults
         )
     return os.posix_spawn(path, command, environment, setsigmask=(), setsigdef=defaults)
-
-
-def spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: Path) -> int:
-    """Start this Python with `arguments`, as a process that outlives us: own session, no stdin,
-    output appended to `log`. Returns its pid. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
-    ]
-    return os.posix_spawn(
-        sys.executable,
-        (sys.executable, *arguments),
-        environment,
-        file_actions=actions,
-        setsid=True,
-        setsigmask=(),
-        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
-    )
 
 
 def shell_code(wait_status: int) -> int:

@@ -1,0 +1,144 @@
+"""`python -m keepstep.warm -- COMMAND`: the entry point of a training container.
+
+The container outlives its trainer, so a restart waits for no back-off of the kubelet and pays for
+no imports. What this process cannot help with it hands over: it ends with the command's exit code,
+and the kubelet's rules hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from keepstep.client.http import Client
+from keepstep.errors import KeepstepError
+from keepstep.steps import StepId
+from keepstep.warm import processes
+from keepstep.warm.client import Starter
+from keepstep.wire.status import Status
+from keepstep.wire.trainer import SOCKET_ENV
+
+_STOP: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+_TAKEN: Final = _STOP | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
+_GRACE_S: Final = 5.0
+_LOOK_S: Final = 0.02
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+
+
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m keepstep.warm",
+        description="Run COMMAND, and start it again at once when it fails: from a process that has"
+        " imported torch. For a pod's training container, beside keepstep's sidecar.",
+        epilog="example: python -m keepstep.warm --preload transformers -- torchrun train.py",
+    )
+    parser.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE", help="import this one too"
+    )
+    parser.add_argument(
+        "--fruitless",
+        type=int,
+        default=3,
+        metavar="N",
+        help="after N lives in a row that finish no step, end with COMMAND's exit code, so that the"
+        " kubelet goes on (default: 3)",
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    return parser.parse_args(words)
+
+
+def say(text: str) -> None:
+    """One line on stderr; stdout is the command's."""
+    print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+class Lives:
+    """One command, started again while its lives finish steps."""
+
+    def __init__(self, path: str, command: Sequence[str], modules: Sequence[str]) -> None:
+        self._starter = Starter(path, command, modules, say)
+        self._stopped = False
+
+    def run(self, fruitless: int) -> int:
+        """Returns the exit code for this process. Raises OSError when there is no such command."""
+        processes.become_subreaper()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
+        code, failed, before = 0, 0, _staged()
+        while failed < fruitless:
+            code = self._live()
+            self._end_leftovers()
+            if code == 0 or self._stopped:
+                break
+            after = _staged()
+            failed = failed + 1 if after == before else 0
+            before = after
+            say(
+                f"the command ended with {code}"
+                + (
+                    "; it starts again"
+                    if failed < fruitless
+                    else f", and {failed} lives have finished no step: the kubelet goes on"
+                )
+            )
+        self._starter.close()
+        processes.reap()
+        return code
+
+    def _live(self) -> int:
+        """One life; its exit code."""
+        # the first one is cold, and waits for no server
+        pid = self._starter.spawn(os.environ, own_group=True)
+        while True:
+            information = signal.sigtimedwait(_TAKEN, _GRACE_S)
+            if information is not None and information.si_signo != signal.SIGCHLD:
+                number = signal.Signals(information.si_signo)
+                self._stopped |= number in _STOP
+                processes.send(pid, number)
+            if (code := processes.reap().get(pid)) is not None:
+                return code
+
+    def _end_leftovers(self) -> None:
+        """Workers of a killed torchrun would hold their ranks against their successors."""
+        deadline = time.monotonic() + _GRACE_S
+        number = signal.SIGTERM
+        while left := processes.descendants(os.getpid(), spare=self._starter.pids):
+            for process in left:
+                processes.send(process.pid, number)
+            number = signal.SIGKILL
+            while time.monotonic() < deadline and any(process.alive() for process in left):
+                time.sleep(_LOOK_S)
+            processes.reap()
+
+
+def _staged() -> frozenset[StepId]:
+    """The newest step of each rank of this pod, as its sidecar says; nothing without one."""
+    path = os.environ.get(SOCKET_ENV, "")
+    try:
+        status = Client(path).get("/v1/status", Status)
+    except KeepstepError:
+        return frozenset()
+    return frozenset(rank.staged for rank in status.ranks if rank.staged is not None)
+
+
+def main() -> int:
+    """The exit code: the command's, 128 + n when signal n ended it, 126 and 127 as of a shell."""
+    asked = _arguments(sys.argv[1:])
+    path = shutil.which(asked.command[0])
+    if path is None:
+        say(f"{asked.command[0]}: command not found")
+        return _NOT_FOUND
+    try:
+        return Lives(path, asked.command, asked.preload).run(asked.fruitless)
+    except OSError as error:
+        say(f"{path}: {error.strerror}")
+        return _NOT_EXECUTABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
