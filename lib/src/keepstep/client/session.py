@@ -69,6 +69,7 @@ class Session:
             holding=holding,
             local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
             ancestors=_ancestors(),
+            age_s=_age_s(),
         )
         lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
         self.run, self.archive = lease.granted.run, lease.granted.archive
@@ -156,6 +157,15 @@ class Session:
     def forget(self) -> None:
         """In a forked child: the lease is the parent's."""
         self._lease, self._ending = None, threading.RLock()
+
+
+def _age_s() -> float:
+    """For how long this process has lived (proc(5): field 22 of stat, in ticks since the boot)."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
 
 
 def _ancestors() -> tuple[int, ...]:

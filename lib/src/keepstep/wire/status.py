@@ -22,6 +22,19 @@ class SlotStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restart:
+    """What a restart cost a rank, in seconds that follow each other, from `at` (unix seconds), when
+    its trainer ended: until there was a process again, until that began to restore, until it had
+    restored, and until its first step was staged."""
+
+    at: float
+    detection_s: float = 0.0
+    start_s: float = 0.0
+    restore_s: float = 0.0
+    first_step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankCounters:
     """One rank of this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
     started."""
@@ -39,7 +52,7 @@ class RankCounters:
 @dataclass(frozen=True, kw_only=True)
 class RankStatus(RankCounters):
     """One rank as the sidecar sees it. `waits`: why its vote on what to restore has to wait, ''
-    while there is none that waits."""
+    while there is none that waits. `restart`: its last one."""
 
     pid: int = 0
     durable: StepId | None = None
@@ -48,6 +61,7 @@ class RankStatus(RankCounters):
     copy_s: float = 0.0
     warning: str = ""
     waits: str = ""
+    restart: Restart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class LeaseRequest:
     restarted in between keeps them assigned. `attempt`: chance, constant for the trainer's life.
     `local_world`: ranks on this machine (torchrun's LOCAL_WORLD_SIZE), 0: all of them.
     `ancestors`: processes that this one was started by, to tell a trainer's subprocess from its
-    successor.
+    successor. `age_s`: for how long this process has lived.
     """
 
     rank: int
@@ -56,6 +56,7 @@ class LeaseRequest:
     holding: tuple[str, ...] = ()
     local_world: int = 0
     ancestors: tuple[int, ...] = ()
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -124,6 +124,7 @@ class Restoring:
         await self._committer.start_epoch(request.epoch)
         lease.training = True
         self._note(lease.rank, request, lost)
+        self._saving.restarts.restored(lease.rank, seconds=request.seconds)
         self._restorer.release(lease.rank)
         say(
             "restored",

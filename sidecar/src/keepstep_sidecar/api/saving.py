@@ -26,6 +26,7 @@ from keepstep.wire.trainer import (
     StagedRequest,
 )
 from keepstep_sidecar import __version__
+from keepstep_sidecar.api.restarts import Restarts
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
@@ -73,6 +74,7 @@ class Saving:
         self._last: dict[int, Lease] = {}
         self._sizing = sizing
         self._restorer = restorer
+        self.restarts = Restarts()
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class Saving:
         )
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
+        self.restarts.came(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
         except BaseException:  # cancelled, as the trainer has gone already
@@ -141,6 +144,7 @@ class Saving:
         if not self.leases.end(lease):
             return
         self.changed_at = time.monotonic()
+        self.restarts.ended(lease.rank, lease.attempt)
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
         self._restorer.release(lease.rank)
         self._committer.feed(Died(lease.rank))
@@ -271,6 +275,7 @@ class Saving:
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
         self._committer.see_epoch(request.epoch)
+        self.restarts.staged(slots.rank)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         self._committer.feed(Sealed(slots.rank, id))
         if self._slots.holds_old_layouts(slots):

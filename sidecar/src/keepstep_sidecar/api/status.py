@@ -126,6 +126,7 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         copy_s=counters.copy_s,
         warning=slots.warning,
         waits=service.restoring.votes.waits.get(slots.rank, ""),
+        restart=service.saving.restarts.last.get(slots.rank),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.wire.status import RankStatus, Status, TierStatus
+from keepstep.wire.status import RankStatus, Restart, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.options import json_option, which_run
@@ -65,6 +65,7 @@ def _print(kept: RunDir, held: Holdings) -> None:
 
 
 _RANK = ("RANK", "TRAINER", "STAGED", "DURABLE", "SLOTS", "SAVES", "LOST", "BLOCKED/SAVE")
+_APART_S = 60.0  # ranks end within a minute of each other
 _DEPOT = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
 
 
@@ -79,12 +80,33 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
         facts += [("hint", text) for text in live.hints]
+        facts += [("restart", text) for text in _restart(live)]
         facts += [
             ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
         ]
     facts += [("volume", text) for text in _volumes(kept, live)]
     facts.append(("log", str(kept.log)))
     return facts
+
+
+def _restart(live: Status) -> list[str]:
+    """The newest one, of the rank that it took longest."""
+    restarts = [(one.restart, one.rank) for one in live.ranks if one.restart is not None]
+    if not restarts:
+        return []
+    latest = max(restart.at for restart, _ in restarts)
+    of_latest = [(_total_s(one), one, rank) for one, rank in restarts if latest - one.at < _APART_S]
+    total_s, one, rank = max(of_latest, key=lambda found: found[0])
+    ago = format_duration(max(0.0, time.time() - one.at))
+    return [
+        f"{ago} ago, {total_s:.1f} s on rank {rank}: {one.detection_s:.1f} until a process was"
+        f" there, {one.start_s:.1f} its start, {one.restore_s:.1f} the restore,"
+        f" {one.first_step_s:.1f} the first step"
+    ]
+
+
+def _total_s(one: Restart) -> float:
+    return one.detection_s + one.start_s + one.restore_s + one.first_step_s
 
 
 def _sidecar(live: Status) -> str:

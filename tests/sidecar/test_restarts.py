@@ -1,0 +1,87 @@
+"""What a restart cost: parts that follow each other, from a life's end to the next one's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from trainer import FakeTrainer
+
+from keepstep.wire.status import Restart
+from keepstep_sidecar.api.restarts import Restarts
+from tests.harness import SidecarProcess
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __iadd__(self, seconds: float) -> Clock:
+        self.now += seconds
+        return self
+
+
+def life(restarts: Restarts, clock: Clock, attempt: str, *, age_s: float) -> Clock:
+    """Comes, restores for 2 s of 3, has a step after 4 more, ends after 100."""
+    restarts.came(0, attempt, age_s=age_s)
+    clock += 3.0
+    restarts.restored(0, seconds=2.0)
+    clock += 4.0
+    restarts.staged(0)
+    clock += 100.0
+    restarts.staged(0)
+    restarts.ended(0, attempt)
+    return clock
+
+
+def test_the_parts_of_a_restart() -> None:
+    clock = Clock()
+    restarts = Restarts(clock)
+    clock = life(restarts, clock, "a", age_s=5.0)
+    assert restarts.last == {}, "nothing was there before the first life"
+    clock += 20.0
+    life(restarts, clock, "b", age_s=6.0)
+    # ended at 1107, came at 1127; its process began at 1121, to restore at 1128
+    expected = Restart(at=1107.0, detection_s=14.0, start_s=7.0, restore_s=2.0, first_step_s=4.0)
+    assert restarts.last == {0: expected}
+
+
+def test_a_process_that_stood_by_took_no_time_to_be_there() -> None:
+    clock = Clock()
+    restarts = Restarts(clock)
+    clock = life(restarts, clock, "a", age_s=5.0)
+    clock += 1.0
+    life(restarts, clock, "b", age_s=50.0)
+    assert (restarts.last[0].detection_s, restarts.last[0].start_s) == (0.0, 2.0)
+
+
+def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_new_ones() -> None:
+    clock = Clock()
+    restarts = Restarts(clock)
+    clock = life(restarts, clock, "a", age_s=5.0)
+    life(restarts, clock, "a", age_s=50.0)
+    assert restarts.last == {}
+    restarts.came(0, "b", age_s=0.0)
+    restarts.ended(0, "a")
+    restarts.came(0, "c", age_s=0.0)
+    restarts.restored(0, seconds=1.0)
+    restarts.staged(0)
+    assert restarts.last == {}, "b had not ended"
+
+
+def test_the_status_has_the_parts(
+    sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
+) -> None:
+    first = trainers(sidecar.socket).begin_run()
+    first.stage(1)
+    assert sidecar.get("/v1/status")["ranks"][0]["restart"] is None
+    first.disconnect()
+    second = trainers(sidecar.socket).begin_run()
+    second.stage(2)
+    restart = sidecar.get("/v1/status")["ranks"][0]["restart"]
+    assert restart["at"] == pytest.approx(sidecar.get("/v1/status")["started_at"], abs=60)
+    parts = [restart[name] for name in ("detection_s", "start_s", "restore_s", "first_step_s")]
+    assert all(0 <= part < 60 for part in parts)
+    assert restart["first_step_s"] > 0
