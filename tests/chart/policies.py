@@ -40,6 +40,7 @@ TAKEN = [
     Case("the least", spec()),
     Case("numbers are bytes", spec(memory={"limit": 1 << 30, "slots": 2})),
     Case("fixed", spec(persist={"mode": "Fixed", "every": 100}, stage={"every": 5})),
+    Case("half a drive a day", spec(persist={"driveWritesPerDay": "0.5"})),
     Case("a host path", volume(hostPath={"path": "/mnt/nvme0/keep..step"}, capacity="400Gi")),
     Case("a claim", volume(ephemeral={"size": "200Gi", "storageClassName": "local"})),
     Case("a limited directory", volume(emptyDir={"sizeLimit": "100Gi"})),
@@ -77,6 +78,12 @@ REFUSED = [
     Case("root", volume(hostPath={"path": "//"}), "must not be the root"),
     Case("fixed without every", spec(persist={"mode": "Fixed"}), "needs persist.every"),
     Case("every without fixed", spec(persist={"every": 100}), "no effect with persist.mode Auto"),
+    Case("no writes at all", spec(persist={"driveWritesPerDay": "0.0"}), "should match"),
+    Case(
+        "wear without auto",
+        spec(persist={"mode": "Fixed", "every": 9, "driveWritesPerDay": "1"}),
+        "no effect with persist.mode Fixed",
+    ),
     Case(
         "off the grid",
         spec(persist={"mode": "Fixed", "every": 7}, stage={"every": 5}),

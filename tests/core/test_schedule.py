@@ -61,7 +61,7 @@ def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
         (
             Measured(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.02, mtbf_s=10000.0),
             "failures",
-            32,
+            16,
         ),
         (
             Measured(

@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "small_pages": ("true", True),
     "stage_every": ("2", 2),
     "persist_every": ("10", 10),
+    "drive_writes_per_day": ("0.3", 0.3),
     "keep": ("5", 5),
     "keep_every": ("6h", "6h"),
     "capacity": ("10G", 10**10),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from keepstep.core.schedule import Grid
+from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError, UsageError
 from keepstep.steps import Epoch
 from keepstep_sidecar import connections, log
@@ -136,6 +136,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         spawn=tasks.spawn,
         keep=config.keep,
         grid=Grid(config.persist_base),
+        pacing=_pacing(config),
         managed=config.reporting is not None,
         wish=config.wish,
     )
@@ -221,6 +222,17 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         operator=operator,
         obey=service.obey,
         changes=changes,
+    )
+
+
+def _pacing(config: Config) -> Pacing | None:
+    """None: a person chose every how many steps one is persisted."""
+    if config.persist_every is not None:
+        return None
+    return Pacing(
+        config.persist_base,
+        drive_writes_per_day=config.drive_writes_per_day,
+        copies=config.peers.replicas if config.peers else 0,
     )
 
 

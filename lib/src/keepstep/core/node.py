@@ -117,6 +117,13 @@ class Flush:
     newest: int = 2
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Persisted steps are to be so many steps apart at least (see `schedule.auto_interval`)."""
+
+    steps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listed:
     """All that this machine holds, and sees on remote tiers, of every rank that it knows.
@@ -151,7 +158,7 @@ class Full:
 
 
 Event = (
-    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush | Pace
     | Listed | Reported | EpochStarted | Heard | Full
 )  # fmt: skip
 
@@ -266,6 +273,9 @@ class Node:
             case Heard():
                 self.run_view.hear(event, now)
                 return self._conclude(now)
+            case Pace(steps):
+                self.planner.pace(steps)
+                return ()
             case Full():
                 return tuple(map(self._retire, self._least_wanted(event)))
             case _:
@@ -343,6 +353,7 @@ class Node:
         self._serves, before = serves, self.planner
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
+        self.planner.pace(before.least)
         for rank in sorted(serves.ranks):
             for id in sorted(self._durable.get(rank, ())):
                 yield from self.planner.written(rank, id)

@@ -4,7 +4,8 @@ A step is committed only when *every* rank wrote it, so the ranks of a node must
 themselves. The planner has one step in flight, the *target*: a rank writes it when it has sealed
 it. When the target is done, the next one is the newest due step that every rank still holds or
 has not passed yet; the due steps before it are skipped, counted, and the grid is coarsened, so
-that ranks of other nodes, which would skip others, meet again. Nothing is queued in memory.
+that ranks of other nodes, which would skip others, meet again. It is never finer than `pace` says.
+Nothing is queued in memory.
 
 With two slots per rank (`SlotTable` then waits for the writer) every due image is written, in
 order, each rank at its own pace.
@@ -105,6 +106,7 @@ class PersistPlanner:
         self._target: StepId | None = None
         self._calm = 0
         self._skipped_since_change = 0
+        self.least = 0
         self.grid = grid
         self.counts = PersistCounts()
         self.durable: StepId | None = None
@@ -199,6 +201,11 @@ class PersistPlanner:
                 if any(id in one.held for one in self._ranks.values()):
                     self._pending.add(id)
         return self._advance()
+
+    def pace(self, least: int) -> None:
+        """Two due steps are to be so many steps apart at least, reached one doubling (or halving)
+        with each finished step: a change holds from a step ahead of every rank."""
+        self.least = least
 
     # --- asking --------------------------------------------------------------------------
 
@@ -296,17 +303,18 @@ class PersistPlanner:
         self._adapt(id)
 
     def _adapt(self, id: StepId) -> None:
-        """Coarsen when steps were skipped; refine when half the interval would do as well."""
+        """Coarsen when steps were skipped, or are too close; refine when half the interval would do
+        as well."""
         newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
         if not self._adaptive or newest.epoch != id.epoch:
             return
-        if self._skipped_since_change:
+        if self._skipped_since_change or self.grid.newest_interval < self.least:
             self.grid = self.grid.coarsen(newest.step + 1)
             self._skipped_since_change = self._calm = 0
             return
         quick = 2 * (newest.step - id.step) < self.grid.interval(id.step)
         self._calm = self._calm + 1 if quick else 0
-        if self._calm >= CALM_BEFORE_REFINING:
+        if self._calm >= CALM_BEFORE_REFINING and self.grid.newest_interval > self.least:
             self.grid = self.grid.refine(newest.step + 1)
             self._calm = 0
 

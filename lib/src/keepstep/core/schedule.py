@@ -4,16 +4,34 @@ A `Grid` has every multiple of base x 2^k. Who still has an older, smaller k has
 more; who has a larger k has a part of them: so ranks that learn of a change at different times
 still meet. A change carries the step from which it holds, chosen by rank 0 ahead of every rank.
 
-Also here: how long the interval should be, from what was measured (`auto_interval`).
+Also here: how long the interval should be (`auto_interval`), from what a run shows (`Pacing`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from keepstep.steps import Epoch, StepId
 
 MAX_EXPONENT = 20
 _CHANGES_KEPT = 8
+
+ENOUGH_FAILURES = 3
+"""Before their rate is believed: its error is then below 60 %, so that of its square root, which
+the interval grows with, is below what a doubling is."""
+
+_ENOUGH = 8
+_SAMPLES = 128
+_WRITES = 16
+_DEVIATION = 1.4826 * 1.2533
+"""Median absolute deviation to the standard error of a median, but for the root of the count."""
+_LIMITS_TAKEN = 0.8
+"""A shorter interval is taken where its limits ask for so much of it at most: no flapping."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,11 @@ class Grid:
     def interval(self, step: int) -> int:
         """Steps between two due ones, as it holds at this step."""
         return self.base << self.exponent(step)
+
+    @property
+    def newest_interval(self) -> int:
+        """Steps between two due ones once the last change holds."""
+        return self.base << (self.changes[-1][1] if self.changes else 0)
 
     def due(self, step: int) -> bool:
         return step % self.interval(step) == 0
@@ -80,7 +103,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 class Measured:
     """What one node saw. Seconds and bytes; None: unknown, or no such bound.
 
+    `write_s`: for which the busiest drive writes one step; `image_bytes`: what all drives write.
     `stall_s`: training time lost to persisting one image of every rank of the node.
+    `failures`: restarts that `mtbf_s` is from, or too few of them.
     `drive_writes_per_day`: how often a day the drive may be written in full.
     `drain_bytes_per_s`: what may leave the node for a buddy or an archive.
     """
@@ -88,8 +113,9 @@ class Measured:
     step_s: float
     write_s: float
     image_bytes: int
-    stall_s: float = 0.0
+    stall_s: float | None = None
     mtbf_s: float | None = None
+    failures: int = 0
     drive_bytes: int | None = None
     drive_writes_per_day: float | None = None
     drain_bytes_per_s: float | None = None
@@ -105,24 +131,154 @@ class Interval:
 
 
 def auto_interval(
-    measured: Measured, *, base: int = 1, duty: float = 0.8, stall_budget: float = 0.01
+    measured: Measured,
+    *,
+    base: int = 1,
+    duty: float = 0.8,
+    stall_budget: float = 0.01,
+    current: int = 0,
 ) -> Interval:
     """The least interval that the hardware allows and the failure rate does not call a waste.
 
     The drive writes for at most `duty` of the time. Without a known failure rate, stalls cost
-    at most `stall_budget` of the time; with one, Daly's optimum for the stall is the bound.
+    at most `stall_budget` of the time; with one, the doubling nearest to Daly's optimum for the
+    stall is the bound: it wastes at most 1.061 times what the optimum does.
+    `current`: the steps that hold now. They are kept while fewer would do only just.
     """
+    stall_s = measured.stall_s or 0.0
     bounds = {"step": measured.step_s, "write": measured.write_s / duty}
     if measured.mtbf_s is None:
-        bounds["stall"] = measured.stall_s / stall_budget
+        bounds["stall"] = stall_s / stall_budget
     else:
-        bounds["failures"] = daly(measured.stall_s, measured.mtbf_s)
+        bounds["failures"] = daly(stall_s, measured.mtbf_s) / math.sqrt(2.0)
     if measured.drive_bytes and measured.drive_writes_per_day:
         daily_bytes = measured.drive_bytes * measured.drive_writes_per_day
         bounds["wear"] = 86400.0 * measured.image_bytes / daily_bytes
     if measured.drain_bytes_per_s:
         bounds["drain"] = measured.image_bytes / measured.drain_bytes_per_s
     limit = max(bounds, key=lambda name: bounds[name])
-    steps = bounds[limit] / max(measured.step_s, 1e-9)
-    k = max(0, math.ceil(math.log2(max(1.0, steps / base)) - 1e-9))
-    return Interval(base << min(k, MAX_EXPONENT), limit, bounds)
+    asked = bounds[limit] / max(measured.step_s, 1e-9) / base
+    k = _exponent(asked)
+    if base << k < current:
+        k = min(_exponent(asked / _LIMITS_TAKEN), _exponent(current / base))
+    return Interval(base << k, limit, bounds)
+
+
+def _exponent(intervals: float) -> int:
+    """The least k of which 2^k is so many."""
+    return min(max(0, math.ceil(math.log2(max(1.0, intervals)) - 1e-9)), MAX_EXPONENT)
+
+
+def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
+    """(failures, steps trained between them and up to `newest_step`), of a run's epochs.
+
+    Each epoch that went on from a step began after a failure (or a stop: whoever has few of both
+    persists too often, not too rarely). Steps before the first of them count as little as it does:
+    nobody knows where the run began to be kept. Steps that were repeated count once.
+    """
+    parents = [one.parent.step for one in sorted(epochs, key=lambda one: one.id) if one.parent]
+    if not parents:
+        return 0, 0
+    steps = sum(max(0, later - one) for one, later in pairwise((*parents, newest_step)))
+    return len(parents) - 1, steps
+
+
+@dataclass
+class _Written:
+    """Of one step, so far: seconds by drive, and bytes."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+class Pacing:
+    """What `auto_interval` is told, gathered from events with their time in seconds.
+
+    A step's time is that between two staged steps, first rank to first rank. What persisting costs
+    the training is how much longer those with a write in flight take (medians); unknown while there
+    are not some of each kind, as where every step is persisted, and 0 where it is within the noise.
+    """
+
+    def __init__(
+        self, base: int = 1, *, drive_writes_per_day: float | None = None, copies: int = 0
+    ) -> None:
+        """`copies`: those that the node keeps of other nodes' images, which wear its drives too."""
+        self.base = base
+        self.drive_bytes: int | None = None
+        self.measured: Measured | None = None
+        self.interval: Interval | None = None
+        self._writes_per_day = drive_writes_per_day
+        self._images = 1 + copies
+        self._newest: tuple[StepId, float] | None = None
+        self._steps: deque[int] = deque(maxlen=_SAMPLES)
+        self._times: deque[tuple[float, bool]] = deque(maxlen=_SAMPLES)
+        self._in_flight = 0
+        self._wrote = False
+        self._written: dict[StepId, _Written] = {}
+        self._writes: deque[tuple[float, int]] = deque(maxlen=_WRITES)
+
+    def sealed(self, id: StepId, now: float) -> None:
+        """A rank staged this step."""
+        if self._newest is not None:
+            before, at = self._newest
+            if id <= before:
+                return
+            if id.epoch == before.epoch:
+                self._steps.append(id.step - before.step)
+                self._times.append(((now - at) / (id.step - before.step), self._wrote))
+        self._newest, self._wrote = (id, now), self._in_flight > 0
+
+    def began(self) -> None:
+        """A write is in flight."""
+        self._in_flight += 1
+        self._wrote = True
+
+    def ended(self) -> None:
+        """It is not any more."""
+        self._in_flight -= 1
+
+    def wrote(self, id: StepId, *, drive: int, seconds: float, size_bytes: int) -> None:
+        """A rank's image of this step is durable."""
+        written = self._written.setdefault(id, _Written())
+        written.seconds[drive] = written.seconds.get(drive, 0.0) + seconds
+        written.size_bytes += size_bytes
+
+    def durable(self, id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
+        """All ranks here wrote this step. Returns the interval from now on, None: too early."""
+        if (written := self._written.get(id)) is not None:
+            self._writes.append((max(written.seconds.values()), written.size_bytes))
+        self._written = {other: one for other, one in self._written.items() if other > id}
+        if self._newest is None or len(self._times) < _ENOUGH or not self._writes:
+            return None
+        step_s = median(one for one, _ in self._times)
+        write_s = median(seconds for seconds, _ in self._writes)
+        failures, steps = failures_seen(epochs, self._newest[0].step)
+        self.measured = Measured(
+            step_s=step_s,
+            write_s=write_s,
+            image_bytes=int(median(size for _, size in self._writes)) * self._images,
+            stall_s=self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9))),
+            mtbf_s=steps * step_s / failures if steps and failures >= ENOUGH_FAILURES else None,
+            failures=failures,
+            drive_bytes=self.drive_bytes,
+            drive_writes_per_day=self._writes_per_day,
+        )
+        # whoever sees steps being skipped knows better how much the drive takes: no share is spared
+        current = 0 if self.interval is None else self.interval.steps
+        self.interval = auto_interval(self.measured, base=self.base, duty=1.0, current=current)
+        return self.interval
+
+    def _stall_s(self, steps: float) -> float | None:
+        """Lost to one image, whose write lies in so many steps. None: unknown."""
+        kinds = [[one for one, wrote in self._times if wrote is kind] for kind in (True, False)]
+        if min(map(len, kinds)) < _ENOUGH:
+            return None
+        longer = median(kinds[0]) - median(kinds[1])
+        noise = math.hypot(*(_deviation(kind) for kind in kinds))
+        return steps * longer if longer > 2.0 * noise else 0.0
+
+
+def _deviation(samples: list[float]) -> float:
+    """Standard error of their median, told robustly."""
+    middle = median(samples)
+    return _DEVIATION * median(abs(one - middle) for one in samples) / math.sqrt(len(samples))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from keepstep.core.schedule import Interval, Measured
 from keepstep.steps import Epoch, StepId, Tier
 
 
@@ -134,7 +135,9 @@ class Status:
 
     `locked`: what keeps slots from being swapped, or "no" and why nothing does. `hints`: what would
     make the run faster. `reported_at`: when the operator last answered a report, None without one.
-    `evicted`: steps that were deleted because the volumes were full.
+    `evicted`: steps that were deleted because the volumes were full. `persist_interval`: what was
+    chosen from `persist_measured`, None where a person chose or it is too early; `persist_every` is
+    more where a drive does not keep up.
     """
 
     run: str
@@ -150,6 +153,8 @@ class Status:
     committed_at: float | None = None
     reported_at: float | None = None
     persist_every: int = 1
+    persist_interval: Interval | None = None
+    persist_measured: Measured | None = None
     stage_every: int = 1
     persisted: int = 0
     persist_skipped: int = 0

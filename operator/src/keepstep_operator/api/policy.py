@@ -26,6 +26,7 @@ from keepstep_operator.api.tiers import (
 from keepstep_operator.bodies import Body
 
 _VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+_WRITES_PER_DAY = re.compile(r"^(0\.[0-9]*[1-9][0-9]*|[1-9][0-9]*(\.[0-9]+)?)$")
 _SOURCES = ("emptyDir", "hostPath", "ephemeral")
 _MOST_VOLUMES = 8
 _LONGEST_FLUSH_S = 120
@@ -122,7 +123,8 @@ class Policy:
     """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
 
     `memory_limit_bytes`: for the slots of all ranks of one pod; the sidecar gets `overhead_bytes`
-    beside it. `persist_every`: None with mode Auto. `keep`: committed steps that stay on volumes.
+    beside it. `persist_every`: None with mode Auto; `drive_writes_per_day`: a number, as it is
+    written. `keep`: committed steps that stay on volumes.
     `spec`: as it stands in the object, for snapshots; nobody reads fields from it.
     """
 
@@ -135,6 +137,7 @@ class Policy:
     huge_pages: HugePages = HugePages.NONE
     stage_every: int = 1
     persist_every: int | None = None
+    drive_writes_per_day: str | None = None
     accounting: Accounting = Accounting.ADD
     keep: Retention = field(default_factory=Retention)
     verify: Verify = Verify.FULL
@@ -194,6 +197,7 @@ def parse_policy(body: Body) -> Policy:
         huge_pages=memory.choice("hugePages", HugePages.NONE),
         stage_every=stage_every,
         persist_every=_persist(persist, stage_every),
+        drive_writes_per_day=_drive_writes_per_day(persist),
         accounting=spec.choice("accounting", Accounting.ADD),
         keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
         verify=restore.choice("verify", Verify.FULL),
@@ -243,6 +247,13 @@ def _persist(fields: Fields, stage_every: int) -> int | None:
     if every % stage_every:
         raise PolicyError("persist.every", f"{every} is no multiple of stage.every {stage_every}")
     return every
+
+
+def _drive_writes_per_day(fields: Fields) -> str | None:
+    number = fields.optional_text("driveWritesPerDay", _WRITES_PER_DAY, 'a number like "0.3"')
+    if number is not None and fields.choice("mode", PersistMode.AUTO) is PersistMode.FIXED:
+        raise fields.wrong("driveWritesPerDay", "has no effect with mode Fixed; remove it")
+    return number
 
 
 def _volumes(listed: object) -> tuple[Volume, ...]:

@@ -26,6 +26,7 @@ async def status(service: Service) -> Status:
     volumes = await volume_status(service)
     committer = service.committer
     planner, ledger = committer.node.planner, committer.look()
+    pacing = committer.pacing
     marks = {
         Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.run_view.word.memory),
         Tier.LOCAL: committer.last_commit(),
@@ -48,6 +49,8 @@ async def status(service: Service) -> Status:
         committed_at=committer.committed_at,
         reported_at=service.operator.heard_at,
         persist_every=planner.grid.interval(newest),
+        persist_interval=pacing.interval if pacing else None,
+        persist_measured=pacing.measured if pacing else None,
         stage_every=service.config.stage_every,
         persisted=planner.counts.persisted,
         persist_skipped=planner.counts.skipped + planner.counts.abandoned,

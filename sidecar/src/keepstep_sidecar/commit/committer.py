@@ -23,11 +23,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
-from keepstep.core.node import Event, Full, Heard, Listed, Node, Publish, Stop, Wrote
+from keepstep.core.node import (
+    Event,
+    Full,
+    Heard,
+    Listed,
+    Node,
+    Pace,
+    Publish,
+    Sealed,
+    Stop,
+    Wrote,
+)
 from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
+from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -87,14 +98,17 @@ class Committer:
         spawn: Spawn,
         keep: Retention,
         grid: Grid,
+        pacing: Pacing | None = None,
         managed: bool = False,
         wish: Wish | None = None,
     ) -> None:
         """`names`: of one thread, that changes names on the volumes. `writers`: one for each
         volume, of one thread: a drive writes one image at a time, and none is idle while another
-        one has a queue. `managed`: an operator sees the whole run, and decides what is deleted.
-        `wish`: what to go back to."""
+        one has a queue. `pacing`: None where a person chose the steps that are persisted.
+        `managed`: an operator sees the whole run, and decides what is deleted. `wish`: what to go
+        back to."""
         self.volumes = volumes
+        self.pacing = pacing
         self.local_shards = LocalShards()
         self.shards, self.published = self.local_shards.shards, self.local_shards.published
         self.committed_at: float | None = None
@@ -172,6 +186,8 @@ class Committer:
     def feed(self, event: Event) -> list[Publish | Retire]:
         """Tell the node what happened. Writes begin at once; returns what else is to be done, which
         may also wait: the node says it again."""
+        if isinstance(event, Sealed) and self.pacing is not None:
+            self.pacing.sealed(event.id, time.monotonic())
         left: list[Publish | Retire] = []
         for action in self.node.step(event, time.monotonic()):
             match action:
@@ -278,6 +294,8 @@ class Committer:
     def _survey(self) -> tuple[Scan, int]:
         """What is there, and how many files are in quarantine afterwards."""
         scan = self.volumes.scan()
+        if self.pacing is not None:
+            self.pacing.drive_bytes = self.volumes.drive_bytes() or None
         return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
 
     async def look_beyond(self, *, anew: bool = False) -> None:
@@ -357,6 +375,8 @@ class Committer:
 
     async def _write(self, write: Write) -> None:
         self._ending.add(write)
+        if self.pacing is not None:
+            self.pacing.began()
         try:
             shard = await self._persist(write)
             if shard is not None:
@@ -364,12 +384,24 @@ class Committer:
             # with nothing awaited since it is known: the next image is pinned before its slot can
             # be assigned
             self.feed(Wrote(write.rank, write.id, shard is not None))
+            self._pace(write.id)
             self._changes.ring()
             if shard is not None:
                 await self.refresh()
         finally:
             self._ending.discard(write)
+            if self.pacing is not None:
+                self.pacing.ended()
             self._changes.ring()
+
+    def _pace(self, id: StepId) -> None:
+        """This step may have become durable: how far it is to the next one is chosen anew."""
+        if self.pacing is None or not self.node.planner.is_durable(id):
+            return
+        before, interval = self.pacing.interval, self.pacing.durable(id, self.epochs())
+        if interval is not None and (before is None or before.steps != interval.steps):
+            say("persist interval", steps=interval.steps, limit=interval.limit)
+            self.feed(Pace(interval.steps))
 
     async def _persist(self, write: Write) -> LocalShard | None:
         """The shard, durable; None when it could not be made. The node must hear of the end,
@@ -419,6 +451,11 @@ class Committer:
         self.trouble = ""
         self.totals.bytes += written.shard.size_bytes
         self.totals.seconds += written.seconds
+        if self.pacing is not None:
+            shard, drive = written.shard, self.volumes.lane(written.shard.rank)
+            self.pacing.wrote(
+                shard.step_id, drive=drive, seconds=written.seconds, size_bytes=shard.size_bytes
+            )
         say(
             "durable",
             rank=written.shard.rank,

@@ -118,6 +118,16 @@ def whole(least: int, most: int | None = None) -> Kind:
     return Kind("N", parse)
 
 
+def _positive(value: object) -> float:
+    try:
+        number = float(value) if type(value) is float else float(_words(value))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{value!r} is not a number of more than 0, like 0.3")
+    return number
+
+
 def one_of(kinds: type[enum.Enum]) -> Kind:
     """The values of an enum."""
     values = [str(one.value) for one in kinds]
@@ -178,6 +188,7 @@ STEP: Final = Kind("[RUN/]STEP", TEXT.parse)
 DIR: Final = Kind("DIR", _path)
 PATH: Final = Kind("PATH", _path)
 PLACE: Final = Kind("URL", _place)
+POSITIVE: Final = Kind("X", _positive)
 SIZE: Final = Kind("SIZE", lambda value: parse_size(_words(value)))
 RATE: Final = Kind("SIZE", _rate)
 DURATION: Final = Kind("DURATION", _duration)

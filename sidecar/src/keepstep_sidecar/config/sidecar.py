@@ -24,6 +24,7 @@ from keepstep_sidecar.config.keys import (
     PATH,
     PEM,
     PLACE,
+    POSITIVE,
     RATE,
     REQUIRED,
     SIZE,
@@ -151,7 +152,14 @@ class Config:
         SWITCH, False, "Make no slot of huge pages, even where some are free."
     )
     stage_every: int = key(whole(1), 1, "Stage every Nth step in memory.")
-    persist_every: int = key(whole(1), 1, "Make every Nth step durable.")
+    persist_every: int | None = key(
+        whole(1), None,
+        "Make every Nth step durable.  [default: as many as drives, failures and lost time allow]",
+    )
+    drive_writes_per_day: float | None = key(
+        POSITIVE, None,
+        "Without --persist-every: how often a day the drives may be written in full, like 0.3.",
+    )
     keep_last: int = key(
         whole(1), 2, "Newest committed steps that stay on the volumes.", name="keep"
     )
@@ -285,9 +293,9 @@ class Config:
 
     @property
     def persist_base(self) -> int:
-        """Every so many steps one is persisted. Only what is staged can be, so the persist grid
-        is a multiple of the stage grid."""
-        return -(-self.persist_every // self.stage_every) * self.stage_every
+        """Every so many steps one is persisted, or more where nobody chose. Only what is staged can
+        be, so the persist grid is a multiple of the stage grid."""
+        return -(-(self.persist_every or 1) // self.stage_every) * self.stage_every
 
     @cached_property
     def keep(self) -> Retention:

@@ -88,6 +88,11 @@ class Filesystem:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
+    def size_bytes(self, path: Path) -> int:
+        """Of the whole file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_blocks * status.f_frsize
+
     def free_bytes(self, path: Path) -> int:
         """Space that this process may still use on the file system of `path`."""
         status = os.statvfs(path)

@@ -314,6 +314,11 @@ class Volume:
                 return free
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
 
+    def drive(self) -> tuple[int, int]:
+        """The number of its file system, and what that holds in bytes."""
+        with self._translated(f"cannot measure {self.root}"):
+            return self._device, self._filesystem.size_bytes(self.root)
+
     def quarantined(self) -> int:
         """Number of files in quarantine, that this process could have put there."""
         if self.read_only:

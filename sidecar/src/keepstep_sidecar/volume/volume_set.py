@@ -130,6 +130,14 @@ class VolumeSet:
                     free.append(volume.free_bytes())
         return max(free)
 
+    def drive_bytes(self) -> int:
+        """What the file systems hold that are written to, each once; 0 where none can tell."""
+        sizes: dict[int, int] = {}
+        for volume in self._writable:
+            with contextlib.suppress(StorageError):
+                sizes.update([volume.drive()])
+        return sum(sizes.values())
+
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard aside and hide its step on every volume."""
         moved_to = self.holder(path).quarantine(path, reason)
