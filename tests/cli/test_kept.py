@@ -77,6 +77,21 @@ def test_status_and_steps_of_a_live_sidecar_have_what_is_in_memory(keepstep: Kee
     assert "memory, local" in keepstep("steps").stdout
 
 
+def test_status_shows_how_often_is_persisted_and_what_that_follows_from(keepstep: Keepstep) -> None:
+    command = ("--", warm.python(), keepstep.script("train.py", TRAIN), "30", "24")
+    keepstep("run", "--drive-writes-per-day", "1e-9", *command, code=137)
+    sidecar = keepstep.json("status")["sidecar"]
+    assert sidecar["persist_interval"]["limit"] == "wear"
+    measured, steps = sidecar["persist_measured"], sidecar["persist_interval"]["steps"]
+    worn = 86400 * measured["image_bytes"] / measured["drive_bytes"] / 1e-9
+    assert sidecar["persist_interval"]["bounds"]["wear"] == pytest.approx(worn)
+    assert steps * measured["step_s"] >= worn or steps == 1 << 20
+    shown = keepstep("status").stdout
+    assert "so that the drives do not wear sooner" in shown
+    assert "0 failures" in shown
+    assert "time lost to a write" in shown
+
+
 def test_steps_beyond_the_parent_of_a_later_epoch_are_shown_as_dead(copied: Keepstep) -> None:
     root = copied.directory / "train"
     record = root / "run.json"

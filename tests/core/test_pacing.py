@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import islice
 
 import pytest
 
@@ -68,9 +68,7 @@ def _auto(measured: Measured) -> Callable[[list[Epoch], int], int]:
         failures, steps = failures_seen(epochs, step)
         known = steps and failures >= ENOUGH_FAILURES
         mtbf_s = steps * measured.step_s / failures if known else None
-        interval = auto_interval(
-            replace(measured, mtbf_s=mtbf_s), duty=1.0, current=interval.steps
-        )
+        interval = auto_interval(replace(measured, mtbf_s=mtbf_s), duty=1.0, current=interval.steps)
         return interval.steps
 
     return choose
@@ -84,8 +82,7 @@ def test_auto_wastes_little_more_than_the_best_fixed_interval(
     gaps = list(islice(trace(random.Random(1974), mtbf_s), 1000))
     fixed = {k: _replay(gaps, lambda *_, k=k: 1 << k)[0] for k in range(16)}  # type: ignore[misc]
     wasted, _ = _replay(gaps, _auto(_RUN))
-    print(trace.__name__, mtbf_s, wasted/min(fixed.values()), wasted/sum(gaps), fixed[0]/sum(gaps), min(fixed, key=fixed.get))
-    assert wasted <= 1.08 * min(fixed.values())
+    assert wasted <= 1.05 * min(fixed.values())
     assert wasted < fixed[0] / 2, "every step that the drive takes"
 
 
@@ -98,6 +95,134 @@ def test_the_drive_is_not_written_more_often_than_it_may(
     _, writes = _replay(gaps, _auto(worn))
     _, unlimited = _replay(gaps, _auto(_RUN))
     daily = writes * worn.image_bytes / (sum(gaps) / _DAY_S)
-    print(daily/2e12, unlimited*worn.image_bytes/(sum(gaps)/_DAY_S)/2e12)
     assert 0.4 * 2 * 10**12 < daily <= 2 * 10**12
     assert unlimited > 4 * writes
+
+
+def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
+    chance, seen, interval = random.Random(1), [], Interval(0, "", {})
+    for _ in range(1000):
+        measured = replace(_RUN, stall_s=None, write_s=16.0 * chance.uniform(0.9, 1.1))
+        interval = auto_interval(measured, duty=1.0, current=interval.steps)
+        seen.append(interval.steps)
+    assert set(seen[20:]) == {16}
+    assert auto_interval(replace(measured, write_s=12.0), duty=1.0, current=16).steps == 8
+
+
+# --- failures --------------------------------------------------------------------------------
+
+
+def test_failures_are_counted_from_the_first_one_on_and_repeated_steps_once() -> None:
+    assert failures_seen([_epoch(0)], 500) == (0, 0)
+    kept_from_the_middle = [_epoch(1, 90_000), _epoch(2, 90_100), _epoch(3, 90_060)]
+    assert failures_seen(kept_from_the_middle, 90_160) == (2, 200)
+
+
+# --- measured --------------------------------------------------------------------------------
+
+
+def _train(
+    pacing: Pacing,
+    steps: range,
+    *,
+    epochs: tuple[Epoch, ...] = (_epoch(0),),
+    persist: int = 1,
+    stall_s: float = 0.0,
+    jitter_s: float = 0.0,
+) -> Interval | None:
+    """Steps of a second, those after a persisted one longer by `stall_s`. Two ranks on two drives
+    write 3 GB each, for a quarter and half of a second."""
+    chance, now, interval = random.Random(7), 100.0 * steps.start, None
+    for step in steps:
+        wrote = (step - 1) % persist == 0
+        now += 1.0 + (stall_s if wrote else 0.0) + chance.uniform(-jitter_s, jitter_s)
+        id = StepId(epochs[-1].id, step)
+        pacing.sealed(id, now)
+        pacing.sealed(id, now + 0.2)
+        if step % persist == 0:
+            for drive, seconds in ((0, 0.25), (1, 0.5)):
+                pacing.began()
+                pacing.wrote(id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
+                pacing.ended()
+            interval = pacing.durable(id, epochs) or interval
+    return interval
+
+
+def test_who_sets_nothing_persists_every_step_that_the_drive_takes() -> None:
+    pacing = Pacing()
+    assert _train(pacing, range(8)) is None, "too early to say"
+    interval = _train(pacing, range(8, 50))
+    assert interval is not None
+    assert (interval.steps, interval.limit) == (1, "step")
+    assert pacing.measured == Measured(
+        step_s=pytest.approx(1.0), write_s=0.5, image_bytes=6 * 10**9
+    )
+
+
+def test_a_stall_is_what_steps_with_a_write_take_longer_beyond_the_noise() -> None:
+    noisy = Pacing()
+    _train(noisy, range(200), persist=4, stall_s=0.001, jitter_s=0.1)
+    assert noisy.measured is not None
+    assert noisy.measured.stall_s == 0.0
+    stalled = Pacing()
+    interval = _train(stalled, range(200), persist=4, stall_s=0.1, jitter_s=0.02)
+    assert stalled.measured is not None
+    assert stalled.measured.stall_s == pytest.approx(0.1, rel=0.2)
+    assert interval is not None
+    assert (interval.steps, interval.limit) == (16, "stall"), "a hundredth of the time at most"
+
+
+def test_failures_that_are_known_decide_between_lost_work_and_stalls() -> None:
+    epochs = tuple(_epoch(number, 1000 * number) for number in range(1, 6))
+    pacing = Pacing()
+    interval = _train(pacing, range(5000, 5200), epochs=epochs, persist=4, stall_s=0.1)
+    assert pacing.measured is not None
+    assert (pacing.measured.failures, interval and interval.limit) == (4, "failures")
+    assert pacing.measured.mtbf_s == pytest.approx(4196 / 4, rel=0.1)
+    assert interval is not None
+    assert interval.steps == 16, "Young: sqrt(2 x 0.1 s x 1050 s) = 14.5 s"
+
+
+def test_copies_for_other_nodes_wear_the_drive_too() -> None:
+    pacing = Pacing(drive_writes_per_day=1.0, copies=1)
+    pacing.drive_bytes = 86_400 * 10**9
+    interval = _train(pacing, range(20))
+    assert interval is not None
+    assert (interval.steps, interval.limit) == (16, "wear"), "12 GB a step, 1 GB a second"
+
+
+# --- planned ---------------------------------------------------------------------------------
+
+
+def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
+    """Every write ends before the next step is sealed."""
+    found = []
+    for step in steps:
+        id = StepId(EpochId(0, "0" * 8), step)
+        for write in planner.sealed(0, id):
+            planner.written(0, write.id)
+            found.append(write.id.step)
+    return found
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_the_grid_follows_the_pace_by_doublings_and_never_beyond(slots: int) -> None:
+    planner = PersistPlanner([0], Grid(), slots=slots)
+    planner.pace(8)
+    assert _persisted(planner, range(1, 40)) == [1, 2, 3, 4, 8, 16, 24, 32]
+    assert set(_persisted(planner, range(40, 320))) == set(range(40, 320, 8))
+    planner.pace(2)
+    _persisted(planner, range(320, 320 + 16 * 8 * CALM_BEFORE_REFINING))
+    assert set(_persisted(planner, range(1000, 1100))) == set(range(1000, 1100, 2))
+
+
+def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> None:
+    planner = PersistPlanner([0], Grid())
+    planner.pace(2)
+    for step in range(400):
+        id = StepId(EpochId(0, "0" * 8), step)
+        planner.sealed(0, id)
+        if planner.target is not None and step >= planner.target.step + 10:
+            planner.written(0, planner.target)
+    assert planner.counts.skipped > 0
+    assert planner.grid.newest_interval == 16

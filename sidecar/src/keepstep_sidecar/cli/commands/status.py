@@ -77,6 +77,7 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         newest = held.newest
         none = "no step that all ranks hold"
         facts.append(("newest", none if newest is None else inventory.named(newest)))
+        facts.append(("persist", _persist(live, auto=kept.config.persist_every is None)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
         facts += [("hint", text) for text in live.hints]
@@ -122,6 +123,44 @@ def _committed(held: Holdings) -> str:
     if live is not None and live.committed_at is not None:
         ago = f", {format_duration(max(0.0, time.time() - live.committed_at))} ago"
     return f"{inventory.named(step)}{ago}, {step.path}"
+
+
+_LIMITS = {
+    "step": "none is left out",
+    "write": "as the drive takes them",
+    "stall": "so that 1 % of the training time is lost at most",
+    "failures": "which loses least to failures and to writing",
+    "wear": "so that the drives do not wear sooner",
+}
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps}th step"
+
+
+def _persist(live: Status, *, auto: bool) -> str:
+    """How often, why, and from what that follows."""
+    every = _every(live.persist_every)
+    interval, measured = live.persist_interval, live.persist_measured
+    if not auto or interval is None or measured is None:
+        return f"{every} ({'too early to choose' if auto else 'as asked for'})"
+    why = _LIMITS.get(interval.limit, interval.limit)
+    if live.persist_every > interval.steps:
+        why = "the drive does not keep up"
+    elif live.persist_every < interval.steps:
+        every += f", soon {_every(interval.steps)}"
+    lost = "" if measured.stall_s is None else f"{measured.stall_s:.3g} s"
+    mean = f", one in {format_duration(measured.mtbf_s)}" if measured.mtbf_s else ""
+    facts = [
+        f"a step takes {measured.step_s:.3g} s",
+        f"its write {measured.write_s:.3g} s for {format_size(measured.image_bytes)}",
+        f"time lost to a write {lost or 'unknown'}",
+        f"{measured.failures} failures{mean}",
+    ]
+    if measured.drive_bytes and measured.drive_writes_per_day:
+        drives = format_size(measured.drive_bytes)
+        facts.append(f"drives of {drives} written {measured.drive_writes_per_day:g} times a day")
+    return f"{every}, {why} ({'; '.join(facts)})"
 
 
 def _volumes(kept: RunDir, live: Status | None) -> list[str]:
