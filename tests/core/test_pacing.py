@@ -102,11 +102,13 @@ def test_the_drive_is_not_written_more_often_than_it_may(
 def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
     chance, seen, interval = random.Random(1), [], Interval(0, "", {})
     for _ in range(1000):
-        measured = replace(_RUN, stall_s=None, write_s=16.0 * chance.uniform(0.9, 1.1))
+        measured = replace(_RUN, stall_s=0.16 * chance.uniform(0.9, 1.1))
         interval = auto_interval(measured, duty=1.0, current=interval.steps)
         seen.append(interval.steps)
     assert set(seen[20:]) == {16}
-    assert auto_interval(replace(measured, write_s=12.0), duty=1.0, current=16).steps == 8
+    assert auto_interval(replace(measured, stall_s=0.12), duty=1.0, current=16).steps == 8
+    kept_up = replace(measured, stall_s=None, write_s=1.9)
+    assert auto_interval(kept_up, duty=1.0, current=16).steps == 1, "each that the drive takes"
 
 
 # --- failures --------------------------------------------------------------------------------
@@ -170,6 +172,39 @@ def test_a_stall_is_what_steps_with_a_write_take_longer_beyond_the_noise() -> No
     assert stalled.measured.stall_s == pytest.approx(0.1, rel=0.2)
     assert interval is not None
     assert (interval.steps, interval.limit) == (16, "stall"), "a hundredth of the time at most"
+
+
+def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
+    pacing, now, every, persisted = Pacing(), 0.0, 1, []
+    for step in range(1600):
+        wrote = bool(persisted) and persisted[-1] == step - 1
+        now += 1.0 + (0.1 if wrote else 0.0)
+        id = StepId(_epoch(0).id, step)
+        pacing.sealed(id, now)
+        if step % every == 0:
+            persisted.append(step)
+            pacing.began()
+            pacing.wrote(id, drive=0, seconds=0.5, size_bytes=10**9)
+            pacing.ended()
+            if (interval := pacing.durable(id, ())) is not None:
+                every = interval.steps
+        if step == 1023:
+            assert persisted == list(range(1024))
+    assert pacing.measured is not None
+    assert pacing.measured.stall_s == pytest.approx(0.1)
+    assert (every, interval and interval.limit) == (16, "stall")
+
+
+def test_a_trial_of_what_costs_nothing_ends_with_every_step_written_again() -> None:
+    pacing = Pacing()
+    trial = _train(pacing, range(900, 1030)) and _train(pacing, range(1030, 1050), persist=2)
+    assert trial is not None
+    assert (trial.steps, trial.limit) == (2, "trial")
+    after = _train(pacing, range(1060, 1300))
+    assert after is not None
+    assert (after.steps, after.limit) == (1, "step")
+    assert pacing.measured is not None
+    assert pacing.measured.stall_s == 0.0, "what was seen is remembered"
 
 
 def test_failures_that_are_known_decide_between_lost_work_and_stalls() -> None:

@@ -70,6 +70,19 @@ def test_the_sidecar_understands_every_setting() -> None:
     )
 
 
+def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = policy(EMPTY_DIR, stage={"every": 5}, persist={"driveWritesPerDay": "0.3"})
+    sidecar = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"][0]
+    for one in sidecar["env"]:
+        if one["name"].startswith("KEEPSTEP_") and "value" in one:
+            monkeypatch.setenv(one["name"], one["value"])
+    config = Config.of(values_of({}))
+    assert (config.persist_every, config.drive_writes_per_day) == (None, 0.3)
+    assert config.persist_base == 5
+
+
 def test_every_variable_is_one_that_the_sidecar_reads(
     containers: dict[str, dict[str, Any]],
 ) -> None:

@@ -38,7 +38,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
     )
     assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
     assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, Retention())
-    assert parsed.persist_every is None
+    assert (parsed.persist_every, parsed.drive_writes_per_day) == (None, None)
     assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
     assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 4)
     assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)
@@ -70,6 +70,14 @@ def test_each_source_is_read() -> None:
         (
             {"stage": {"every": 2}, "persist": {"mode": "Fixed", "every": 5}},
             r"5 is no multiple of stage.every 2",
+        ),
+        (
+            {"persist": {"driveWritesPerDay": "0.0"}},
+            r"spec.persist.driveWritesPerDay: '0.0' is not a number like \"0.3\"",
+        ),
+        (
+            {"persist": {"mode": "Fixed", "every": 5, "driveWritesPerDay": "1"}},
+            r"spec.persist.driveWritesPerDay: has no effect with mode Fixed",
         ),
         ({"volumes": []}, r"spec.volumes: a list of 1 to 8"),
         ({"volumes": [EMPTY_DIR, EMPTY_DIR]}, r"names must differ: scratch, scratch"),
@@ -142,7 +150,8 @@ _ANYTHING = st.recursive(
 )
 _PATHS = [
     ("memory",), ("memory", "limit"), ("memory", "slots"), ("stage",), ("persist",),
-    ("persist", "mode"), ("persist", "every"), ("volumes",), ("accounting",), ("retention",),
+    ("persist", "mode"), ("persist", "every"),
+    ("persist", "driveWritesPerDay"), ("volumes",), ("accounting",), ("retention",),
     ("restore", "verify"), ("restore", "timeout"), ("sidecar", "resources"),
     ("sidecar", "resources", "cpu"), ("flushTimeout",), ("runTTL",), ("peers",),
     ("peers", "replicas"), ("peers", "topologyKey"), ("archive",), ("archive", "every"),

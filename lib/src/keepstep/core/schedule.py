@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -30,6 +30,10 @@ _SAMPLES = 128
 _WRITES = 16
 _DEVIATION = 1.4826 * 1.2533
 """Median absolute deviation to the standard error of a median, but for the root of the count."""
+_NOISE = 3.0
+"""So many standard errors are no difference."""
+
+_TRIAL, _TRIAL_EVERY = 32, 1024
 _LIMITS_TAKEN = 0.8
 """A shorter interval is taken where its limits ask for so much of it at most: no flapping."""
 
@@ -143,7 +147,8 @@ def auto_interval(
     The drive writes for at most `duty` of the time. Without a known failure rate, stalls cost
     at most `stall_budget` of the time; with one, the doubling nearest to Daly's optimum for the
     stall is the bound: it wastes at most 1.061 times what the optimum does.
-    `current`: the steps that hold now. They are kept while fewer would do only just.
+    `current`: the steps that hold now. They are kept while fewer would do only just; but for the
+    drive, as whoever sees steps being skipped is patient already.
     """
     stall_s = measured.stall_s or 0.0
     bounds = {"step": measured.step_s, "write": measured.write_s / duty}
@@ -157,10 +162,12 @@ def auto_interval(
     if measured.drain_bytes_per_s:
         bounds["drain"] = measured.image_bytes / measured.drain_bytes_per_s
     limit = max(bounds, key=lambda name: bounds[name])
-    asked = bounds[limit] / max(measured.step_s, 1e-9) / base
-    k = _exponent(asked)
+    grid_s = base * max(measured.step_s, 1e-9)
+    k = _exponent(bounds[limit] / grid_s)
     if base << k < current:
-        k = min(_exponent(asked / _LIMITS_TAKEN), _exponent(current / base))
+        slow = (bound for name, bound in bounds.items() if name not in ("step", "write"))
+        kept = _exponent(max(slow, default=0.0) / _LIMITS_TAKEN / grid_s)
+        k = max(k, min(kept, _exponent(current / base)))
     return Interval(base << k, limit, bounds)
 
 
@@ -195,8 +202,9 @@ class Pacing:
     """What `auto_interval` is told, gathered from events with their time in seconds.
 
     A step's time is that between two staged steps, first rank to first rank. What persisting costs
-    the training is how much longer those with a write in flight take (medians); unknown while there
-    are not some of each kind, as where every step is persisted, and 0 where it is within the noise.
+    the training is how much longer those with a write in flight take (medians; 0 within the noise).
+    Where every step is persisted there are none without one. So 32 of each 1024 steps but the first
+    1024 are a trial, in which every second one is persisted; which, follows from the step alone.
     """
 
     def __init__(
@@ -209,6 +217,8 @@ class Pacing:
         self.interval: Interval | None = None
         self._writes_per_day = drive_writes_per_day
         self._images = 1 + copies
+        self._asked = 0
+        self._stall: float | None = None
         self._newest: tuple[StepId, float] | None = None
         self._steps: deque[int] = deque(maxlen=_SAMPLES)
         self._times: deque[tuple[float, bool]] = deque(maxlen=_SAMPLES)
@@ -252,30 +262,35 @@ class Pacing:
             return None
         step_s = median(one for one, _ in self._times)
         write_s = median(seconds for seconds, _ in self._writes)
-        failures, steps = failures_seen(epochs, self._newest[0].step)
+        newest = self._newest[0].step
+        failures, steps = failures_seen(epochs, newest)
+        lost_s = self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9)))
+        self._stall = self._stall if lost_s is None else lost_s
         self.measured = Measured(
             step_s=step_s,
             write_s=write_s,
             image_bytes=int(median(size for _, size in self._writes)) * self._images,
-            stall_s=self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9))),
+            stall_s=self._stall,
             mtbf_s=steps * step_s / failures if steps and failures >= ENOUGH_FAILURES else None,
             failures=failures,
             drive_bytes=self.drive_bytes,
             drive_writes_per_day=self._writes_per_day,
         )
         # whoever sees steps being skipped knows better how much the drive takes: no share is spared
-        current = 0 if self.interval is None else self.interval.steps
-        self.interval = auto_interval(self.measured, base=self.base, duty=1.0, current=current)
+        self.interval = auto_interval(self.measured, base=self.base, duty=1.0, current=self._asked)
+        self._asked, at = self.interval.steps, newest // self.base
+        if self._asked == self.base and at >= _TRIAL_EVERY and at % _TRIAL_EVERY < _TRIAL:
+            self.interval = replace(self.interval, steps=2 * self.base, limit="trial")
         return self.interval
 
     def _stall_s(self, steps: float) -> float | None:
-        """Lost to one image, whose write lies in so many steps. None: unknown."""
+        """Lost to one image, whose write lies in so many steps. None: nothing to compare."""
         kinds = [[one for one, wrote in self._times if wrote is kind] for kind in (True, False)]
         if min(map(len, kinds)) < _ENOUGH:
             return None
         longer = median(kinds[0]) - median(kinds[1])
         noise = math.hypot(*(_deviation(kind) for kind in kinds))
-        return steps * longer if longer > 2.0 * noise else 0.0
+        return steps * longer if longer > _NOISE * noise else 0.0
 
 
 def _deviation(samples: list[float]) -> float:

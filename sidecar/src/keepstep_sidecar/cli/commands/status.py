@@ -130,6 +130,7 @@ _LIMITS = {
     "write": "as the drive takes them",
     "stall": "so that 1 % of the training time is lost at most",
     "failures": "which loses least to failures and to writing",
+    "trial": "for a moment, to see what a write costs",
     "wear": "so that the drives do not wear sooner",
 }
 
