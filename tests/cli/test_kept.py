@@ -79,7 +79,8 @@ def test_status_and_steps_of_a_live_sidecar_have_what_is_in_memory(keepstep: Kee
 
 def test_status_shows_how_often_is_persisted_and_what_that_follows_from(keepstep: Keepstep) -> None:
     command = ("--", warm.python(), keepstep.script("train.py", TRAIN), "30", "24")
-    keepstep("run", "--drive-writes-per-day", "1e-9", *command, code=137)
+    said = keepstep("run", "--drive-writes-per-day", "1e-9", *command, code=137).stderr
+    assert "every step is staged, as many as pay off are made durable" in said
     sidecar = keepstep.json("status")["sidecar"]
     assert sidecar["persist_interval"]["limit"] == "wear"
     measured, steps = sidecar["persist_measured"], sidecar["persist_interval"]["steps"]

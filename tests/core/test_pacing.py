@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 
+from keepstep.core.node import Node, Pace, Serves
 from keepstep.core.persist_planner import CALM_BEFORE_REFINING, PersistPlanner
 from keepstep.core.schedule import (
     ENOUGH_FAILURES,
@@ -249,6 +250,30 @@ def test_the_grid_follows_the_pace_by_doublings_and_never_beyond(slots: int) -> 
     planner.pace(2)
     _persisted(planner, range(320, 320 + 16 * 8 * CALM_BEFORE_REFINING))
     assert set(_persisted(planner, range(1000, 1100))) == set(range(1000, 1100, 2))
+
+
+def test_nodes_that_measure_differently_still_commit_together() -> None:
+    nodes = PersistPlanner([0], Grid(3)), PersistPlanner([0], Grid(3))
+    written: list[set[int]] = [set(), set()]
+    for steps, paces in (
+        (range(200), (6, 24)),
+        (range(200, 900), (48, 3)),
+        (range(900, 1900), (3, 12)),
+    ):
+        for node, found, pace in zip(nodes, written, paces, strict=True):
+            node.pace(pace)
+            found.update(_persisted(node, steps))
+    committed = sorted(written[0] & written[1])
+    assert max(later - one for one, later in pairwise(committed)) <= 48, "the coarser of both"
+    assert committed[-1] >= 1900 - 48
+
+
+def test_a_node_keeps_its_pace_when_its_ranks_change() -> None:
+    node = Node({}, grid=Grid())
+    node.step(Serves(frozenset({0}), 4))
+    node.step(Pace(8))
+    node.step(Serves(frozenset({0, 1}), 4))
+    assert node.planner.least == 8
 
 
 def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> None:

@@ -22,7 +22,9 @@ def started(kept: RunDir, held: Holdings | None, *, adopted: bool) -> str:
 
 def _policy(config: Config) -> str:
     staged = _every(config.stage_every, "staged")
-    persisted = _every(config.persist_base, "made durable")
+    persisted = "as many as pay off are made durable"
+    if config.persist_every is not None:
+        persisted = _every(config.persist_base, "made durable")
     return f"{staged}, {persisted}, {_of_volumes(config.keep)} are kept"
 
 
