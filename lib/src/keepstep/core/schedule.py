@@ -22,10 +22,11 @@ MAX_EXPONENT = 20
 _CHANGES_KEPT = 8
 
 ENOUGH_FAILURES = 3
-"""Before their rate is believed: its error is then below 60 %, so that of its square root, which
-the interval grows with, is below what a doubling is."""
+"""Before their rate is believed. Its standard error is then 58 %, so about 29 % of an interval
+that grows with its root: less than a doubling."""
 
 _ENOUGH = 8
+"""Samples before anything is said of them."""
 _SAMPLES = 128
 _WRITES = 16
 _DEVIATION = 1.4826 * 1.2533
@@ -34,6 +35,7 @@ _NOISE = 3.0
 """So many standard errors are no difference."""
 
 _TRIAL, _TRIAL_EVERY = 32, 1024
+"""Of so many grid points, so many are a trial (see `Pacing`)."""
 _LIMITS_TAKEN = 0.8
 """A shorter interval is taken where its limits ask for so much of it at most: no flapping."""
 
