@@ -87,3 +87,14 @@ def test_the_interval_is_the_least_that_every_limit_allows(
     interval = auto_interval(measured)
     assert (interval.limit, interval.steps) == (limit, steps)
     assert interval.steps * measured.step_s >= max(interval.bounds.values())
+
+
+def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -> None:
+    plain, with_milestones = Grid(1), Grid(1, milestones=frozenset({1000}))
+    for after in range(7):
+        plain, with_milestones = plain.coarsen(after), with_milestones.coarsen(after)
+    plain, with_milestones = plain.refine(8192), with_milestones.refine(8192)
+    steps = range(1, 20_001)
+    more = {step for step in steps if with_milestones.due(step) and not plain.due(step)}
+    assert more == {step for step in range(1000, 20_001, 1000) if step % 128}
+    assert more < {step for step in steps if with_milestones.due(step)}

@@ -50,6 +50,18 @@ def test_wear_leaves_steps_out(
     assert status["persisted"] < 30
 
 
+def test_steps_that_are_to_stay_become_durable_however_worn_the_drives_are(
+    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
+) -> None:
+    sidecar = sidecars().start(*WORN, "--keep-every", "37")
+    trainer = trainers(sidecar.socket).begin_run()
+    for step in range(1, 38 * 4):
+        id = trainer.stage(step)
+        if step % 37 == 0:
+            assert trainer.wait(id, "committed").reached
+    assert sidecar.get("/v1/status")["persist_every"] >= 64
+
+
 def test_what_a_person_chose_holds_whatever_it_costs(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:

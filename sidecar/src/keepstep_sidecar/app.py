@@ -135,7 +135,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         changes=changes,
         spawn=tasks.spawn,
         keep=config.keep,
-        grid=Grid(config.persist_base),
+        grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
         managed=config.reporting is not None,
         wish=config.wish,
@@ -223,6 +223,14 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         obey=service.obey,
         changes=changes,
     )
+
+
+def _milestones(config: Config) -> frozenset[int]:
+    """Where nobody chose which steps become durable: those that are to be archived, or kept."""
+    if config.persist_every is not None:
+        return frozenset()
+    archived = config.archive and config.archive.base(config.persist_base)
+    return frozenset(steps for steps in (archived, config.keep.every_steps) if steps)
 
 
 def _pacing(config: Config) -> Pacing | None:

@@ -42,10 +42,12 @@ _LIMITS_TAKEN = 0.8
 
 @dataclass(frozen=True)
 class Grid:
-    """Multiples of base x 2^k. `changes`: (from_step, k), ascending; k is 0 before the first."""
+    """Multiples of base x 2^k, and of each of `milestones`, which are wanted whatever k is.
+    `changes`: (from_step, k), ascending; k is 0 before the first."""
 
     base: int = 1
     changes: tuple[tuple[int, int], ...] = ()
+    milestones: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         starts = [start for start, _ in self.changes]
@@ -70,7 +72,7 @@ class Grid:
         return self.base << (self.changes[-1][1] if self.changes else 0)
 
     def due(self, step: int) -> bool:
-        return step % self.interval(step) == 0
+        return any(step % steps == 0 for steps in (self.interval(step), *self.milestones))
 
     def coarsen(self, after: int) -> Grid:
         """Half as many steps, from the first point of the new grid beyond `after`."""
@@ -89,7 +91,7 @@ class Grid:
         coarser = self.base << max(k, last)
         start = (after // coarser + 1) * coarser
         earlier = tuple(change for change in self.changes if change[0] < start)
-        return Grid(self.base, (*earlier, (start, k))[-_CHANGES_KEPT:])
+        return replace(self, changes=(*earlier, (start, k))[-_CHANGES_KEPT:])
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
