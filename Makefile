@@ -25,7 +25,7 @@ $(READY): requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operato
 	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar -e operator
 	@touch $@
 
-demo: $(READY) ## train a small GPT, kill it three times, compare the loss curves bit by bit
+demo: $(READY) ## train a small GPT, kill it four times, compare the loss curves bit by bit
 	$(BIN)/python examples/demo.py
 
 test: check ## lint, types, import contracts, and every test that needs no cluster

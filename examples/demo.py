@@ -1,11 +1,12 @@
-"""The demonstration behind `make demo`: kill a training run three times, lose no bit of it.
+"""The demonstration behind `make demo`: kill a training run four times, lose no bit of it.
 
 Two ranks train `train_gpt.py` on the text of the Python standard library, three times over:
 
     plain       without keepstep, never killed: the reference
     kept        every step kept, never killed: what keeping costs
-    killed      every step kept; SIGKILL hits one trainer, then the sidecar, and at last everything
-                at once, with the shared memory gone too, as when a machine loses power
+    killed      every step kept; SIGKILL hits one trainer, then the sidecar, then everything at
+                once, with the shared memory gone too, as when a machine loses power; and at last
+                one trainer again, of a run that was started with --warm
 
 The demo succeeds (exit 0) only when every loss of every run is the same float, bit for bit. It
 leaves logs, the plot and the last committed steps in its output directory, and no process and
@@ -53,19 +54,26 @@ def kill_sidecar(run: Run) -> str:
 
 
 def kill_everything(run: Run) -> str:
-    """Nothing but the drive survives; somebody runs the same command again."""
+    """Nothing but the drive survives; somebody runs the same command again, this time --warm."""
     run.setting.household.kill_all()
     run.reap()
     if run.memory:
         shutil.rmtree(run.memory)
-    run.launch()
+    run.launch(warm=True)
     return ""
+
+
+def kill_warm_trainer(run: Run) -> str:
+    """Its successor is forked from a process that has imported torch already."""
+    kill(run.journal.started()[-1].pid)
+    return "it was started with `keepstep run --warm`: no life pays for Python and torch again."
 
 
 KILLS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("one trainer", kill_trainer),
     ("the sidecar", kill_sidecar),
     ("everything, memory gone", kill_everything),
+    ("one trainer, --warm", kill_warm_trainer),
 )
 
 
@@ -156,7 +164,7 @@ def main() -> int:
     console = Console()
     out = args.out.resolve()
     prepare(out)
-    console.print("Three runs of a small GPT, two ranks each; the third is killed three times.")
+    console.print("Three runs of a small GPT, two ranks each; the third is killed four times.")
     try:
         with progress_on(console) as progress:
             setting = Setting(out=out, steps=args.steps, household=Household(), progress=progress)

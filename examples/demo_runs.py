@@ -129,12 +129,13 @@ class Run:
             return None
         return Path(tomllib.loads(record.read_text())["memory_dir"])
 
-    def launch(self) -> None:
+    def launch(self, *, warm: bool = False) -> None:
+        """Start the command; `warm`: its lives are forked from a process that imported torch."""
         self.setting.progress.start_task(self._task)
         self._launched = time.time()
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command(),
+                self._command(warm),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -142,7 +143,7 @@ class Run:
                 start_new_session=True,  # Ctrl-C is ours: we end the household in order
             )
 
-    def _command(self) -> list[str]:
+    def _command(self, warm: bool) -> list[str]:
         train = [
             str(TRAIN),
             "--steps",
@@ -154,7 +155,8 @@ class Run:
         if not self.keepstep:
             return [*torchrun, "--no-keepstep"]
         here = ["--dir", str(self.setting.kept), "--run", self.name]
-        return [*KEEPSTEP, "run", *here, "--restarts", "1", "--", *torchrun]
+        restarts = ["--restarts", "1", *(["--warm"] if warm else [])]
+        return [*KEEPSTEP, "run", *here, *restarts, "--", *torchrun]
 
     def follow(self, reached: Callable[[], bool]) -> None:
         """Show progress until `reached`. Raises DemoError when the run ends before that."""
@@ -190,7 +192,7 @@ class Run:
 
     def committed(self) -> int:
         """The newest committed step on disk, -1 for none."""
-        return max((StepId.parse(path.name).step for path in self.home.glob("*.*-*")), default=-1)
+        return max((StepId.parse(path.name).step for path in self.home.glob("[0-9]*.*-*")), default=-1)
 
     def _poll(self) -> int | None:
         assert self._process, "launch comes first"
