@@ -192,7 +192,8 @@ class Run:
 
     def committed(self) -> int:
         """The newest committed step on disk, -1 for none."""
-        return max((StepId.parse(path.name).step for path in self.home.glob("[0-9]*.*-*")), default=-1)
+        steps = (StepId.parse(path.name).step for path in self.home.glob("[0-9]*.*-*"))
+        return max(steps, default=-1)
 
     def _poll(self) -> int | None:
         assert self._process, "launch comes first"
