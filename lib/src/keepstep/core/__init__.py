@@ -7,6 +7,7 @@
     schedule          how often is written and archived
     retention         which steps may be deleted
     candidates        what a rank can restore
+    suspicion         what is held against a step after which the script failed
     readiness         when a rank may vote, and what it waits for until then
     vote              the step that all ranks choose
     ledger            what is committed (`commit_rule`), from reports alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, StepId, Tier
 
 
@@ -41,6 +42,9 @@ class Candidates:
     `wanted`: a person wants to go back to this step, '' for whatever is newest. `limit`: which one
     that is, None where it is not known here; nothing newer is used and, where `exact`, nothing
     older. `limit_run`: it is a step of this other run's archive.
+
+    `failures`: of the script's own, on record here, with what they cast doubt on and is not dead.
+    `trusted`: pinned steps.
     """
 
     answer: Answer
@@ -53,3 +57,5 @@ class Candidates:
     limit: StepId | None = None
     exact: bool = False
     limit_run: str = ""
+    failures: tuple[Failure, ...] = ()
+    trusted: tuple[StepId, ...] = ()

@@ -1,7 +1,8 @@
 """Which committed steps are kept, and which are retired. Pure: times and sizes are passed in.
 
 What is never retired: the newest committed step, whatever the policy or a capacity limit says. So
-the only committed copy never goes. Whether a newer step makes an older copy expendable at all is
+the only committed copy never goes. Nor does the newest proven one (`_anchors`), which ends a crash
+loop, but where the volume is full and nothing else is left. Whether a newer step makes an older copy expendable at all is
 the ledger's question (`keepstep.core.ledger`).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from keepstep.core.suspicion import WITHIN
 from keepstep.steps import StepId
 
 
@@ -54,7 +56,7 @@ def retired(
     `written_at`: unix seconds; a step without a time is not kept by `every_s`.
     """
     ordered = sorted(set(committed))
-    kept = {*ordered[-policy.last :], *policy.pinned}
+    kept = {*ordered[-policy.last :], *policy.pinned, *_anchors(ordered)}
     if policy.every_steps is not None:
         kept.update(id for id in ordered if id.step % policy.every_steps == 0)
     if policy.every_s is not None:
@@ -73,9 +75,9 @@ def evicted(
     """Which of these steps go, in this order, so that the rest fits into `limit_bytes`.
 
     First the `unfinished` ones, which nobody can restore; then what the policy does not keep, then
-    what it keeps beside the last ones, then of the last ones: each time the oldest first. Never the
-    newest finished one, never a pin: when these alone are too large, the rest does not fit, and it
-    is for the caller to say so.
+    what it keeps beside the last ones, then of the last ones: each time the oldest first; and at
+    last the newest proven one. Never the newest finished one, never a pin: when these alone are too
+    large, the rest does not fit, and it is for the caller to say so.
     """
     whole = sorted(sizes.keys() - set(unfinished))
     useless = sorted(sizes.keys() - set(whole))
@@ -84,7 +86,9 @@ def evicted(
     beside = [id for id in whole if id not in first and id not in last]
     excess = sum(sizes.values()) - limit_bytes
     gone: list[StepId] = []
-    for id in (*useless, *first, *beside, *last[:-1]):
+    proven = {id for id in _anchors(whole)[:1] if _is_proven(id, whole)}
+    older = [id for id in (*beside, *last[:-1]) if id not in proven]
+    for id in (*useless, *first, *older, *sorted(proven - {*last[-1:]})):
         if excess <= 0:
             break
         if id not in policy.pinned:
@@ -121,6 +125,24 @@ def crowded_out(
     older = {id for id in ids if last_commit is not None and id < last_commit}
     between = unwatched(ids, last_commit=last_commit, newest=newest)
     return tuple(sorted({*older, *between} - set(pinned)))
+
+
+def _anchors(ordered: list[StepId]) -> list[StepId]:
+    """The newest step that is proven, and what will be it: of each `WITHIN` steps the first one.
+
+    On a grid, as `every_steps`, since machines that hear of a commit one after the other must not
+    each keep another step. Of the first span there is none: whatever is there is that young.
+    """
+    first: dict[int, StepId] = {}
+    for id in ordered:
+        first.setdefault(id.step // WITHIN, id)
+    anchors = [id for span, id in first.items() if span]
+    proven = [at for at, id in enumerate(anchors) if _is_proven(id, ordered)]
+    return anchors[max(proven, default=0) :]
+
+
+def _is_proven(id: StepId, ordered: list[StepId]) -> bool:
+    return id.step + WITHIN <= ordered[-1].step
 
 
 def _first_of_each_span(

@@ -7,7 +7,8 @@ its verification on any rank joins `excluded`, and all vote again.
 A rank can go on from an image of its own (of a step that as many ranks saved as run now), or from
 an *offer*: a step of any world size of which its sidecar can bring every byte. The newest step that
 every rank can go on from wins, whichever way each of them does it; only where twins would stand in
-for some ranks, one that is exact and nearby comes first (`_preferred`).
+for some ranks, one that is exact and nearby comes first (`_preferred`). What is suspect is passed
+over (`keepstep.core.suspicion`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.candidates import Candidate, Candidates, Offer
+from keepstep.core.suspicion import Doubt
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
@@ -34,6 +36,7 @@ class Decision:
     `incomplete`: first steps that only some ranks hold; the run begins anew without them.
     `direct`: per rank, whether it restores the image of its own rank; else it assembles its state
     from the images of all `world` ranks that saved the step.
+    `suspects`: steps that were passed over, oldest first.
     """
 
     id: StepId | None
@@ -42,6 +45,7 @@ class Decision:
     incomplete: tuple[StepId, ...] = ()
     direct: tuple[bool, ...] = ()
     world: int = 0
+    suspects: tuple[StepId, ...] = ()
 
     def epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now; `nonce`: 8 hex digits of chance, from one rank for all."""
@@ -70,7 +74,7 @@ def choose(
     """Decide from the votes of all ranks, in rank order.
 
     `limit`: nothing newer is used, for somebody wants to go back to it; `exact`: nothing older
-    either. With a limit, a run never begins anew.
+    either. With a limit, a run never begins anew, and nothing is suspect: that is the person's word.
 
     Raises:
         WorldChangedError: the newest step has another world size, and not every rank's sidecar
@@ -85,10 +89,18 @@ def choose(
     common = _common(ways)
     _check_world(votes, max(common, default=None), allowed)
     if common:
-        id = _preferred(ways, common)
+        left = common if limit is not None else _doubt(votes).left(common)
+        id = _preferred(ways, left)
         taken = [each[id] for each in ways]
         tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
-        return Decision(id, tiers, number, direct=direct, world=taken[0].world)
+        return Decision(
+            id,
+            tiers,
+            number,
+            direct=direct,
+            world=taken[0].world,
+            suspects=tuple(sorted(one for one in common - left if one > id)),
+        )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
     if _all_none(votes) and not excluded:
@@ -178,6 +190,15 @@ def _check_world(
     if id is not None and id != newest:
         saved = max({each[id] for each in worlds} - {len(votes)})
         raise _world_changed(votes, id, saved=saved)
+
+
+def _doubt(votes: Sequence[Candidates]) -> Doubt:
+    """Of all ranks together: each machine has on record what failed there."""
+    return Doubt.of(
+        [one for vote in votes for one in vote.failures],
+        {one.id for vote in votes for one in _found(vote)},
+        {id for vote in votes for id in vote.trusted},
+    )
 
 
 def _all_none(votes: Sequence[Candidates]) -> bool:

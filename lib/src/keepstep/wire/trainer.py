@@ -162,6 +162,15 @@ class SkippedRequest:
     count: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailedRequest:
+    """POST /v1/failed: the script itself failed when it had come to `id`. Durable when answered."""
+
+    lease: str
+    id: StepId
+    reason: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReleaseRequest:
     """POST /v1/release: this trainer writes into no slot any more. Its process may live on."""

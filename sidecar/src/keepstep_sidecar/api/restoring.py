@@ -11,14 +11,20 @@ from keepstep.core.candidates import Candidates
 from keepstep.core.readiness import Ready, View, Wait, readiness
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportedRestore
-from keepstep.wire.trainer import CandidatesRequest, Opened, OpenRequest, RestoredRequest
+from keepstep.wire.trainer import (
+    CandidatesRequest,
+    FailedRequest,
+    Opened,
+    OpenRequest,
+    RestoredRequest,
+)
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.restorer import Restorer
 
@@ -134,6 +140,13 @@ class Restoring:
             step=request.epoch.parent and str(request.epoch.parent),
             tier=request.tier and str(request.tier),
         )
+        self._changes.ring()
+
+    async def failed(self, request: FailedRequest) -> None:
+        """The script failed by itself. Durable on return."""
+        lease = self._saving.leases.require(request.lease)
+        warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
+        await self._committer.script_failures.note(request.id)
         self._changes.ring()
 
     def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:

@@ -7,6 +7,7 @@
     operator_link    whether the operator answers; what it said, on record
     remote_tiers     runs the peers and the archive, and asks what they hold
     restore_from     going back to a step that a person named
+    script_failures  what makes a step suspect
 
 The picture: docs/architecture.md.
 """

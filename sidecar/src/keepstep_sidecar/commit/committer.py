@@ -39,6 +39,7 @@ from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Pacing
+from keepstep.core.suspicion import Doubt
 from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -53,6 +54,7 @@ from keepstep_sidecar.commit.inventory import (
 )
 from keepstep_sidecar.commit.operator_link import OperatorNotes
 from keepstep_sidecar.commit.restore_from import Rollback
+from keepstep_sidecar.commit.script_failures import ScriptFailures
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
@@ -137,6 +139,7 @@ class Committer:
         self.run_view = self.node.run_view
         self.notes = OperatorNotes(self.run_view, volumes, self.blocking)
         self.rollback = Rollback(wish, volumes.epochs)
+        self.script_failures = ScriptFailures(volumes, self.blocking)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
         self._slots = slots
         self._names = names
@@ -555,3 +558,17 @@ class Committer:
         """The step that a person wants to go back to, where it is known here."""
         held = [id for id in self.locator.ids() if self.ledger.lineage.restorable(id)]
         return self.rollback.resolve(self.ledger.whole(), held)
+
+    def doubt(self) -> Doubt:
+        """What is suspect and what proven, as far as this machine knows."""
+        kept = {id for id in self.locator.ids() if not self.ledger.is_dead(id)}
+        failures = self.script_failures.known(self.ledger)
+        return Doubt.of(failures, kept, self.run_view.word.pinned)
+
+    def instead(self) -> StepId | None:
+        """The step to go back to, where the newest whole one is suspect."""
+        if not self.script_failures:
+            return None
+        whole = self.ledger.whole()
+        left = self.doubt().left(whole)
+        return max(left) if len(left) < len(whole) else None

@@ -144,6 +144,8 @@ def plan(committer: Committer) -> RestorePlan | None:
     complete = committer.look().watermark(Tier.MEMORY)
     if (wanted := committer.wanted()) is not None:
         return _plan_of(committer, wanted)
+    if (instead := committer.instead()) is not None:
+        return _plan_of(committer, instead)
     beyond = _plan_beyond(committer)
     # what is whole by twins alone does not tell what ranks elsewhere could go on from
     if beyond is not None and (complete is None or complete < beyond.id):

@@ -80,6 +80,8 @@ class Restorer:
             plan=planned.id if planned else None,
             reason=reason,
             offers=offers,
+            failures=self._committer.script_failures.known(ledger),
+            trusted=tuple(sorted(self._committer.run_view.word.pinned)),
             **self._wanted(),
         )
 

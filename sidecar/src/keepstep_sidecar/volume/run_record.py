@@ -1,7 +1,8 @@
 """`run.json`: what shards cannot tell, which epochs there were and their parents.
 
-And, in a run that spans several pods, the last step that is known to be committed and those that
-people pinned: one pod's shards do not tell that.
+And how far each life had come when the script failed by itself. And, in a run that spans several
+pods, the last step that is known to be committed and those that people pinned: one pod's shards do
+not tell that.
 
 Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
 whoever reads it after a power cut finds one of the two.
@@ -31,13 +32,14 @@ class RunRecord:
     """The run's name and the epochs it has lived through, oldest first.
 
     `committed`: the last commit that somebody told this machine of, None for none. `pinned`: the
-    steps that were said to stay.
+    steps that were said to stay. `failures`: steps at which the script failed by itself.
     """
 
     run: str
     epochs: tuple[Epoch, ...] = ()
     committed: StepId | None = None
     pinned: frozenset[StepId] = frozenset()
+    failures: frozenset[StepId] = frozenset()
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record and `epochs`; the same record when all are known already."""
@@ -51,6 +53,7 @@ class RunRecord:
             "run": self.run,
             "committed": None if self.committed is None else str(self.committed),
             **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
+            **({"failures": sorted(map(str, self.failures))} if self.failures else {}),
             "epochs": [epoch_json(one) for one in self.epochs],
         }
         return json.dumps(record, indent=1).encode() + b"\n"
@@ -72,7 +75,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
     for key in reader.members():
         if key == "epochs":
             told[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
-        elif key == "pinned":
+        elif key in ("pinned", "failures"):
             told[key] = frozenset(read_step(reader.value()) for _ in reader.items())
         else:
             value = reader.value()
@@ -89,6 +92,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         epochs=told["epochs"],
         committed=None if committed is None else read_step(committed),
         pinned=told.get("pinned", frozenset()),
+        failures=told.get("failures", frozenset()),
     )
 
 

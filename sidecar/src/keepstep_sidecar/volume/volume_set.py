@@ -165,6 +165,14 @@ class VolumeSet:
         """Record what somebody else knows to be committed and pinned, as `save_epochs` does."""
         self._save(lambda record: replace(record, committed=committed, pinned=pinned))
 
+    def failures(self) -> frozenset[StepId]:
+        """Steps at which the script failed by itself, as any volume has on record."""
+        return frozenset().union(*(volume.record.failures for volume in self.volumes))
+
+    def save_failures(self, failures: frozenset[StepId]) -> None:
+        """Record these and no others, as `save_epochs` does."""
+        self._save(lambda record: replace(record, failures=failures))
+
     def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """Where nothing can be written at all, nothing durable will ever need the record."""
         failures = [_save_record(volume, change) for volume in self._writable]

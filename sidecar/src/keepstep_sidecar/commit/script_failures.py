@@ -1,0 +1,56 @@
+"""How far the script had come when it failed by itself, in which life: what makes a step suspect.
+
+On record on the volumes, as no shard tells of it: the life that looks for a way out of a loop may
+have another sidecar than those that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from keepstep.core.ledger import Ledger, Standing
+from keepstep.core.suspicion import Failure
+from keepstep.errors import StorageError
+from keepstep.steps import StepId
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.volume.volume_set import VolumeSet
+
+_KEPT = 32
+"""What is older is forgiven, or of lives that were left behind."""
+
+
+class ScriptFailures:
+    """`blocking`: runs a blocking call on the thread that changes names on the volumes."""
+
+    def __init__(
+        self,
+        volumes: VolumeSet,
+        blocking: Callable[[Callable[[], None]], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._volumes = volumes
+        self._blocking = blocking
+        self._noted = volumes.failures()
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    async def note(self, at: StepId) -> None:
+        """The script failed there. Durable on return, where any volume can be written."""
+        if at in self._noted:
+            return
+        self._noted = noted = frozenset(sorted({*self._noted, at})[-_KEPT:])
+        try:
+            await self._blocking(lambda: self._volumes.save_failures(noted))
+        except StorageError as error:
+            warn("failure of the script not noted", step=str(at), reason=str(error))
+
+    def known(self, ledger: Ledger) -> tuple[Failure, ...]:
+        """All of them, with what they cast doubt on and is alive."""
+        found = [Failure.of(at, ledger.parent) for at in sorted(self._noted)]
+        standing = ledger.lineage.standing
+        return tuple(
+            Failure(at=one.at, after=alive)
+            for one in found
+            if (alive := tuple(id for id in one.after if standing(id) is Standing.LIVE))
+        )
