@@ -107,10 +107,10 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
         held = await remote_tier.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert said in held.reason
-        for later in (20, 30, 40, 50):
+        for later in (200, 300, 400, 500):
             commit(remote_tier, write_step(local, later))
         assert await remote_tier.drain(timeout_s=20)
-        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [30, 40, 50]
+        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [300, 400, 500]
     assert everything(step) == before
 
 

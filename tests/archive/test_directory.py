@@ -275,9 +275,9 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
 
     settings = config(archive_dir, retention=Retention(last=1))
     async with running(settings, facts=RunFacts(pinned=lambda: pinned)) as remote_tier:
-        for step, left in ((10, {10}), (20, {10, 20}), (30, {10, 20, 30}), (40, {10, 40})):
-            if step == 40:
-                pinned = {step_id(10)}
+        for step, left in ((1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (4, {1, 4})):
+            if step == 4:
+                pinned = {step_id(1)}
             commit(remote_tier, write_step(local, step))
             assert await remote_tier.drain(timeout_s=10)
             assert {id.step for id in (await remote_tier.look()).complete} == left
@@ -367,7 +367,7 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
 ) -> None:
     monkeypatch.setattr("keepstep_sidecar.tiers.archive.tier._IDLE_S", 0.05)
 
-    shards = [write_step(local, step) for step in (10, 20, 30)]
+    shards = [write_step(local, step) for step in (1, 2, 3)]
     for sent in (6, 0):  # by one that begins anew, too
         async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
             for each in shards:
@@ -378,4 +378,4 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             await until(lambda: remote_tier._listed is not listed)  # noqa: B023
             assert remote_tier.status().backlog == 0
             assert remote_tier.status().sent == sent
-            assert {id.step for id in (await remote_tier.look()).complete} == {30}
+            assert {id.step for id in (await remote_tier.look()).complete} == {3}

@@ -35,6 +35,7 @@ from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.save.agent import Agent
+from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
@@ -97,7 +98,7 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._stage_every = 1
-        self._last_step = self._off_grid = -1
+        self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = False
         # C code throughout, so that no exception comes between taking it and having it
         self._turn = threading.RLock()
@@ -119,6 +120,7 @@ class Checkpointer:
             )
         _LIVE.add(self)
         _hook_optimizers()
+        _hook_failures()
 
     @property
     def epoch(self) -> Epoch | None:
@@ -224,24 +226,28 @@ class Checkpointer:
 
     # --- save --------------------------------------------------------------------------------
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
 
         Call it after `optimizer.step()`, in the thread that trains, on every rank, with steps
         (whole numbers from 0) that only grow. True: it will be staged, or its loss is logged and
-        counted in `stats`.
+        counted in `stats`. `healthy=False`, as for a loss or gradients that are not finite: it is
+        not kept, and held against the step that this life went on from, as an error that ends the
+        script is. After two such failures within 20 steps the next restore goes further back.
         """
         agent = self._agent
         if agent is None:
             return self._say_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
-        if number is not None and number % self._stage_every:
+        if healthy and number is not None and number % self._stage_every:
             self._off_grid, self._moved = max(number, self._off_grid), False
             return False
         try:
             if number is None:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
+            if not healthy:
+                return self._refuse_unhealthy(agent, number)
             return self._save_alone(agent, number, started)
         except Exception as error:
             if self._strict:
@@ -257,6 +263,20 @@ class Checkpointer:
                 torch.set_grad_enabled(grad)
             self._count_blocked(started)
             agent.stats.saves += 1
+
+    def _refuse_unhealthy(self, agent: Agent, step: int) -> bool:
+        if self._epoch is None:
+            raise UsageError("call restore() before the first save(): it agrees on the epoch")
+        self._unhealthy = step
+        agent.skip(step, "the script says that it is not healthy")
+        self._tell_failure("save(healthy=False)")
+        return False
+
+    def _tell_failure(self, reason: str) -> None:
+        """The script itself failed. A sidecar that is away does not hear of it."""
+        step = max(self._last_step, self._off_grid, self._unhealthy)
+        if self._agent is not None and self._epoch is not None and step >= 0:
+            self._agent.session.failed(StepId(self._epoch.id, step), reason)
 
     def _say_off(self, step: object) -> bool:
         if self._off and not self._off_said:
@@ -492,11 +512,15 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if kind is None:
             self.close()
         elif self._agent is not None:
             self._agent.drain(timeout_s=1.0)
+            if is_own(error):
+                self._tell_failure(_named(error))
             self._let_go("an error ended the `with` block", timeout_s=5.0)
 
     def __reduce__(self) -> NoReturn:
@@ -542,6 +566,21 @@ def _hook_optimizers() -> None:
             checkpointer.fence()
 
     register_optimizer_step_pre_hook(before)
+
+
+@functools.cache
+def _hook_failures() -> None:
+    """What ends the script is told, once a process."""
+
+    def tell(error: BaseException) -> None:
+        for checkpointer in list(_LIVE):
+            checkpointer._tell_failure(_named(error))
+
+    on_uncaught(tell)
+
+
+def _named(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _whole(step: object) -> int | None:

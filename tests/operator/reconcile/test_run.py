@@ -390,7 +390,7 @@ def test_an_acknowledgement_of_the_newest_never_means_one_that_comes_later() -> 
 def test_steps_are_retired_only_for_a_known_policy_that_is_not_paused_and_never_pins() -> None:
     play, pods, sidecars = running()
     for one in sidecars:
-        one.durable(95, 100)
+        one.durable(150, 200)
     play.hear_all(*zip(pods, sidecars, strict=True))
     assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90),)
     play.find(run_object(pins=(str(step(90)),), generation=2))
@@ -426,15 +426,15 @@ def test_nothing_is_retired_while_a_rank_has_not_reported() -> None:
 def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
     play, pods, sidecars = running()
     for one in sidecars:
-        one.durable(95, 100)
+        one.durable(150, 205, 210, 215)
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.note(play.registry.policy_seen(policy(generation=2, keep=Retention(last=1))))
     assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90),)
     assert "has changed" in play.status.warnings[0]
     play.see(replace(pods[0], policy_generation=2))
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(95))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(210))
     play.note(play.registry.policy_gone(KEY.namespace, "default"))
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(95))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(90), step(210))
     assert "does not exist any more" in play.status.warnings[0]
     assert play.status.policy is not None
     assert play.status.policy.generation == 2
@@ -485,13 +485,13 @@ def test_the_first_step_of_every_span_that_the_policy_keeps_is_not_retired() -> 
     pods = [pod(0), pod(1)]
     play = Play(*pods, known_policy=policy(keep=Retention(last=1, every_s=3600.0)))
     for rank, one in enumerate(pods):
-        sidecar = Sidecar(rank=rank).durable(10, 20, 30, 40, 50)
-        at = {10: 7200.0, 20: 7300.0, 30: 10799.0, 40: 10800.0, 50: 10900.0}
+        sidecar = Sidecar(rank=rank).durable(1, 2, 3, 4, 5)
+        at = {1: 7200.0, 2: 7300.0, 3: 10799.0, 4: 10800.0, 5: 10900.0}
         report = sidecar.report()
         (ours,) = report.ranks
         timed = tuple(replace(held, written_at=at[held.id.step]) for held in ours.local)
         play.hear(one, replace(report, ranks=(replace(ours, local=timed),)))
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(20), step(30))
+    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(2), step(3))
 
 
 def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:

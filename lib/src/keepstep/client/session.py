@@ -17,6 +17,7 @@ from keepstep.errors import NotDurableError, SidecarAbsent, SidecarError, UsageE
 from keepstep.steps import State, StepId
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
+    FailedRequest,
     LeaseGranted,
     LeaseRequest,
     ReleaseRequest,
@@ -33,6 +34,8 @@ _LEASE_S = 10.0
 _SLACK_S = 0.5
 _UNSEEN_S = 30.0
 """What lies where a trainer does not see it is made durable meanwhile."""
+_FAILED_S = 2.0
+_REASON = 300  # characters
 
 
 class Session:
@@ -137,6 +140,13 @@ class Session:
             lease=self.lease, id=id, state=str(state), timeout_s=timeout_s, flush=True
         )
         return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + _SLACK_S)
+
+    def failed(self, id: StepId, reason: str) -> None:
+        """Say that the script itself failed when it had come to `id`; in `_FAILED_S`, or not."""
+        if self.connected:
+            with contextlib.suppress(SidecarError):
+                request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
+                self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
         """Let the lease go, to take another."""

@@ -484,11 +484,13 @@ class Node:
         The file system may count otherwise than we do: whoever still finds no room asks again.
         """
         pinned = self.run_view.word.pinned
-        surplus = self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))
-        unfinished = set(surplus).difference(self.ledger.committed(Tier.LOCAL))
+        commits = self.ledger.committed(Tier.LOCAL)
+        surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
+        surplus |= {*self._live(commits)[:-1]} - pinned  # a proven one, too
+        unfinished = surplus.difference(commits)
         if not surplus and self.run_view.managed:
             live = self._live(self._here())
-            surplus = crowded_out(live, last_commit=self.last_commit(), pinned=pinned)
+            surplus = {*crowded_out(live, last_commit=self.last_commit(), pinned=pinned)}
         free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}
         return evicted(
             full.sizes,

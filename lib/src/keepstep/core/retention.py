@@ -2,8 +2,8 @@
 
 What is never retired: the newest committed step, whatever the policy or a capacity limit says. So
 the only committed copy never goes. Nor does the newest proven one (`_anchors`), which ends a crash
-loop, but where the volume is full and nothing else is left. Whether a newer step makes an older copy expendable at all is
-the ledger's question (`keepstep.core.ledger`).
+loop, but where the volume is full and nothing else is left. Whether a newer step makes an older
+copy expendable at all is the ledger's question (`keepstep.core.ledger`).
 """
 
 from __future__ import annotations

@@ -31,15 +31,21 @@ class Failure:
     after: tuple[StepId, ...] = ()
 
     @classmethod
-    def of(cls, at: StepId, parent: Callable[[EpochId], StepId | None]) -> Failure:
-        """`parent`: the step that an epoch went on from, as far as that is known."""
+    def of(
+        cls,
+        at: StepId,
+        parent: Callable[[EpochId], StepId | None],
+        alive: Callable[[StepId], bool],
+    ) -> Failure:
+        """`parent`: the step that an epoch went on from, as far as that is known. `alive`: whether
+        the newest epoch descends from a step; one that was left behind is in no doubt any more."""
         found, epoch = list[StepId](), at.epoch
         while (one := parent(epoch)) is not None and one.epoch < epoch:
             if not 0 <= at.step - one.step <= WITHIN:
                 break
             found.append(one)
             epoch = one.epoch
-        return cls(at=at, after=tuple(found))
+        return cls(at=at, after=tuple(filter(alive, found)))
 
 
 @dataclass(frozen=True)

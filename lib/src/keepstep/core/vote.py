@@ -74,7 +74,7 @@ def choose(
     """Decide from the votes of all ranks, in rank order.
 
     `limit`: nothing newer is used, for somebody wants to go back to it; `exact`: nothing older
-    either. With a limit, a run never begins anew, and nothing is suspect: that is the person's word.
+    either. With a limit a run never begins anew, and nothing is suspect: a person wants it.
 
     Raises:
         WorldChangedError: the newest step has another world size, and not every rank's sidecar

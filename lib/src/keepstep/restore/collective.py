@@ -19,6 +19,7 @@ import torch
 
 from keepstep.client.session import Session
 from keepstep.core.candidates import Candidates
+from keepstep.core.suspicion import WITHIN
 from keepstep.core.vote import Decision, choose, limit_of
 from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
 from keepstep.restore.restore import Restore
@@ -110,6 +111,7 @@ class Collective:
         while True:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
+            self._say_suspects(decision)
             if decision.id is None:
                 self._say_incomplete(decision)
                 return Agreed(epoch, self._stage_every)
@@ -137,6 +139,15 @@ class Collective:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
+            )
+
+    def _say_suspects(self, decision: Decision) -> None:
+        if decision.suspects and decision.id is not None and self._rank == 0:
+            log.warning(
+                "keepstep: going back to step %d: the script failed twice within %d steps after"
+                " step %s was restored, or one before it. To go on from there nonetheless, name it"
+                " (--restore-from, spec.restoreFrom) or pin it",
+                *(decision.id.step, WITHIN, max(decision.suspects)),
             )
 
     def _together(self, restoring: Restore) -> list[str]:

@@ -115,7 +115,8 @@ class TierStatus(TierProgress):
 
 @dataclass(frozen=True, kw_only=True)
 class StepStatus:
-    """One step that is held somewhere. `path` is set once it is committed on local."""
+    """One step that is held somewhere. `path` is set once it is committed on local. `suspect`: a
+    restore goes further back; `proven`: see `keepstep.core.suspicion`."""
 
     id: StepId
     world: int
@@ -127,6 +128,8 @@ class StepStatus:
     committed: bool = False
     path: str = ""
     dead: bool = False
+    suspect: bool = False
+    proven: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

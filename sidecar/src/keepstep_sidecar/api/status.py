@@ -7,6 +7,7 @@ import resource
 from collections.abc import Mapping, Sequence
 
 from keepstep.core.slot_table import SlotState
+from keepstep.core.suspicion import Doubt
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
@@ -149,10 +150,12 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 def _steps(service: Service) -> list[StepStatus]:
     """Newest first."""
-    return [_step(service, id) for id in sorted(service.committer.locator.ids(), reverse=True)]
+    doubt = service.committer.doubt()
+    ids = sorted(service.committer.locator.ids(), reverse=True)
+    return [_step(service, id, doubt) for id in ids]
 
 
-def _step(service: Service, id: StepId) -> StepStatus:
+def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
     committer, ranks = service.committer, service.slots.ranks
     local = committer.shards.get(id, {})
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
@@ -173,7 +176,9 @@ def _step(service: Service, id: StepId) -> StepStatus:
         bytes=sum(sizes.values()),
         committed=id in committer.published,
         path=committer.published.get(id, ""),
-        dead=committer.ledger.is_dead(id),
+        dead=(dead := committer.ledger.is_dead(id)),
+        suspect=not dead and doubt.is_suspect(id),
+        proven=not dead and doubt.is_proven(id),
     )
 
 
@@ -221,7 +226,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer = service.committer
     found += [service.committer.trouble, committer.evictions.warning, committer.unreadable]
-    found += committer.alarms
+    found += [committer.suspicion(), *committer.alarms]
     found += [one.failed for one in service.committer.volumes.volumes]
     found += service.saving.refused.values()
     found += [

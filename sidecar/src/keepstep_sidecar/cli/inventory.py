@@ -6,9 +6,10 @@ only a sidecar knows what is in memory. Nothing is locked, moved or repaired her
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.paths import Tree
 
 if TYPE_CHECKING:
+    from keepstep_sidecar.volume.run_record import RunRecord
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
 
@@ -68,6 +70,8 @@ def document(step: StepStatus | None) -> dict[str, object] | None:
         "archive_ranks": step.archive_ranks,
         "committed": step.committed,
         "dead": step.dead,
+        "suspect": step.suspect,
+        "proven": step.proven,
         "path": step.path or None,
     }
 
@@ -102,7 +106,7 @@ def read(kept: RunDir) -> Holdings:
     shards, problems = survey(kept)
     return Holdings(
         live=None,
-        steps=of_shards(shards, epochs(kept)),
+        steps=of_shards(shards, epochs(kept), failures(kept)),
         problems=tuple(str(one.error) for one in problems),
     )
 
@@ -123,21 +127,36 @@ def _scan(root: Path, run: str) -> Scan:
         raise StorageError(f"cannot read {root}: {error}") from error
 
 
-def of_shards(shards: Iterable[LocalShard], epochs: Sequence[Epoch]) -> tuple[StepStatus, ...]:
-    """Steps as their shards on the volumes show them, ascending."""
+def of_shards(
+    shards: Iterable[LocalShard], epochs: Sequence[Epoch], failures: Iterable[StepId] = ()
+) -> tuple[StepStatus, ...]:
+    """Steps as their shards on the volumes show them, ascending. `failures`: of the script."""
     from keepstep.core.ledger.lineage import Standing, trace
+    from keepstep.core.suspicion import Doubt, Failure
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step_id].append(shard)
     lineage = trace({one.id: one for one in epochs}, seen={id.epoch for id in by_step})
+    parents = {one.id: one.parent for one in epochs}
+    alive = {id for id in by_step if lineage.standing(id) is not Standing.DEAD}
+
+    def is_live(id: StepId) -> bool:
+        return lineage.standing(id) is Standing.LIVE
+
+    doubt = Doubt.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
     return tuple(
-        _of_found(id, found, dead=lineage.standing(id) is Standing.DEAD)
+        replace(
+            _of_found(id, found),
+            dead=id not in alive,
+            suspect=id in alive and doubt.is_suspect(id),
+            proven=id in alive and doubt.is_proven(id),
+        )
         for id, found in sorted(by_step.items())
     )
 
 
-def _of_found(id: StepId, found: Sequence[LocalShard], *, dead: bool) -> StepStatus:
+def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     worlds = {shard.world for shard in found}
     ranks = tuple(sorted({shard.rank for shard in found}))
     world = max(worlds)
@@ -150,23 +169,26 @@ def _of_found(id: StepId, found: Sequence[LocalShard], *, dead: bool) -> StepSta
         local_ranks=ranks,
         bytes=sum(shard.size_bytes for shard in found),
         committed=committed,
-        dead=dead,
         path=str(shown.path.parent),
     )
 
 
 def epochs(kept: RunDir) -> tuple[Epoch, ...]:
     """What the volumes' records know; an unreadable one leaves more steps alive, never fewer."""
+    return merged(epoch for record in _records(kept) for epoch in record.epochs)
+
+
+def failures(kept: RunDir) -> frozenset[StepId]:
+    """Steps at which the script failed by itself, as the volumes' records know."""
+    return frozenset(at for record in _records(kept) for at in record.failures)
+
+
+def _records(kept: RunDir) -> Iterator[RunRecord]:
     from keepstep_sidecar.volume import run_record
 
-    found: list[Epoch] = []
     for root in kept.roots:
-        try:
-            record = run_record.load(Tree(root).record, run=kept.run)
-        except (KeepstepError, OSError):
-            continue
-        found += record.epochs
-    return merged(found)
+        with contextlib.suppress(KeepstepError, OSError):
+            yield run_record.load(Tree(root).record, run=kept.run)
 
 
 def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

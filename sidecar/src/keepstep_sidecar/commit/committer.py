@@ -39,7 +39,7 @@ from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Pacing
-from keepstep.core.suspicion import Doubt
+from keepstep.core.suspicion import WITHIN, Doubt
 from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -564,6 +564,18 @@ class Committer:
         kept = {id for id in self.locator.ids() if not self.ledger.is_dead(id)}
         failures = self.script_failures.known(self.ledger)
         return Doubt.of(failures, kept, self.run_view.word.pinned)
+
+    def suspicion(self) -> str:
+        """What a restore passes over and why, for people; '' where nothing is suspect."""
+        if not self.script_failures or (since := self.doubt().since) is None:
+            return ""
+        back = self.instead()
+        return (
+            f"step {since} and later ones are suspect: the script failed twice within {WITHIN}"
+            " steps after it was restored; the next restore goes on from "
+            + (f"step {back}" if back is not None else "the newest nonetheless, as none is older")
+            + ", unless a person names another one (--restore-from, spec.restoreFrom) or pins it"
+        )
 
     def instead(self) -> StepId | None:
         """The step to go back to, where the newest whole one is suspect."""

@@ -46,11 +46,9 @@ class ScriptFailures:
             warn("failure of the script not noted", step=str(at), reason=str(error))
 
     def known(self, ledger: Ledger) -> tuple[Failure, ...]:
-        """All of them, with what they cast doubt on and is alive."""
-        found = [Failure.of(at, ledger.parent) for at in sorted(self._noted)]
-        standing = ledger.lineage.standing
-        return tuple(
-            Failure(at=one.at, after=alive)
-            for one in found
-            if (alive := tuple(id for id in one.after if standing(id) is Standing.LIVE))
-        )
+        """All of them, with what they cast doubt on."""
+
+        def alive(id: StepId) -> bool:
+            return ledger.lineage.standing(id) is Standing.LIVE
+
+        return tuple(Failure.of(at, ledger.parent, alive) for at in sorted(self._noted))

@@ -34,7 +34,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         output.print_json({"run": kept.run, "steps": shown})
         return
     beyond = _beyond(held)
-    columns = ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "PATH")
+    columns = ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "HEALTH", "PATH")
     rows = (
         (
             step.id.epoch,
@@ -44,6 +44,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
             ", ".join(map(str, inventory.tiers_of(step))),
             *(output.ranks_text(ranks[at], step.world) for ranks in beyond.values()),
             "dead" if step.dead else "yes" if step.committed else "no",
+            "suspect" if step.suspect else "proven" if step.proven else "",
             step.path,
         )
         for at, step in enumerate(held.steps)
