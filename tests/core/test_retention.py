@@ -112,19 +112,19 @@ def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
 
 
 def test_under_a_limit_what_the_policy_keeps_goes_last_and_the_oldest_first() -> None:
-    sizes = dict.fromkeys(_ids(100, 150, 200, 250, 300, 310, 320), 10)
-    policy = Retention(last=2, every_steps=100, pinned=frozenset(_ids(150)))
+    sizes = dict.fromkeys(_ids(10, 15, 20, 25, 30, 31, 32), 10)
+    policy = Retention(last=2, every_steps=10, pinned=frozenset(_ids(15)))
     assert _steps(evicted(sizes, policy, limit_bytes=70)) == []
-    assert _steps(evicted(sizes, policy, limit_bytes=60)) == [250]
-    assert _steps(evicted(sizes, policy, limit_bytes=41)) == [250, 100, 200]
-    assert _steps(evicted(sizes, policy, limit_bytes=0)) == [250, 100, 200, 310, 300]
-    torn = evicted(sizes, policy, limit_bytes=50, unfinished=_ids(310))
-    assert _steps(torn) == [310, 250]
+    assert _steps(evicted(sizes, policy, limit_bytes=60)) == [25]
+    assert _steps(evicted(sizes, policy, limit_bytes=41)) == [25, 10, 20]
+    assert _steps(evicted(sizes, policy, limit_bytes=0)) == [25, 10, 20, 30, 31]
+    torn = evicted(sizes, policy, limit_bytes=50, unfinished=_ids(31))
+    assert _steps(torn) == [31, 25]
 
 
 def test_every_k_steps_are_kept_beside_the_last() -> None:
-    policy = Retention(last=2, every_steps=100)
-    assert _steps(retired(_ids(100, 150, 200, 210, 220), policy)) == [150]
+    policy = Retention(last=2, every_steps=10)
+    assert _steps(retired(_ids(10, 15, 20, 21, 22), policy)) == [15]
 
 
 def test_the_first_of_every_hour_is_kept() -> None:

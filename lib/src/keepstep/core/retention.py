@@ -127,22 +127,26 @@ def crowded_out(
     return tuple(sorted({*older, *between} - set(pinned)))
 
 
+_SPAN = 2 * WITHIN
+"""A step that is as far behind is proven even if the newest `WITHIN` steps come to be in doubt."""
+
+
 def _anchors(ordered: list[StepId]) -> list[StepId]:
-    """The newest step that is proven, and what will be it: of each `WITHIN` steps the first one.
+    """The newest step that is surely proven, and what will be it: of each `_SPAN` steps the first.
 
     On a grid, as `every_steps`, since machines that hear of a commit one after the other must not
     each keep another step. Of the first span there is none: whatever is there is that young.
     """
     first: dict[int, StepId] = {}
     for id in ordered:
-        first.setdefault(id.step // WITHIN, id)
+        first.setdefault(id.step // _SPAN, id)
     anchors = [id for span, id in first.items() if span]
     proven = [at for at, id in enumerate(anchors) if _is_proven(id, ordered)]
     return anchors[max(proven, default=0) :]
 
 
 def _is_proven(id: StepId, ordered: list[StepId]) -> bool:
-    return id.step + WITHIN <= ordered[-1].step
+    return id.step + _SPAN <= ordered[-1].step
 
 
 def _first_of_each_span(

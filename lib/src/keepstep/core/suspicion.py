@@ -77,10 +77,10 @@ class Doubt:
         return self.since is not None and id >= self.since and id not in self.trusted
 
     def is_proven(self, id: StepId) -> bool:
-        if id in self.trusted:
-            return True
-        survived = self.newest is not None and id.step + WITHIN <= self.newest.step
-        return survived and not self.is_suspect(id)
+        """By a later step that is not in doubt itself."""
+        witness = self.newest if self.since is None else self.since
+        survived = witness is not None and id.step + WITHIN <= witness.step
+        return id in self.trusted or (survived and not self.is_suspect(id))
 
     def left(self, ids: Collection[StepId]) -> set[StepId]:
         """Those of `ids` to go on from: all, while none is suspect. Else the proven ones, else the

@@ -1,0 +1,194 @@
+"""Crash loops end: what failed twice after its restore is passed over, and a proven step is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.core.candidates import Candidate, Candidates
+from keepstep.core.ledger.lineage import Standing, trace
+from keepstep.core.retention import Retention, evicted, retired
+from keepstep.core.suspicion import WITHIN, Doubt, Failure
+from keepstep.core.vote import choose
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+
+LIVES = [EpochId(number, "0" * 8) for number in range(9)]
+
+
+def step(number: int, life: int = 1) -> StepId:
+    return StepId(LIVES[life], number)
+
+
+def failure(at: int, life: int, *after: StepId) -> Failure:
+    return Failure(at=step(at, life), after=after)
+
+
+def vote(*held: StepId, failures: tuple[Failure, ...] = (), **told: object) -> Candidates:
+    found = tuple(Candidate(id=one, tier=Tier.LOCAL, world=1, bytes=1) for one in held)
+    return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **told)  # type: ignore[arg-type]
+
+
+HELD = tuple(step(one) for one in (60, 80, 99, 100))
+TWICE = (failure(100, 2, step(100)), failure(101, 3, step(100)))
+
+
+def test_what_failed_twice_after_its_restore_is_passed_over_for_the_newest_proven_step() -> None:
+    assert choose([vote(*HELD, failures=TWICE[:1])]).id == step(100)
+    decision = choose([vote(*HELD, failures=TWICE)])
+    assert (decision.id, decision.suspects) == (step(80), (step(99), step(100)))
+
+
+def test_a_loop_that_creeps_on_is_one_and_one_that_gets_far_is_none() -> None:
+    creeping = (failure(103, 2, step(100)), failure(105, 3, step(103, 2), step(100)))
+    held = (*HELD, step(103, 2), step(105, 3))
+    assert choose([vote(*held, failures=creeping)]).id == step(80)
+    far = (failure(115, 2, step(100)), failure(130, 3, step(115, 2)))
+    assert choose([vote(*HELD, step(130, 3), failures=far)]).id == step(130, 3)
+
+
+def test_two_errors_of_one_life_are_one_failure() -> None:
+    told = (failure(100, 2, step(100)), failure(104, 2, step(100)))
+    assert choose([vote(*HELD, failures=told)]).id == step(100)
+
+
+def test_what_the_run_has_left_behind_is_forgiven() -> None:
+    beyond = step(101 + WITHIN, 4)
+    assert choose([vote(*HELD, beyond, failures=TWICE)]).id == beyond
+
+
+def test_failures_that_two_machines_saw_count_together() -> None:
+    one, other = (vote(*HELD, failures=(each,)) for each in TWICE)
+    both = [one, other]
+    assert Doubt.of([*one.failures, *other.failures], HELD).since == step(100)
+    assert choose([_of_two(each) for each in both]).id == step(80)
+
+
+def _of_two(vote: Candidates) -> Candidates:
+    found = tuple(Candidate(id=one.id, tier=one.tier, world=2, bytes=1) for one in vote.candidates)
+    return Candidates(answer=vote.answer, candidates=found, failures=vote.failures)
+
+
+def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
+    held, told = [step(one) for one in (3, 4, 5)], (failure(5, 2, step(5)), failure(5, 3, step(5)))
+    assert choose([vote(*held, failures=told)]).id == step(3)
+    assert choose([vote(held[-1], failures=told)]).id == step(5), "there is no other"
+
+
+def test_a_person_has_the_last_word() -> None:
+    asked = choose([vote(*HELD, failures=TWICE)], limit=step(100), exact=True)
+    assert asked.id == step(100)
+    assert choose([vote(*HELD, failures=TWICE, trusted=(step(99),))]).id == step(99)
+
+
+def test_what_a_failure_casts_doubt_on() -> None:
+    parents = {LIVES[2]: step(90), LIVES[3]: step(100, 2), LIVES[4]: step(104, 3)}
+    found = Failure.of(step(110, 4), parents.get, lambda id: True)
+    assert found.after == (step(104, 3), step(100, 2), step(90))
+    assert Failure.of(step(111, 4), parents.get, lambda id: True).after == found.after[:2]
+    assert Failure.of(step(110, 4), parents.get, lambda id: id.step < 100).after == (step(90),)
+    assert Failure.of(step(3), parents.get, lambda id: True).after == ()
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: int) -> None:
+    policy, there, left = Retention(last=last), set[StepId](), set[StepId]()
+    for number in range(1, 200):
+        left = {*there, step(number)}
+        there = left - set(retired(left, policy))
+        assert len(there) <= last + 2
+        if number >= 4 * WITHIN:
+            assert any(number - 4 * WITHIN < one.step <= number - 2 * WITHIN for one in there)
+    sizes = dict.fromkeys(there, 1)
+    gone = evicted(sizes, policy, limit_bytes=0)
+    assert max(there) not in gone
+    assert Doubt.of((), there).is_proven(gone[-1])
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A run on one machine: its lives, what is held of them, and how they failed."""
+
+    every: int
+    keep: Retention
+    epochs: list[Epoch] = field(default_factory=list)
+    memory: list[StepId] = field(default_factory=list)
+    local: set[StepId] = field(default_factory=set)
+    failed: list[StepId] = field(default_factory=list)
+
+    def begin(self) -> StepId | None:
+        """A life begins from what the ranks vote for."""
+        lineage = trace({one.id: one for one in self.epochs})
+
+        def alive(id: StepId) -> bool:
+            return lineage.standing(id) is Standing.LIVE
+
+        parents = {one.id: one.parent for one in self.epochs}
+        held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
+        told = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
+        found = choose([vote(*held, failures=told)]).id if held else None
+        self.epochs.append(Epoch(EpochId(len(self.epochs) + 1, "0" * 8), found))
+        self.memory = [id for id in self.memory if found is not None and id <= found]
+        self.local = {id for id in self.local if found is not None and id <= found}
+        return found
+
+    def save(self, number: int) -> StepId:
+        id = StepId(self.epochs[-1].id, number)
+        self.memory = [*self.memory, id][-3:]
+        if not number % self.every:
+            self.local.add(id)
+            self.local -= set(retired(self.local, self.keep))
+        return id
+
+
+@settings(max_examples=300)
+@given(
+    poisoned_at=st.integers(5 * WITHIN, 10 * WITHIN),
+    noticed_after=st.integers(0, 9),
+    lasts=st.lists(st.integers(0, 9), min_size=2, max_size=2),
+    killed=st.lists(st.booleans(), max_size=4),
+    every=st.integers(1, 10),
+    last=st.integers(1, 3),
+)
+def test_a_poisoned_step_costs_two_lives_that_fail_and_no_signal_counts(
+    *,
+    poisoned_at: int,
+    noticed_after: int,
+    lasts: list[int],
+    killed: list[bool],
+    every: int,
+    last: int,
+) -> None:
+    """From some step on the state is bad, and whoever goes on from there fails a few steps later;
+    signals end some of these lives before."""
+    run = Run(every, Retention(last=last))
+    run.begin()
+    for number in range(poisoned_at + noticed_after + 1):
+        run.save(number)
+    first = StepId(run.epochs[-1].id, poisoned_at + noticed_after)
+    run.failed.append(first)
+    own = list(lasts)
+    signals = list(killed)
+    for _ in range(len(own) + len(signals)):
+        if not own:
+            break
+        parent = run.begin()
+        assert parent is not None
+        assert parent.step >= poisoned_at, "one failure is no reason to lose steps"
+        if signals and signals.pop():
+            continue  # before it came to a step
+        at = parent.step
+        for _ in range(own.pop()):
+            at = run.save(at + 1).step
+        run.failed.append(StepId(run.epochs[-1].id, at))
+    if own:
+        return
+    found = run.begin()
+    assert found is not None
+    assert found.step < poisoned_at, "two lives failed after a restore: no third one does"
+    assert found.step >= first.step - 5 * WITHIN
