@@ -1,4 +1,4 @@
-"""Crash loops end: what failed twice after its restore is passed over, and a proven step is there."""
+"""Crash loops end: what failed twice after its restore is passed over for a proven step."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ ROUTES = {
     "/v1/discard": protocol.DiscardRequest,
     "/v1/release": protocol.ReleaseRequest,
     "/v1/skipped": protocol.SkippedRequest,
+    "/v1/failed": protocol.FailedRequest,
     "/v1/candidates": protocol.CandidatesRequest,
     "/v1/restore": protocol.OpenRequest,
     "/v1/restored": protocol.RestoredRequest,

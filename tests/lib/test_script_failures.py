@@ -1,0 +1,135 @@
+"""What counts as a script's own failure, and that its sidecar hears of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+from keepstep.save.script_failures import is_own
+from tests.harness import torchrun
+from tests.lib.training import begun
+
+SCRIPT = Path(__file__).parent / "bad_replica_script.py"
+BAD = 62
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (ValueError("wrong"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (torch.OutOfMemoryError("too large"), True),
+        (KeyboardInterrupt(), False),
+        (SystemExit(1), False),
+        (ConnectionResetError(), False),
+        (TimeoutError(), False),
+        (torch.distributed.DistBackendError("NCCL error"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), False),
+        (raised(ValueError("no batch"), ConnectionError()), False),
+        (keepstep.NotDurableError("the drive is full"), False),
+    ],
+)
+def test_what_others_did_is_not_the_scripts_own_failure(error: BaseException, own: bool) -> None:
+    assert is_own(error) is own
+
+
+def failing(end: str) -> subprocess.CompletedProcess[str]:
+    text = f"""
+import sys, torch, keepstep
+def mine(kind, error, at):
+    print("mine:", kind.__name__, error, file=sys.stderr)
+    sys.__excepthook__(kind, error, at)
+sys.excepthook = mine
+checkpointer = keepstep.Checkpointer({{"model": torch.nn.Linear(2, 2)}})
+checkpointer.restore()
+checkpointer.save(3)
+{end}
+"""
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_an_error_that_ends_the_script_is_told_and_shown_as_ever(sidecar):
+    ended = failing("raise ValueError('wrong')")
+    assert ended.returncode == 1
+    assert "mine: ValueError wrong" in ended.stderr
+    assert ended.stderr.rstrip().endswith("ValueError: wrong")
+    (said,) = [line for line in sidecar.text().splitlines() if "the script failed" in line]
+    assert "000000003" in said
+    assert "ValueError: wrong" in said
+
+
+@pytest.mark.parametrize(
+    "end", ["raise KeyboardInterrupt", "sys.exit(3)", "raise ConnectionError('gone')"]
+)
+def test_other_ends_are_not_told(sidecar, end):
+    assert failing(end).returncode != 0
+    assert "the script failed" not in sidecar.text()
+
+
+def test_an_error_that_ends_the_with_block_is_told(sidecar):
+    def train():
+        with begun({"model": nn.Linear(2, 2)}) as checkpointer:
+            checkpointer.save(0)
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        train()
+    assert "ValueError: wrong" in sidecar.text()
+
+
+def test_a_step_that_is_not_healthy_is_not_kept_and_the_next_one_is(sidecar):
+    with begun({"model": nn.Linear(2, 2)}) as checkpointer:
+        assert checkpointer.save(0)
+        assert checkpointer.save(1, healthy=False) is False
+        with pytest.raises(keepstep.NotDurableError, match="not healthy"):
+            checkpointer.wait(1)
+        assert checkpointer.save(2)
+    assert sidecar.published() == [0, 2]
+    assert "save(healthy=False)" in sidecar.text()
+
+
+def test_a_sidecar_that_stands_still_holds_the_end_up_for_two_seconds_at_most(sidecar):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert checkpointer.save(1, healthy=False) is False
+        assert time.monotonic() - started < 4.0
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
+    checkpointer.close()
+
+
+def lives(how: str, log: Path, count: int) -> list[int]:
+    for _ in range(count):
+        torchrun(2, SCRIPT, how, 95, BAD, log)
+    return [int(line) for line in log.read_text().split()]
+
+
+def test_a_bad_replica_costs_two_lives(sidecar, tmp_path):
+    begun = lives("wrong", tmp_path / "lives", 4)
+    assert begun == [-1, BAD, BAD, 40]
+    assert 94 in sidecar.published()
+
+
+def test_a_rank_that_loses_its_peer_is_held_against_no_step(sidecar, tmp_path):
+    assert lives("killed", tmp_path / "lives", 4) == [-1, BAD, BAD, BAD]
+    assert "the script failed" not in sidecar.text()
