@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from keepstep.core.ledger import Ledger, LedgerConfig, RestorePlan, Retire
 from keepstep.core.retention import Retention
+from keepstep.core.suspicion import Failure
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import PATH, Report, ReportReply
 
@@ -90,6 +91,7 @@ class OperatorHost:
         self.restore_from: StepId | None = None
         self.awaits = ""
         self.pinned: tuple[StepId, ...] = ()
+        self.failures: tuple[Failure, ...] = ()
         self.all_peers = False
         self.authorities = ""
         self.leaving = False
@@ -172,6 +174,7 @@ class OperatorHost:
             restore_from=self.restore_from,
             awaits=self.awaits,
             pinned=self.pinned,
+            failures=self.failures,
             all_peers=self.all_peers,
             authorities=self.authorities,
             leaving=self.leaving,

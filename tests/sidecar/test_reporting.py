@@ -20,9 +20,10 @@ from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
+from keepstep.core.suspicion import Failure
 from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep.wire.trainer import Flushed, FlushRequest
+from keepstep.wire.trainer import FailedRequest, Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
 
@@ -731,6 +732,31 @@ def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_f
         one.disconnect()
     # the operator may not have heard yet, but this is done with
     assert [one.candidates().limit for one in team.come_back()] == [None, None]
+
+
+@operator_with(keep=3)
+def test_a_failure_of_the_script_is_told_and_what_the_operator_knows_of_others_is_in_every_vote(
+    team: Team, operator: OperatorHost
+) -> None:
+    both, ranks = team.start()
+    steps = [team.reach(one) for one in (10, 40)]
+    team.disconnect()
+    ranks = team.come_back()
+    team.restore()
+    second = Epoch(EpochId(2, "00000002"), steps[1])
+    ranks[0].call("/v1/failed", FailedRequest(lease=ranks[0].lease, id=StepId(second.id, 40)), dict)
+    told = eventually(lambda: (report := operator.newest(0)) and report.failures)
+    assert told == (Failure(at=StepId(second.id, 40), after=(steps[1],)),)
+
+    operator.failures = (Failure(at=StepId(EpochId(3, "00000003"), 41), after=(steps[1],)),)
+    team.disconnect()
+    for pod in both:
+        pod.kill()
+        pod.start()
+    # the very first votes: one failure is on record here, of the other only the operator knows
+    votes = [one.candidates() for one in team.come_back()]
+    assert [len(vote.failures) for vote in votes] == [2, 1]
+    assert choose(votes).id == steps[0]
 
 
 def test_a_vote_waits_for_shards_that_the_operator_makes_reachable_and_never_denies_them(

@@ -15,7 +15,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from keepstep.steps import Answer
+from keepstep.core.suspicion import Failure
+from keepstep.steps import Answer, StepId
 from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
 from keepstep_operator.kube import Client
@@ -227,6 +228,11 @@ def test_a_pod_that_the_watch_has_not_shown_is_looked_up(tmp_path: Path) -> None
     play(tmp_path, scene, late)
 
 
+def doubting(*after: StepId) -> bytes:
+    more = {"failures": (Failure(at=step(9), after=after),)}
+    return msgspec.json.encode(Sidecar(rank=0, more=more).report())
+
+
 def twinned(twin: int) -> bytes:
     """A report of an image of a world of two with such a twin."""
     report = Sidecar(rank=0).durable(1).report()
@@ -323,6 +329,8 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
         (msgspec.json.encode(Sidecar(rank=0, archive=[step(10**16)]).report()), 400),
         (msgspec.json.encode(Sidecar(rank=0, address="a" * 281).report()), 400),
         (twinned(2), 400),
+        (doubting(step(10**16)), 400),
+        (doubting(*map(step, range(1025))), 400),
     ],
 )
 def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from keepstep.core.retention import Retention
+from keepstep.core.suspicion import Failure
 from keepstep.steps import Tier
 from keepstep.wire.reports import ReportedVolume
 from keepstep.wire.status import TierProgress
@@ -402,6 +403,20 @@ def test_steps_are_retired_only_for_a_known_policy_that_is_not_paused_and_never_
     unknown = Play(*pods, known_policy=policy(name="another"))
     unknown.hear_all(*zip(pods, sidecars, strict=True))
     assert unknown.registry.reply(pods[0].uid, at=unknown.now).retire == ()
+
+
+def test_how_the_script_failed_is_told_to_all_pods_also_to_those_that_are_made_anew() -> None:
+    play, pods, sidecars = running()
+    first, second = (Failure(at=step(one), after=(step(90),)) for one in (99, 100))
+    for one, failure in zip(sidecars, (first, second), strict=True):
+        one.more["failures"] = (failure,)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    for one in pods:
+        assert play.registry.reply(one.uid, at=play.now).failures == (first, second)
+    anew = pod(0, life=2)
+    play.see(anew)
+    play.hear(anew, Sidecar(rank=0).report())
+    assert play.registry.reply(anew.uid, at=play.now).failures == (first, second)
 
 
 def test_a_pod_hears_of_every_step_it_holds_that_all_ranks_have() -> None:

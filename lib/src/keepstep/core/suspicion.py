@@ -19,6 +19,9 @@ from keepstep.steps import EpochId, StepId
 WITHIN = 20
 """Steps after a restore in which a failure is held against it, and after which a step is proven."""
 
+KEPT = 32
+"""Failures that are remembered. What is older is forgiven, or of lives that were left behind."""
+
 _TWICE = 2
 
 
@@ -46,6 +49,16 @@ class Failure:
             found.append(one)
             epoch = one.epoch
         return cls(at=at, after=tuple(filter(alive, found)))
+
+
+def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Each once, as whoever knows the most of the lives before it tells it; of more than `KEPT` the
+    newest. Oldest first."""
+    known = dict[StepId, Failure]()
+    for one in failures:
+        if one.at not in known or len(known[one.at].after) < len(one.after):
+            known[one.at] = one
+    return tuple(known[at] for at in sorted(known)[-KEPT:])
 
 
 @dataclass(frozen=True)

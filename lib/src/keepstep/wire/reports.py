@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.shard import Shard, Told
+from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
@@ -143,7 +144,8 @@ class Report:
     what keeps slots from being swapped ("hugepages", "mlock"), or "no" and why nothing does.
     `ready`: the volumes were scanned. `peer_address`: where other pods of the run find this one, ''
     when it serves none. `since`: the sequence of the report that this one tells changes to, of
-    `epochs`, `ranks` and `restores`; 0: it is whole.
+    `epochs`, `ranks` and `restores`; 0: it is whole. `failures`: of the script's own, all that are
+    known here.
     """
 
     sidecar: str
@@ -166,6 +168,7 @@ class Report:
     flushing: bool = False
     peer_address: str = ""
     depots: tuple[TierProgress, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
@@ -202,6 +205,7 @@ class ReportReply:
     `changes_since`: the sequence of the report up to which everything is known, so that the next
     one may tell changes to it alone; with any other number than that of the report which this
     answers, as 0, the next one has to be whole.
+    `failures`: of the script's own, as all pods told: a pod that was made anew has no record.
     """
 
     interval_s: float = 30.0
@@ -219,6 +223,7 @@ class ReportReply:
     leaving: bool = False
     changes_since: int = 0
     authorities: str = ""
+    failures: tuple[Failure, ...] = ()
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from keepstep.core.suspicion import KEPT
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import (
     CERTIFICATES_PATH,
@@ -63,6 +64,8 @@ MOST_TWINS: Final = 1 << 18
 """Named in one report."""
 MOST_WARNINGS: Final = 32
 MOST_RESTORES: Final = 16 * MOST_RANKS
+MOST_DOUBTED: Final = KEPT * KEPT
+"""Steps that failures of the script name."""
 MOST_VOLUMES: Final = 64
 MOST_DEPOTS: Final = 64
 LONGEST_ADDRESS: Final = 280
@@ -294,6 +297,9 @@ def _checked(report: Report) -> Report:
         map(_is_step, parents)
     ):
         raise Refused(400, "bad-report", "an epoch that cannot be")
+    doubted = [id for one in report.failures for id in (one.at, *one.after)]
+    if len(doubted) > MOST_DOUBTED or not all(map(_is_step, doubted)):
+        raise Refused(400, "bad-report", "failures that cannot be")
     twins = 0
     for one in report.ranks:
         twins += _check_rank(one)

@@ -326,6 +326,7 @@ class Committer:
         """The operator's answer: commits are published, and what nobody needs is deleted."""
         before = (self.run_view.commit, self.run_view.word.plan)
         self.rollback.hear(reply)
+        self.script_failures.hear(reply.failures)
         actions = self.feed(
             Heard(
                 commit=reply.committed.get(str(Tier.LOCAL)),

@@ -1,23 +1,21 @@
 """How far the script had come when it failed by itself, in which life: what makes a step suspect.
 
 On record on the volumes, as no shard tells of it: the life that looks for a way out of a loop may
-have another sidecar than those that failed.
+have another sidecar than those that failed. Where it has other volumes, too, the operator remembers
+what it was told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from keepstep.core.ledger import Ledger, Standing
-from keepstep.core.suspicion import Failure
+from keepstep.core.suspicion import KEPT, Failure, newest
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.volume_set import VolumeSet
-
-_KEPT = 32
-"""What is older is forgiven, or of lives that were left behind."""
 
 
 class ScriptFailures:
@@ -31,19 +29,24 @@ class ScriptFailures:
         self._volumes = volumes
         self._blocking = blocking
         self._noted = volumes.failures()
+        self._told: tuple[Failure, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._noted)
+        return bool(self._noted or self._told)
 
     async def note(self, at: StepId) -> None:
         """The script failed there. Durable on return, where any volume can be written."""
         if at in self._noted:
             return
-        self._noted = noted = frozenset(sorted({*self._noted, at})[-_KEPT:])
+        self._noted = noted = frozenset(sorted({*self._noted, at})[-KEPT:])
         try:
             await self._blocking(lambda: self._volumes.save_failures(noted))
         except StorageError as error:
             warn("failure of the script not noted", step=str(at), reason=str(error))
+
+    def hear(self, told: Iterable[Failure]) -> None:
+        """What the operator knows from all pods. It stays known where the operator forgets it."""
+        self._told = newest((*self._told, *told))
 
     def known(self, ledger: Ledger) -> tuple[Failure, ...]:
         """All of them, with what they cast doubt on."""
@@ -51,4 +54,6 @@ class ScriptFailures:
         def alive(id: StepId) -> bool:
             return ledger.lineage.standing(id) is Standing.LIVE
 
-        return tuple(Failure.of(at, ledger.parent, alive) for at in sorted(self._noted))
+        told = (Failure(at=one.at, after=tuple(filter(alive, one.after))) for one in self._told)
+        noted = (Failure.of(at, ledger.parent, alive) for at in self._noted)
+        return tuple(one for one in newest((*told, *noted)) if one.after)

@@ -61,6 +61,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         depots=tuple(
             TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
         ),
+        failures=committer.script_failures.known(committer.ledger),
     )
 
 

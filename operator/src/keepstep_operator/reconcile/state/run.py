@@ -15,6 +15,7 @@ from types import MappingProxyType
 from keepstep.core import ledger
 from keepstep.core.ledger import AlarmKind, is_among
 from keepstep.core.retention import Retention
+from keepstep.core.suspicion import Failure, newest
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportReply
 from keepstep_operator.api.job_kinds import kind_of
@@ -97,6 +98,8 @@ class Run:
         self.policy_now: PolicyRecord | None = None
         self.object: RunObject | None = None
         self.restores = RestartHistory()
+        self.failures: tuple[Failure, ...] = ()
+        """How the script failed by itself, as long as this process remembers what pods told."""
         self.recent: list[RecentStatus] = []
         self.commit: Commit | None = None
         self.finished_at: float | None = None
@@ -295,6 +298,8 @@ class Run:
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
+        if report.failures:
+            self.failures = newest((*self.failures, *report.failures))
         durable = self.ledger.committed(), self.ledger.newest_archived()
         if durable != self._durable and any(self.ledger.orphans):
             self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
@@ -392,6 +397,7 @@ class Run:
             leaving=bool(self._leaving),
             restore_from=self.restore_request.wanted,
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
+            failures=self.failures,
         )
 
     def _committed(self, at: float) -> Iterator[Action]:
