@@ -62,6 +62,7 @@ def test_a_poisoned_step_costs_two_lives(keepstep: Keepstep, how: str) -> None:
     assert len(begun) == 4
     assert begun[3] is not None
     assert BAD - 80 <= begun[3] <= BAD - 20
+    assert f"it can go on from step {BAD} of epoch 1 (memory, local; suspect)" in err
     assert f"going back to step {begun[3]}: the script failed twice within 20 steps" in err
     assert ("ValueError" in err) is (how == "error"), "the script's own words stay"
 

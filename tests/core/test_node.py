@@ -132,6 +132,15 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     assert retired(one.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 
+def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -> None:
+    one = node(managed=False, last=2)
+    held = (40, 80, 120, 123, 124)
+    sizes = {step(number): 100 for number in held}
+    assert retired(one.step(listed(*held, world=1))) == [40]
+    assert retired(one.step(Full(150, sizes))) == [40, 120]
+    assert retired(one.step(Full(900, sizes))) == [40, 120, 123, 80]
+
+
 def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newest_two() -> None:
     held = (4, 5, 10, 11, 12, 13, 14)
     one = node()

@@ -51,7 +51,8 @@ def _complete(step: StepStatus) -> bool:
 def named(step: StepStatus) -> str:
     """`step 5 of epoch 2 (memory, local)`."""
     tiers = ", ".join(map(str, tiers_of(step)))
-    return f"step {step.id.step} of epoch {step.id.epoch.number} ({tiers})"
+    doubt = "; suspect" if step.suspect else ""
+    return f"step {step.id.step} of epoch {step.id.epoch.number} ({tiers}{doubt})"
 
 
 def document(step: StepStatus | None) -> dict[str, object] | None:

@@ -28,7 +28,7 @@ class ScriptFailures:
     ) -> None:
         self._volumes = volumes
         self._blocking = blocking
-        self._noted = volumes.failures()
+        self._noted = frozenset(sorted(volumes.failures())[-KEPT:])
         self._told: tuple[Failure, ...] = ()
 
     def __bool__(self) -> bool:
