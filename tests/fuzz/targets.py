@@ -216,7 +216,7 @@ def reseal_extras(rng: random.Random) -> bytes:
 
 RUN_RECORD = RunRecord(
     run="demo", epochs=(Epoch(EpochId(1, "0badcafe")), Epoch(ID.epoch, ID, "other")),
-    committed=ID, pinned=frozenset({ID}),
+    committed=ID, pinned=frozenset({ID}), failures=frozenset({ID}),
 ).to_json()  # fmt: skip
 SHARDS = [
     {"rank": rank, "name": shard_name(rank, 2), "bytes": 5, "root": "0" * 32, "params": None}
@@ -296,6 +296,7 @@ REPORT = {
 }  # fmt: skip
 REPLY = {
     "committed": {"local": _ID}, "plan": _ID, "retire": [_ID], "pinned": [_ID],
+    "failures": [{"at": _ID, "after": [_ID]}],
     "peers": [{"node_rank": 1, "address": "a:1", "buddy": True}],
 }  # fmt: skip
 
