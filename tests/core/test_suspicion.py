@@ -81,6 +81,10 @@ def test_a_person_has_the_last_word() -> None:
     asked = choose([vote(*HELD, failures=TWICE)], limit=step(100), exact=True)
     assert asked.id == step(100)
     assert choose([vote(*HELD, failures=TWICE, trusted=(step(99),))]).id == step(99)
+    beyond = step(101, 3)
+    assert choose([vote(*HELD, beyond, failures=TWICE)]).id == step(80)
+    pinned = choose([vote(*HELD, beyond, failures=TWICE, trusted=(step(100),))])
+    assert pinned.id == beyond, "whoever trusts a step trusts what came of it"
 
 
 def test_what_a_failure_casts_doubt_on() -> None:

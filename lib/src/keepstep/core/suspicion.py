@@ -77,14 +77,14 @@ class Doubt:
         """`failures`: as any machine of the run has them on record, which may be twice the same
         one. `kept`: steps that are held and not dead; a failure that the run has left `WITHIN`
         steps behind is forgiven."""
-        newest = max(kept, default=None)
+        newest, trusted = max(kept, default=None), frozenset(trusted)
         held_against = dict[StepId, set[EpochId]]()
         for one in failures:
             if newest is None or newest.step < one.at.step + WITHIN:
                 for id in one.after:
                     held_against.setdefault(id, set()).add(one.at.epoch)
-        twice = [id for id, lives in held_against.items() if len(lives) >= _TWICE]
-        return cls(min(twice, default=None), newest, frozenset(trusted))
+        twice = {id for id, lives in held_against.items() if len(lives) >= _TWICE}
+        return cls(min(twice - trusted, default=None), newest, trusted)
 
     def is_suspect(self, id: StepId) -> bool:
         return self.since is not None and id >= self.since and id not in self.trusted
