@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.vote import choose, limit_of
+from keepstep.core.vote import choose, limit_of, nothing_is_kept
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.restore_from import Rollback
@@ -86,3 +86,20 @@ def test_a_number_means_its_newest_whole_step() -> None:
     assert rollback.resolve([step(3)], held) == step(3)
     assert rollback.resolve([], held) == step(3, SECOND)
     assert rollback.resolve([], [step(4)]) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "nothing"),
+    [
+        (Candidates(answer=Answer.NONE), True),
+        (Candidates(answer=Answer.NONE, highest_epoch=1), True),
+        (Candidates(answer=Answer.UNKNOWN, reason="it is being scanned"), False),
+        (vote(3), False),
+        (Candidates(answer=Answer.NONE, wanted="7"), False),
+        (Candidates(answer=Answer.NONE, limit=step(9), limit_run="gpt"), False),
+    ],
+)
+def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(
+    one: Candidates, nothing: bool
+) -> None:
+    assert nothing_is_kept([Candidates(answer=Answer.NONE), one]) is nothing

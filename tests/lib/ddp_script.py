@@ -9,6 +9,8 @@ from torch import nn
 
 import keepstep
 
+if os.environ.get("WITHOUT_SIDECAR") == os.environ["RANK"]:
+    del os.environ["KEEPSTEP_SOCKET"]
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()
 torch.manual_seed(rank)

@@ -59,6 +59,30 @@ def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
     assert "keepstep: rank 2 goes on from what other ranks saved of step 0001." in said[0]
 
 
+def test_a_rank_without_a_sidecar_keeps_no_run_from_its_beginning(sidecar, tmp_path):
+    log = tmp_path / "log"
+    done = torchrun(2, SCRIPT, 3, -1, log, WITHOUT_SIDECAR="1")
+    assert done.returncode == 0, done.stderr
+    assert [sorted(losses(log, rank)) for rank in (0, 1)] == [[0, 1, 2]] * 2
+    said = [line for line in done.stderr.splitlines() if "step 0 is not kept" in line]
+    assert len(said) == 2
+    assert all("rank 1 (" in line and "Delete the pods without" in line for line in said)
+    assert sidecar.published() == []
+
+
+def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
+    log = tmp_path / "log"
+    assert torchrun(2, SCRIPT, 3, -1, log).returncode == 0
+    done = torchrun(2, SCRIPT, 6, -1, log, WITHOUT_SIDECAR="1")
+    assert done.returncode != 0
+    said = done.stderr.count("RestoreError: this run may have steps, so it is not begun anew")
+    assert said >= 2, "both ranks say so"
+    assert sorted(losses(log, 0)) == [0, 1, 2], "and none trained"
+    done = torchrun(2, SCRIPT, 4, -1, log)
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(log, 0)) == [0, 1, 2, 3]
+
+
 def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
     from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp

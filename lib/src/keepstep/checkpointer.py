@@ -32,7 +32,7 @@ from keepstep.client.session import restore_timeout_s
 from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
-from keepstep.restore.collective import Collective, Gather
+from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.save.agent import Agent
 from keepstep.save.script_failures import is_own, on_uncaught
@@ -133,7 +133,8 @@ class Checkpointer:
         """Bring back the newest step that every rank holds, in place; None if there was none.
 
         A collective: every rank must call it. Starts a new epoch. Raises RestoreError (with
-        ranks, steps, tiers and what to do) when something is there but cannot be restored, and
+        ranks, steps, tiers and what to do) when something is there but cannot be restored, also as
+        some ranks have no sidecar (where nothing is there, all train on and nothing is kept), and
         SidecarAbsent when KEEPSTEP_SOCKET names a sidecar that does not answer: to start over in
         silence would be to lose the run. Raises UsageError, on every rank, for a component that
         cannot be kept on one of them; by name, and whether there is anything to restore or not.
@@ -149,7 +150,9 @@ class Checkpointer:
                 agreed = collective.restore(self._connect, begin, meet=self._meet)
         finally:
             self._probed = None
-        if agreed is None:
+        if isinstance(agreed, Unkept):
+            if agreed.reason:
+                self._let_go(agreed.reason, timeout_s=5.0)
             return None
         seconds = time.perf_counter() - started
         parent, restoring = agreed.epoch.parent, agreed.restoring

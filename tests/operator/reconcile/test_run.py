@@ -584,6 +584,21 @@ def test_an_annotated_pod_without_a_sidecar_is_an_event_and_a_condition_that_say
     assert play.condition(FULLY_INJECTED)[0] == "True"
 
 
+def test_a_pod_without_a_sidecar_is_told_again_before_its_event_expires() -> None:
+    play, _, _ = running()
+    bare = pod(2, injected=False, volumes=())
+    play.see(bare)
+    told = len(play.events("NotInjected"))
+    for _ in range(60):
+        play.wait(60.0)
+    assert told < len(play.events("NotInjected")) <= told + 3, "twice an hour, not every minute"
+    assert "restarts fail" in play.events("NotInjected")[-1]
+    play.lose(bare)
+    told = len(play.events("NotInjected"))
+    play.wait(7200.0)
+    assert len(play.events("NotInjected")) == told
+
+
 def test_what_admission_wrote_about_a_pod_is_told() -> None:
     play = Play(pod(0, injected=False, trouble="there is no CheckpointPolicy typo"))
     assert "there is no CheckpointPolicy typo" in play.events("NotInjected")[0]

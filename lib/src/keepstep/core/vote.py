@@ -134,6 +134,12 @@ def limit_of(votes: Sequence[Candidates]) -> tuple[StepId | None, bool]:
     return None, False
 
 
+def nothing_is_kept(votes: Sequence[Candidates]) -> bool:
+    """Whether each of these ranks could look, and found nothing; and nobody wants to go back."""
+    asked = any(vote.wanted or vote.limit or vote.limit_run for vote in votes)
+    return _all_none(votes) and not asked
+
+
 # --- what each rank can go on from ---------------------------------------------------------------
 
 

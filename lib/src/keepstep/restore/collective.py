@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,8 +21,8 @@ import torch
 from keepstep.client.session import Session
 from keepstep.core.candidates import Candidates
 from keepstep.core.suspicion import WITHIN
-from keepstep.core.vote import Decision, choose, limit_of
-from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError
+from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
+from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError, few
 from keepstep.restore.restore import Restore
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.trainer import CandidatesRequest, LeaseGranted, RestoredRequest
@@ -31,6 +32,7 @@ log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
+_RANKS_NAMED = 8
 
 Begin = Callable[[Decision], Restore]
 """Makes this rank's way to the step of a decision."""
@@ -57,6 +59,14 @@ class Agreed:
 
 
 @dataclass(frozen=True)
+class Unkept:
+    """Nothing was there to restore, and nothing can be kept. `reason`: which ranks have no sidecar,
+    '' where none has one."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class _Failure:
     """Why a stage failed on a rank. `again`: another step may do."""
 
@@ -66,10 +76,13 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Ballot:
+    """`without`: the name of a machine without a sidecar, as admission did not answer when its pod
+    was made."""
+
     candidates: Candidates | None
     nonce: str
     error: str = ""
-    inactive: bool = False
+    without: str = ""
 
 
 class Collective:
@@ -82,10 +95,11 @@ class Collective:
 
     def restore(
         self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
-    ) -> Agreed | None:
-        """Agree with all ranks on a step, and bring it back; None if no rank has a sidecar.
+    ) -> Agreed | Unkept:
+        """Agree with all ranks on a step, and bring it back.
 
-        A step that some rank cannot bring is left out, and all vote again. `meet` is called first,
+        A step that some rank cannot bring is left out, and all vote again. Ranks without a sidecar
+        keep no run from its beginning, only from going on. `meet` is called first,
         where all ranks gather; it says what this rank has. Raises RestoreError and kin, on all
         ranks if on any, so that none trains on alone.
         """
@@ -100,12 +114,16 @@ class Collective:
             ballots = [ballot.result()]
         else:
             ballots = self._gather(self._ballot(connect))
-        if all(ballot.inactive for ballot in ballots):
-            return None
+        if all(ballot.without for ballot in ballots):
+            return Unkept()
         self._raise_errors(ballots)
+        votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
+        if reason := _without(ballots):
+            if nothing_is_kept(votes):
+                return Unkept(reason)
+            raise RestoreError(f"this run may have steps, so it is not begun anew: {reason}")
         if self._world > 1:
             meet(self._gather)
-        votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
         excluded: set[StepId] = set()
         failures: list[str] = []
         while True:
@@ -195,7 +213,7 @@ class Collective:
         """Take this rank's lease."""
         nonce = os.urandom(4).hex()
         if self._session is None:
-            return _Ballot(None, nonce, error="KEEPSTEP_SOCKET is not set", inactive=True)
+            return _Ballot(None, nonce, without=platform.node() or "?")
         try:
             self._stage_every = connect().stage_every
         except SidecarError as error:
@@ -204,8 +222,10 @@ class Collective:
 
     def _asked(self, arrival: _Ballot) -> _Ballot:
         """With what this rank could restore."""
+        if self._session is None:
+            return arrival
         try:
-            return replace(arrival, candidates=ask_candidates(self._connected()))
+            return replace(arrival, candidates=ask_candidates(self._session))
         except SidecarError as error:
             return replace(arrival, error=str(error))
 
@@ -220,6 +240,18 @@ class Collective:
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, mine)
         return everyone
+
+
+def _without(ballots: list[_Ballot]) -> str:
+    """Which ranks have no sidecar, and what to do; '' where each has one. The same on all ranks."""
+    named = [f"rank {rank} ({one.without})" for rank, one in enumerate(ballots) if one.without]
+    if not named:
+        return ""
+    return (
+        f"no sidecar (KEEPSTEP_SOCKET is not set): {few(named, _RANKS_NAMED)}; all others have one."
+        " Delete the pods without, so that their job makes them again, or start every rank with"
+        " `keepstep run -- ...`"
+    )
 
 
 def ask_candidates(link: Session) -> Candidates:

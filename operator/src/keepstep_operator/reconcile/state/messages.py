@@ -13,7 +13,8 @@ def not_injected(pod: PodRecord) -> str:
     """A pod that asked for a sidecar and got none."""
     return (
         f"pod {pod.name} asks for keepstep (annotation {names.POLICY_ANNOTATION}: {pod.policy}) but"
-        f" has no sidecar, so no step of this run can become committed. {_why(pod)}"
+        " has no sidecar, so no step of this run can become committed, and if it has steps already"
+        f" its restarts fail, lest it begin anew. {_why(pod)}"
     )
 
 

@@ -64,7 +64,8 @@ ASK_JOB_S = 30.0
 COMMITTED_EVENT_S = 300.0
 NOTE_COMMIT_S = 60.0
 ALARM_S = 3600.0
-NOT_INJECTED_S = 24 * 3600.0
+NOT_INJECTED_S = 1800.0
+"""An API server keeps an Event for an hour, and a run without a sidecar may fail for days."""
 RESUME_S = 45.0
 UNKNOWN_JOB_S = 30 * 24 * 3600.0
 """A run without pods is over after so long when nobody can say what became of its job."""
@@ -117,6 +118,7 @@ class Run:
         self.training_since: dict[str, float] = {}
         self._alarms: dict[str, float] = {}
         self._asked_at = 0.0
+        self._uninjected_told_at = 0.0
         self._noted_at = 0.0
         self._idle_since: float | None = None
         self._fresh_start_until: float | None = None
@@ -180,8 +182,14 @@ class Run:
                 messages.not_injected(pod),
                 warning=True,
                 topic=pod.uid,
-                period_s=NOT_INJECTED_S,
+                period_s=NOT_INJECTED_S / 2,
             )
+
+    def _still_not_injected(self, at: float) -> Iterator[Action]:
+        if at - self._uninjected_told_at >= NOT_INJECTED_S:
+            self._uninjected_told_at = at
+            for pod in self.pods.values():
+                yield from self._not_injected(pod)
 
     # --- objects -------------------------------------------------------------------------
 
@@ -557,7 +565,7 @@ class Run:
         if self.health != before:
             actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
         self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
-        return [*actions, *self._look_after(at)]
+        return [*actions, *self._still_not_injected(at), *self._look_after(at)]
 
     def _look(self, at: float) -> Health:
         """How it stood before."""
