@@ -3,7 +3,9 @@
 Ten thousand pods of eight ranks in a thousand runs, each with a hundred archived steps; as many
 runs that are finished, and twenty thousand pods of others. The stand-in for the API server, all
 reporters, and whoever asks the reconciler's health are processes of their own; the webhook's
-client is this one. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
+client is this one. Then the same goes on beside one hostile tenant, whose pods send every report
+that the API accepts as often as it lets them, and beside five thousand connections that ask for
+nothing. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
 
 (Not `operator`: a script in this folder would import that in place of the standard library's.)
 """
@@ -17,6 +19,7 @@ import http.client
 import json
 import random
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ from keepstep_operator.reconcile.state.run_view import KeptStep
 from keepstep_operator.reconcile.writers.checkpoint_objects import body_of, status_of
 from keepstep_sidecar.report.reporter import Rhythm
 from tests.harness import until
+from tests.operator.promises.hostile import REPORTS
 from tests.operator.promises.surface import (
     GROUP,
     Body,
@@ -67,18 +71,26 @@ _RESULTS = Path(__file__).parent / "results"
 _BARS = {
     "rss_mib": 300.0, "cores": 0.5, "ready_s": 60.0, "condition_visible_s": 3.0,
     "slowest_health_ms": 20.0, "admission_p99_ms": 50.0,
+    "hostile_reports_p99_added_s": 1.0, "hostile_condition_visible_added_s": 1.0,
+    "idle_reports_p99_added_s": 0.1, "idle_condition_visible_added_s": 0.1,
+    "idle_rss_added_mib": 32.0,
 }  # fmt: skip
+_HARM_EACH_S, _SETTLES_S = 0.05, 5.0
+_HOSTILE, _HOSTILE_PODS = "hostile", 10
+_IDLE_SOURCES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """`changes`: runs a second of which a condition changes. `period_s`: of each pod's reports."""
+    """`changes`: runs a second of which a condition changes. `period_s`: of each pod's reports.
+    `idle`: connections of the last phase."""
 
     runs: int
     pods: int
     finished: int
     foreign: int
     changes: float
+    idle: int
     period_s: float = 30.0
 
     @classmethod
@@ -92,6 +104,7 @@ class Size:
             finished=part(1000),
             foreign=part(20_000),
             changes=20.0 * scale,
+            idle=part(5000),
         )
 
     def changing(self, run: int) -> bool:
@@ -141,10 +154,19 @@ def _cluster(size: Size) -> Watched:
         for number in range(size.pods):
             found.bind(pod(number, run=f"run-{run}", namespace=_namespace(run)))
         found.objects.update(_archived(size, run))
+    found.objects.update([policy(_HOSTILE)])
+    for one in _hostile_pods():
+        found.bind(one)
     finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
     found.objects.update(finished_run(f"over-{one}", at=finished) for one in range(size.finished))
     found.objects.update(foreign_pod(one) for one in range(size.foreign))
     return found
+
+
+def _hostile_pods() -> Iterator[Body]:
+    """Each a run of its own, or they would take turns in what they say."""
+    for number in range(_HOSTILE_PODS):
+        yield pod(run=f"{_HOSTILE}-{number}", namespace=_HOSTILE)
 
 
 def _archived(size: Size, run: int) -> Iterator[tuple[str, Body]]:
@@ -214,6 +236,7 @@ class Reporter:
     known: int = 0
     sequence: int = 0
     toggled: list[tuple[float, bool]] = field(default_factory=list)
+    answered: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def token(self) -> str:
@@ -262,8 +285,9 @@ class Reporter:
         each_s = self.size.period_s / (self.size.runs * self.size.pods)
         await asyncio.sleep((self.run * self.size.pods + self.number) * each_s)
         while True:
-            next_s = loop.time() + self.size.period_s
+            next_s, begun = loop.time() + self.size.period_s, time.time()
             reply = await self._told(operator, msgspec.json.encode(self.body()))
+            self.answered.append((begun, time.time() - begun))
             follows = reply.get("changes_since") == self.sequence
             self.known = self.sequence if follows else 0
             if self.number == 0 and self.size.changing(self.run):
@@ -322,9 +346,11 @@ async def _admit(hook: Webhook, until_s: float) -> list[float]:
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What all reporters did. `toggled`: by run, when a report that changes a condition was
-    answered, and whether it stalls commits."""
+    answered, and whether it stalls commits. `answered`: when a report began, and how long it took
+    until it was taken in, with all that it had to come again."""
 
     reports: int
+    answered: list[tuple[float, float]]
     as_changes: float
     toggled: dict[int, list[tuple[float, bool]]]
 
@@ -357,6 +383,7 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
     )
     for one in reporters:
         one.toggled.clear()
+        one.answered.clear()
     print(flush=True)
     await ended.wait()
     for task in going:
@@ -364,12 +391,13 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
     await asyncio.gather(*going, return_exceptions=True)
     return Told(
         reports=sum(one.sequence for one in reporters),
+        answered=[told for one in reporters for told in one.answered],
         as_changes=sum(one.known > 0 for one in reporters) / len(reporters),
         toggled={one.run: one.toggled for one in reporters if one.toggled},
     )
 
 
-def _visible_s(told: Told, changed: dict[str, list[list[Any]]]) -> list[float]:
+def _visible_s(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) -> list[float]:
     """From the answer to a report that changes a condition until the object says so."""
     found = []
     for run, toggled in told.toggled.items():
@@ -377,9 +405,123 @@ def _visible_s(told: Told, changed: dict[str, list[list[Any]]]) -> list[float]:
         for at, stalls in toggled[1:-1]:
             says = "False" if stalls else "True"
             after = [when - at for when, status in seen if status == says and when > at - 1.0]
-            if after:
+            if after and phase.has(at):
                 found.append(max(0.0, min(after)))
     return sorted(found)
+
+
+# --- who does harm -------------------------------------------------------------------------------
+
+
+async def _harm(url: str) -> None:
+    """Until it is killed: each pod of one tenant sends what is dearest, the next as soon as the
+    one before is answered, whatever that says."""
+    bodies = [msgspec.json.encode(one() | {"sequence": 0}) for one in REPORTS]
+    cut = [one.partition(b'"sequence":0') for one in bodies]
+
+    async def go_on(token: str, first: int) -> None:
+        connector = aiohttp.TCPConnector(
+            ssl=False, limit=1, local_addr=(f"127.201.0.{1 + first}", 0)
+        )
+        async with aiohttp.ClientSession(connector=connector) as session:
+            operator, number = Operator(psutil.Process(), url, "", session), first
+            while True:
+                number += 1
+                before, _, behind = cut[number % len(cut)]
+                body = b'%b"sequence":%d%b' % (before, number, behind)
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    await operator.report(body, token=token)
+                await asyncio.sleep(_HARM_EACH_S)
+
+    tokens = [one["metadata"]["uid"] for one in _hostile_pods()]
+    await asyncio.gather(*(go_on(token, number) for number, token in enumerate(tokens)))
+
+
+async def _idle(url: str, count: int) -> None:
+    """Until it is killed: so many connections are held open, each with a handshake and a part of a
+    head; what is ended is opened again."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    port = int(url.rpartition(":")[2])
+
+    async def hold(number: int) -> None:
+        address = f"127.202.0.{1 + number % _IDLE_SOURCES}"
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, ssl=context, local_addr=(address, 0),
+                    ssl_handshake_timeout=60.0, limit=4096,
+                )  # fmt: skip
+                writer.write(b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
+                await reader.read()
+                writer.close()
+            await asyncio.sleep(1.0)
+
+    sslproto.SSLProtocol.max_size = 16 << 10
+    await asyncio.gather(*(hold(number) for number in range(count)))
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What was seen from `since` to `until`, in Unix seconds. Times are sorted."""
+
+    since: float
+    until: float
+    cores: float
+    rss_mib: float
+    health_ms: list[float]
+    admitted_ms: list[float]
+    writes: int
+
+    def has(self, at: float) -> bool:
+        return self.since <= at < self.until
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
+
+@asynccontextmanager
+async def _beside(*options: str) -> AsyncIterator[None]:
+    """This program does something else meanwhile, and has begun to."""
+    if not options:
+        yield
+        return
+    child = await _begun(*options)
+    try:
+        await asyncio.sleep(_SETTLES_S)
+        yield
+    finally:
+        child.kill()
+        await child.wait()
+
+
+async def _phase(
+    operator: Operator, hook: Webhook, apart: Apart, minutes: float, *harm: str
+) -> Phase:
+    """Measure for so long, while a process with these options does harm."""
+    loop = asyncio.get_running_loop()
+    async with _beside(*harm):
+        probe = await _begun("--probe", operator.metrics_url)
+        asked = asyncio.create_task(probe.communicate())
+        since, cpu_s, before = time.time(), operator.cpu_s(), await apart.seen()
+        admitted = await _admit(hook, loop.time() + minutes * 60)
+        until, cpu_s, after = time.time(), operator.cpu_s() - cpu_s, await apart.seen()
+        rss_mib = operator.memory_mib()
+        probe.kill()
+        health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
+    return Phase(
+        since=since,
+        until=until,
+        cores=cpu_s / (until - since),
+        rss_mib=rss_mib,
+        health_ms=health or [float("nan")],
+        admitted_ms=admitted,
+        writes=after["writes"] - before["writes"],
+    )
 
 
 async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) -> dict[str, float]:
@@ -398,34 +540,70 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
         await reporting.stdout.readline()
         taken_s = loop.time() - begun - ready_s
         await asyncio.sleep(size.period_s)  # what was put off, and is written now
-        probe = await _begun("--probe", operator.metrics_url)
-        asked = asyncio.create_task(probe.communicate())
-        cpu_s, since, before = operator.cpu_s(), loop.time(), await apart.seen()
-        admitted = await _admit(hook, loop.time() + minutes * 60)
-        over_s = loop.time() - since
-        cores, after = (operator.cpu_s() - cpu_s) / over_s, await apart.seen()
-        probe.kill()
-        health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
+        to_begin = (await apart.seen())["writes"]
+        usual = await _phase(operator, hook, apart, minutes)
+        harmed = {
+            "idle": await _phase(
+                operator, hook, apart, minutes, "--idle", operator.url, "--scale", str(scale)
+            ),
+            # the last one: the memory that it takes is not given back at once
+            "hostile": await _phase(operator, hook, apart, minutes, "--harm", operator.url),
+        }
         await asyncio.sleep(5.0)
         reporting.terminate()
         told = msgspec.json.decode((await reporting.communicate())[0], type=Told)
-        visible = _visible_s(told, (await apart.seen())["changed"])
-        return {
-            "pods": size.runs * size.pods,
-            "ready_s": ready_s,
-            "all_told_everything_s": taken_s,
-            "rss_mib": operator.memory_mib(),
-            "cores": cores,
-            "reports": told.reports,
-            "share_told_as_changes": told.as_changes,
-            "condition_visible_s": visible[-1] if visible else float("nan"),
-            "conditions_seen": len(visible),
-            "slowest_health_ms": health[-1] if health else float("nan"),
-            "health_p99_ms": health[int(len(health) * 0.99)] if health else float("nan"),
-            "api_writes_to_begin": before["writes"],
-            "api_writes_a_second": (after["writes"] - before["writes"]) / over_s,
-            "admission_p99_ms": admitted[int(len(admitted) * 0.99)],
-        }
+        changed = (await apart.seen())["changed"]
+    seen = _seen(told, changed, usual)
+    return {
+        "pods": size.runs * size.pods,
+        "ready_s": ready_s,
+        "all_told_everything_s": taken_s,
+        "rss_mib": usual.rss_mib,
+        "cores": usual.cores,
+        "reports": told.reports,
+        "share_told_as_changes": told.as_changes,
+        **seen,
+        "slowest_health_ms": usual.health_ms[-1],
+        "health_p99_ms": _p99(usual.health_ms),
+        "api_writes_to_begin": to_begin,
+        "api_writes_a_second": usual.writes / usual.seconds,
+        "admission_p99_ms": _p99(usual.admitted_ms),
+        **{
+            f"{name}_{figure}": value
+            for name, phase in harmed.items()
+            for figure, value in _added(usual, seen, phase, _seen(told, changed, phase))
+        },
+    }
+
+
+def _p99(found: list[float]) -> float:
+    """Of what is sorted."""
+    return found[int(len(found) * 0.99)] if found else float("nan")
+
+
+def _seen(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) -> dict[str, float]:
+    """What runs saw of the operator."""
+    visible = _visible_s(told, changed, phase)
+    taken = sorted(seconds for begun, seconds in told.answered if phase.has(begun))
+    return {
+        "condition_visible_s": visible[-1] if visible else float("nan"),
+        "conditions_seen": len(visible),
+        "reports_p99_s": _p99(taken),
+        "slowest_report_s": taken[-1] if taken else float("nan"),
+    }
+
+
+def _added(
+    usual: Phase, seen: dict[str, float], phase: Phase, told: dict[str, float]
+) -> Iterator[tuple[str, float]]:
+    """What became of living runs beside harm, and of the operator."""
+    for name in ("reports_p99", "condition_visible"):
+        yield f"{name}_added_s", told[f"{name}_s"] - seen[f"{name}_s"]
+    yield "slowest_report_s", told["slowest_report_s"]
+    yield "health_p99_ms", _p99(phase.health_ms)
+    yield "slowest_health_ms", phase.health_ms[-1]
+    yield "cores", phase.cores
+    yield "rss_added_mib", phase.rss_mib - usual.rss_mib
 
 
 async def _begun(*options: str) -> asyncio.subprocess.Process:
@@ -450,7 +628,10 @@ def _table(found: dict[str, float], size: Size, scale: float, minutes: float) ->
             f" {len(_ARCHIVED_STEPS)} archived steps each, {size.finished:,} finished runs,"
             f" {size.foreign:,} pods of others; a report of each pod every {size.period_s:.0f} s,"
             f" {size.changes:g} conditions a second change. The reporters and the stand-in for the"
-            " API server run on the same cores.",
+            " API server run on the same cores. `hostile_`: the same beside one tenant whose"
+            f" {_HOSTILE_PODS} pods send the dearest reports that are accepted; `idle_`: beside"
+            f" {size.idle:,} connections from {_IDLE_SOURCES} addresses that ask for nothing;"
+            " `_added`: beyond what it was without.",
             "",
             "; ".join(f"{name}: {value}" for name, value in about.items()),
             "",
@@ -468,16 +649,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the whole size")
     parser.add_argument(
-        "--minutes", type=float, default=5.0, help="from when all have told everything"
+        "--minutes", type=float, default=5.0, help="of each phase, from when all have told all"
     )
     parser.add_argument("--write", action="store_true", help="the result into bench/results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--probe", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--harm", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--idle", default="", help=argparse.SUPPRESS)
     parser.add_argument("--report", nargs=2, metavar=("URL", "CA"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = Size.scaled(options.scale)
     if options.probe:
         _ask_health(options.probe)
+    elif options.harm:
+        asyncio.run(_harm(options.harm))
+    elif options.idle:
+        asyncio.run(_idle(options.idle, size.idle))
     elif options.serve:
         asyncio.run(_serve(size))
     elif options.report:
