@@ -37,7 +37,7 @@ from keepstep.state.leaves import parse as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.reports import ReportReply
-from keepstep_operator.reconcile import reports_api
+from keepstep_operator.reconcile import report_body
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
@@ -461,7 +461,7 @@ def targets() -> tuple[Target, ...]:
                bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
         Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.Wanted),
                refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
-        Target(name="report", parse=lambda data: reports_api._checked(reports_api._decode(data)),
+        Target(name="report", parse=lambda data: list(report_body.read(data)),
                refusals=(*DECODING, Refused), bytewise=(json_of(REPORT),),
                reseal=reseal_json(REPORT)),
         Target(name="reply to a report", parse=msgspec.json.Decoder(ReportReply).decode,

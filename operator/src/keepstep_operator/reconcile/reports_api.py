@@ -10,69 +10,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from keepstep.core.suspicion import KEPT
-from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import (
-    CERTIFICATES_PATH,
-    PATH,
-    CertificateRequest,
-    Report,
-    ReportedRank,
-    ReportedShard,
-    ReportedVolume,
-)
-from keepstep.wire.status import TierProgress
+from keepstep.wire.reports import CERTIFICATES_PATH, PATH, CertificateRequest
 from keepstep.wire.trainer import Problem
 from keepstep_operator.api.model import PodRecord
-from keepstep_operator.api.run import cut
 from keepstep_operator.connections import SERVED
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import PODS, Client, KubeError, NotFound
+from keepstep_operator.reconcile import report_body
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import parse_pod_record
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.ratelimit import Buckets, Throttle
 from keepstep_operator.reconcile.state.actions import Action
-from keepstep_operator.reconcile.state.node_rank import epochs_needed, kept
 from keepstep_operator.reconcile.state.registry import BUDGET, Registry
-from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS
 from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
 from keepstep_operator.reconcile.turns import Parts, Turns
 from keepstep_operator.serving import Ready, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
-MOST_IMAGES: Final = 4096
-"""Of one rank."""
-MOST_STEPS: Final = 1024
-"""Of one rank on one tier: of more the newest count, and the older ones are left alone."""
-_MOST_BITS: Final = 1 << 23
-"""A step costs a bit for each rank up to the highest: of ranks beyond 8,192 fewer steps count."""
-MOST_BITS_OF_ALL: Final = 1 << 26
-"""The same over all ranks and tiers of a report: 8 MiB."""
-MOST_EPOCHS: Final = 1024
-"""Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
-a run may have begun any number of times."""
-MOST_TWINS: Final = 1 << 18
-"""Named in one report."""
-MOST_WARNINGS: Final = 32
-MOST_RESTORES: Final = 16 * MOST_RANKS
-MOST_DOUBTED: Final = KEPT * KEPT
-"""Steps that failures of the script name."""
-MOST_VOLUMES: Final = 64
-MOST_DEPOTS: Final = 64
-LONGEST_ADDRESS: Final = 280
-LONGEST_NAME: Final = 256
-LARGEST_STEP: Final = 10**15
-LARGEST_EPOCH: Final = 10**9
-_HEX: Final = frozenset("0123456789abcdef")
 _LOGGED_EVERY_S: Final = 600.0
 _READ_S: Final = 20.0
 _EARLY: Final = 0.8
@@ -86,8 +49,8 @@ _CPU_AT_ONCE_S: Final = 3.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CarryOut = Callable[[Iterable[Action]], None]
+T = TypeVar("T")
 
-_decode: Final = msgspec.json.Decoder(Report).decode
 _decode_request: Final = msgspec.json.Decoder(CertificateRequest).decode
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -161,8 +124,7 @@ class ReportsApi:
 
     def _parts(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
         self._require_budget(pod.namespace)  # others of it were worked on while this one came
-        with self._spending(pod.namespace):
-            report = _checked(_decode(body))
+        report = yield from self._paid(pod.namespace, report_body.read(body))
         yield
         with self._spending(pod.namespace), _known(pod):
             self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
@@ -185,6 +147,16 @@ class ReportsApi:
             self._reading[namespace] -= 1
             if not self._reading[namespace]:
                 del self._reading[namespace]
+
+    def _paid(self, namespace: str, parts: Parts[T]) -> Parts[T]:
+        while True:
+            with self._spending(namespace):
+                try:
+                    next(parts)
+                except StopIteration as ended:
+                    found: T = ended.value
+                    return found
+            yield
 
     @contextmanager
     def _spending(self, namespace: str) -> Iterator[None]:
@@ -280,117 +252,6 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise Refused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
-
-
-def _checked(report: Report) -> Report:
-    """Bounds on what a pod may make us remember, compute and write. Raises Refused."""
-    held = sum(bool(one.peer) or not kept(one) for one in report.ranks)
-    if held > MOST_RANKS or len(report.ranks) > LARGEST_WORLD:
-        raise Refused(400, "bad-report", "more ranks than one pod can have")
-    if len(report.restores) > MOST_RESTORES or len(report.volumes) > MOST_VOLUMES:
-        raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
-    if len(report.depots) > MOST_DEPOTS or len(report.peer_address) > LONGEST_ADDRESS:
-        raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
-    epochs = [*report.epochs, *(one.epoch for one in report.restores)]
-    parents = [one.parent for one in epochs if one.parent is not None]
-    if not all(_is_epoch(one.id) and len(one.origin) <= LONGEST_NAME for one in epochs) or not all(
-        map(_is_step, parents)
-    ):
-        raise Refused(400, "bad-report", "an epoch that cannot be")
-    doubted = [id for one in report.failures for id in (one.at, *one.after)]
-    if len(doubted) > MOST_DOUBTED or not all(map(_is_step, doubted)):
-        raise Refused(400, "bad-report", "failures that cannot be")
-    twins = 0
-    for one in report.ranks:
-        twins += _check_rank(one)
-        if twins > MOST_TWINS:
-            raise Refused(400, "bad-report", "more twins than one pod can tell of")
-    report = replace(report, ranks=tuple(map(_newest, report.ranks)))
-    if _bits(report.ranks) > MOST_BITS_OF_ALL:
-        raise Refused(400, "bad-report", "more steps of more ranks than one pod can tell of")
-    return replace(
-        report,
-        sidecar=cut(report.sidecar, longest=LONGEST_NAME),
-        library=cut(report.library, longest=LONGEST_NAME),
-        pinned=cut(report.pinned),
-        epochs=epochs_needed(report, most=MOST_EPOCHS),
-        volumes=tuple(map(_short_volume, report.volumes)),
-        depots=tuple(map(_short_depot, report.depots)),
-        warnings=tuple(cut(text) for text in report.warnings[:MOST_WARNINGS]),
-    )
-
-
-def _bits(ranks: Sequence[ReportedRank]) -> int:
-    """What the steps of a report take as bitmaps of ranks; more where that is little anyhow."""
-    named = [(one.rank, len((*one.memory, *one.local, *one.peer, *one.archive))) for one in ranks]
-    most = max(named, default=(0, 0))[0] * sum(count for _, count in named)
-    if most <= MOST_BITS_OF_ALL:
-        return most
-    highest: dict[tuple[str, StepId], int] = {}
-    for one in ranks:
-        for tier in ("memory", "local", "peer", "archive"):
-            for held in getattr(one, tier):
-                at = tier, held.id
-                highest[at] = max(one.rank, highest.get(at, 0))
-    return sum(highest.values())
-
-
-def _short_volume(one: ReportedVolume) -> ReportedVolume:
-    if len(one.name) <= LONGEST_NAME and len(one.failed) <= LONGEST_NAME:
-        return one
-    return replace(one, name=cut(one.name, longest=LONGEST_NAME), failed=cut(one.failed))
-
-
-def _short_depot(one: TierProgress) -> TierProgress:
-    if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
-        return one
-    return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))
-
-
-def _newest(one: ReportedRank) -> ReportedRank:
-    most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
-    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= most:
-        return one
-    return replace(
-        one,
-        memory=_last(one.memory, most),
-        local=_last(one.local, most),
-        peer=_last(one.peer, most),
-        archive=_last(one.archive, most),
-    )
-
-
-def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ...]:
-    return tuple(sorted(held, key=lambda shard: shard.id)[-most:])
-
-
-def _check_rank(one: ReportedRank) -> int:
-    """How many twins it names."""
-    held = (*one.memory, *one.local, *one.peer, *one.archive)
-    worlds = {one.world, *(image.world for image in held)}
-    with_twins = [image for image in held if image.twins]
-    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
-    if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
-        raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
-    gone = [id for ids in one.gone.values() for id in ids]
-    if len(held) + len(gone) > MOST_IMAGES:
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
-    if not all(0 <= image.bytes < 1 << 62 for image in held):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of a size that cannot be")
-    staged = (one.staged,) if one.staged is not None else ()
-    if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
-    return sum(len(image.twins) for image in with_twins)
-
-
-def _is_step(id: StepId) -> bool:
-    return 0 <= id.step < LARGEST_STEP and _is_epoch(id.epoch)
-
-
-def _is_epoch(id: EpochId) -> bool:
-    """As `EpochId.parse` reads it back from a status or a directory's name."""
-    return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

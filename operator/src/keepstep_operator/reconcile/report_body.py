@@ -1,0 +1,260 @@
+"""The body of a report, taken apart and checked in small parts: the event loop answers others
+between them. What a pod may make us remember, compute and write is bounded here.
+
+One of 4 MiB is read in half a second; msgspec holds the interpreter until it is through, so a
+thread would not help. So whatever may be long is first left as it is (`msgspec.Raw`), and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from keepstep.core.suspicion import KEPT, Failure
+from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import (
+    Report,
+    ReportedRank,
+    ReportedRestore,
+    ReportedShard,
+    ReportedVolume,
+)
+from keepstep.wire.status import TierProgress
+from keepstep_operator.api.run import cut
+from keepstep_operator.reconcile.state.node_rank import epochs_needed, kept
+from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS
+from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.turns import Parts
+
+MOST_OTHERS: Final = 8192
+"""Ranks of other pods of which one saw something archived; a sidecar tells of so many copies."""
+MOST_IMAGES: Final = 4096
+"""Of one rank."""
+MOST_STEPS: Final = 1024
+"""Of one rank on one tier: of more the newest count, and the older ones are left alone."""
+_MOST_BITS: Final = 1 << 23
+"""A step costs a bit for each rank up to the highest: of ranks beyond 8,192 fewer steps count."""
+MOST_BITS_OF_ALL: Final = 1 << 26
+"""The same over all ranks and tiers of a report: 8 MiB."""
+MOST_EPOCHS: Final = 1024
+"""Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
+a run may have begun any number of times."""
+MOST_TWINS: Final = 1 << 18
+"""Named in one report."""
+MOST_WARNINGS: Final = 32
+MOST_RESTORES: Final = 16 * MOST_RANKS
+MOST_DOUBTED: Final = KEPT * KEPT
+"""Steps that failures of the script name."""
+MOST_VOLUMES: Final = 64
+MOST_DEPOTS: Final = 64
+LONGEST_ADDRESS: Final = 280
+LONGEST_NAME: Final = 256
+LARGEST_STEP: Final = 10**15
+LARGEST_EPOCH: Final = 10**9
+_HEX: Final = frozenset("0123456789abcdef")
+_SMALL_BYTES: Final = 16 << 10
+"""A rank up to this is read at once."""
+_ALL_DOUBTED_BYTES: Final = 256 * MOST_DOUBTED
+_AT_ONCE: Final = 64
+"""Of whatever there are many."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outer(Report):
+    """A report with all that may be long as it came."""
+
+    epochs: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    ranks: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    restores: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    volumes: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    warnings: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    depots: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    failures: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OuterRank(ReportedRank):
+    """The same of a rank."""
+
+    memory: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    local: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    peer: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    archive: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    gone: dict[Tier, tuple[msgspec.Raw, ...]] = field(default_factory=dict)  # type: ignore[assignment]
+
+
+_outer: Final = msgspec.json.Decoder(_Outer).decode
+_outer_rank: Final = msgspec.json.Decoder(_OuterRank).decode
+_rank: Final = msgspec.json.Decoder(ReportedRank).decode
+_shard: Final = msgspec.json.Decoder(ReportedShard).decode
+_step: Final = msgspec.json.Decoder(StepId).decode
+_epoch: Final = msgspec.json.Decoder(Epoch).decode
+_restore: Final = msgspec.json.Decoder(ReportedRestore).decode
+_volume: Final = msgspec.json.Decoder(ReportedVolume).decode
+_failure: Final = msgspec.json.Decoder(Failure).decode
+_depot: Final = msgspec.json.Decoder(TierProgress).decode
+_text: Final = msgspec.json.Decoder(str).decode
+
+
+def read(body: bytes) -> Parts[Report]:
+    """The report. Raises Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError."""
+    outer = _outer(body)
+    if len(outer.ranks) > LARGEST_WORLD:
+        raise Refused(400, "bad-report", "more ranks than one pod can have")
+    if len(outer.restores) > MOST_RESTORES or len(outer.volumes) > MOST_VOLUMES:
+        raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
+    if len(outer.depots) > MOST_DEPOTS or len(outer.peer_address) > LONGEST_ADDRESS:
+        raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
+    yield
+    told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(Report)}
+    told["epochs"] = yield from _each(outer.epochs, _epoch)
+    told["restores"] = yield from _each(outer.restores, _restore)
+    told["ranks"] = yield from _ranks(outer.ranks)
+    told["failures"] = _failures(outer.failures)
+    told["volumes"] = tuple(_short_volume(_volume(one)) for one in outer.volumes)
+    told["depots"] = tuple(_short_depot(_depot(one)) for one in outer.depots)
+    told["warnings"] = tuple(cut(_text(one)) for one in outer.warnings[:MOST_WARNINGS])
+    for name in ("sidecar", "library"):
+        told[name] = cut(told[name], longest=LONGEST_NAME)
+    report = Report(**told | {"pinned": cut(outer.pinned)})
+    yield
+    _check_epochs(report)
+    return replace(report, epochs=epochs_needed(report, most=MOST_EPOCHS))
+
+
+def _each(raw: Sequence[msgspec.Raw], decode: Callable[[msgspec.Raw], T]) -> Parts[tuple[T, ...]]:
+    found: list[T] = []
+    for first in range(0, len(raw), _AT_ONCE):
+        found += map(decode, raw[first : first + _AT_ONCE])
+        yield
+    return tuple(found)
+
+
+def _failures(raw: Sequence[msgspec.Raw]) -> tuple[Failure, ...]:
+    if len(raw) <= MOST_DOUBTED and sum(len(memoryview(one)) for one in raw) <= _ALL_DOUBTED_BYTES:
+        failures = tuple(map(_failure, raw))
+        doubted = [id for one in failures for id in (one.at, *one.after)]
+        if len(doubted) <= MOST_DOUBTED and all(map(_is_step, doubted)):
+            return failures
+    raise Refused(400, "bad-report", "failures that cannot be")
+
+
+def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
+    found: list[ReportedRank] = []
+    held = twins = 0
+    for one in raw:
+        told = _rank(one) if len(memoryview(one)) <= _SMALL_BYTES else (yield from _long_rank(one))
+        held += bool(told.peer) or not kept(told)
+        if held > MOST_RANKS or len(found) >= held + MOST_OTHERS:
+            raise Refused(400, "bad-report", "more ranks than one pod can have")
+        twins += _check_rank(told)
+        if twins > MOST_TWINS:
+            raise Refused(400, "bad-report", "more twins than one pod can tell of")
+        found.append(_newest(told))
+        yield
+    if (yield from _bits(found)) > MOST_BITS_OF_ALL:
+        raise Refused(400, "bad-report", "more steps of more ranks than one pod can tell of")
+    return tuple(found)
+
+
+def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
+    outer = _outer_rank(raw)
+    tiers = (outer.memory, outer.local, outer.peer, outer.archive)
+    if sum(map(len, (*tiers, *outer.gone.values()))) > MOST_IMAGES:
+        raise Refused(400, "bad-report", f"rank {outer.rank} tells of too many images")
+    yield
+    told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(ReportedRank)}
+    for name in ("memory", "local", "peer", "archive"):
+        told[name] = yield from _each(told[name], _shard)
+    told["gone"] = {}
+    for tier, ids in outer.gone.items():
+        told["gone"][tier] = yield from _each(ids, _step)
+    return ReportedRank(**told)
+
+
+def _check_epochs(report: Report) -> None:
+    epochs = [*report.epochs, *(one.epoch for one in report.restores)]
+    parents = [one.parent for one in epochs if one.parent is not None]
+    if not all(_is_epoch(one.id) and len(one.origin) <= LONGEST_NAME for one in epochs) or not all(
+        map(_is_step, parents)
+    ):
+        raise Refused(400, "bad-report", "an epoch that cannot be")
+
+
+def _bits(ranks: Sequence[ReportedRank]) -> Parts[int]:
+    """What the steps of a report take as bitmaps of ranks; more where that is little anyhow."""
+    named = [(one.rank, len((*one.memory, *one.local, *one.peer, *one.archive))) for one in ranks]
+    most = max(named, default=(0, 0))[0] * sum(count for _, count in named)
+    if most <= MOST_BITS_OF_ALL:
+        return most
+    highest: dict[tuple[str, StepId], int] = {}
+    for one in ranks:
+        for tier in ("memory", "local", "peer", "archive"):
+            for held in getattr(one, tier):
+                at = tier, held.id
+                highest[at] = max(one.rank, highest.get(at, 0))
+        yield
+    return sum(highest.values())
+
+
+def _short_volume(one: ReportedVolume) -> ReportedVolume:
+    if len(one.name) <= LONGEST_NAME and len(one.failed) <= LONGEST_NAME:
+        return one
+    return replace(one, name=cut(one.name, longest=LONGEST_NAME), failed=cut(one.failed))
+
+
+def _short_depot(one: TierProgress) -> TierProgress:
+    if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
+        return one
+    return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))
+
+
+def _newest(one: ReportedRank) -> ReportedRank:
+    most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
+    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= most:
+        return one
+    return replace(
+        one,
+        memory=_last(one.memory, most),
+        local=_last(one.local, most),
+        peer=_last(one.peer, most),
+        archive=_last(one.archive, most),
+    )
+
+
+def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ...]:
+    return tuple(sorted(held, key=lambda shard: shard.id)[-most:])
+
+
+def _check_rank(one: ReportedRank) -> int:
+    """How many twins it names."""
+    held = (*one.memory, *one.local, *one.peer, *one.archive)
+    worlds = {one.world, *(image.world for image in held)}
+    with_twins = [image for image in held if image.twins]
+    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
+    if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
+        raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
+    gone = [id for ids in one.gone.values() for id in ids]
+    if len(held) + len(gone) > MOST_IMAGES:
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
+    if not all(0 <= image.bytes < 1 << 62 for image in held):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of a size that cannot be")
+    staged = (one.staged,) if one.staged is not None else ()
+    if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
+    return sum(len(image.twins) for image in with_twins)
+
+
+def _is_step(id: StepId) -> bool:
+    return 0 <= id.step < LARGEST_STEP and _is_epoch(id.epoch)
+
+
+def _is_epoch(id: EpochId) -> bool:
+    """As `EpochId.parse` reads it back from a status or a directory's name."""
+    return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX

@@ -1,0 +1,105 @@
+"""A report is read in small parts, and says what it would have said as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from keepstep.steps import Tier
+from keepstep.wire.reports import Report
+from keepstep_operator.reconcile.report_body import read
+from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
+from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.turns import Turns
+from tests.operator.promises.hostile import REPORTS
+from tests.operator.promises.surface import Body, epoch, held, rank, report
+
+
+def as_large_as_may_be() -> Body:
+    """Many ranks of other pods of which one saw something archived: what the fewest bytes name."""
+    ranks = [
+        {"rank": one, "world": 65_536, "alive": False, "memory_answer": "none",
+         "archive": [held(step, 65_536) for step in range(5)], "archive_answer": "steps"}
+        for one in range(8192)
+    ]  # fmt: skip
+    return report(*ranks)
+
+
+def one_long_rank() -> Body:
+    told = rank(0, 1, memory=tuple(range(2000)), local=tuple(range(1000)))
+    ids = [{"epoch": epoch(), "step": one} for one in range(900)]
+    return report(told | {"gone": {"archive": ids}})
+
+
+def one_endless_rank() -> Body:
+    return report(rank(0, 1, local=tuple(range(40_000))))
+
+
+def _seconds(body: bytes) -> list[float]:
+    """CPU of each part, until it is read or refused."""
+    parts, found, goes_on = read(body), list[float](), True
+    while goes_on:
+        begun_s = time.thread_time()
+        try:
+            next(parts)
+        except (StopIteration, Refused):
+            goes_on = False
+        found.append(time.thread_time() - begun_s)
+    return found
+
+
+@pytest.mark.parametrize("long", [*REPORTS, as_large_as_may_be, one_long_rank, one_endless_rank])
+def test_no_part_of_a_report_takes_long(long: Callable[[], Body]) -> None:
+    body = msgspec.json.encode(long())
+    assert len(body) <= LARGEST_REPORT_BYTES
+    rounds = [_seconds(body) for _ in range(3)]  # whatever else the machine does, it does once
+    slowest_s = max(map(min, zip(*rounds, strict=True)))
+    assert slowest_s <= 0.05, f"{slowest_s * 1000:.0f} ms of {sum(rounds[0]) * 1000:.0f}"
+
+
+def _whole(body: Body) -> Report:
+    async def work() -> Report:
+        return await Turns().work(read(msgspec.json.encode(body)))
+
+    return asyncio.run(work())
+
+
+def test_a_long_rank_says_what_a_short_one_says() -> None:
+    steps = tuple(range(1000))
+    told = rank(3, 8, memory=steps[:4], local=steps, archive=steps)
+    told["local"][5]["twins"] = [1, 2]
+    restore = {"rank": 3, "epoch": {"id": epoch()}, "tier": "local", "seconds": 1.0, "at": 2.0}
+    volume = {"name": "nvme0", "engine": "direct", "used_bytes": 1, "free_bytes": 1}
+    gone = {"peer": [{"epoch": epoch(), "step": 7}]}
+    body = report(
+        told | {"gone": gone},
+        rank(4, 8, local=(1,)),
+        restores=[restore],
+        volumes=[volume],
+        warnings=["a volume is slow"],
+        pinned="mlock",
+    )
+    read_in_parts = _whole(body)
+    assert read_in_parts == msgspec.convert(body, Report)
+    assert read_in_parts.ranks[0].gone[Tier.PEER][0].step == 7
+
+
+def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
+    told = rank(0, 1, local=tuple(range(1000)))
+    told["local"][999]["world"] = "many"
+    for spoilt in (report(told), report(rank(0, 1) | {"alive": 3}), report(epochs=[{"id": 1}])):
+        with pytest.raises(msgspec.ValidationError):
+            _whole(spoilt)
+
+
+def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
+    ranks = [
+        {"rank": one, "world": 65_536, "alive": False, "archive": [held(1, 65_536)]}
+        for one in range(8193)
+    ]
+    with pytest.raises(Refused, match="more ranks"):
+        _whole(report(*ranks))
