@@ -513,6 +513,7 @@ async def _phase(
         rss_mib = operator.memory_mib()
         probe.kill()
         health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
+    await asyncio.sleep(Size.period_s)  # what was put off is told, before the next one
     return Phase(
         since=since,
         until=until,
@@ -549,7 +550,6 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
             # the last one: the memory that it takes is not given back at once
             "hostile": await _phase(operator, hook, apart, minutes, "--harm", operator.url),
         }
-        await asyncio.sleep(5.0)
         reporting.terminate()
         told = msgspec.json.decode((await reporting.communicate())[0], type=Told)
         changed = (await apart.seen())["changed"]

@@ -3,8 +3,9 @@
 Whoever reaches a port can open connections, and each one costs a twentieth of a MiB of TLS buffers.
 So a connection is counted before its handshake, and has a few seconds from there to the head of its
 first request. Where a source has too many that young, the next ones wait, as bare sockets, for a
-while. Those that have asked are as many as clients need: an API server keeps one for each review
-that is under way.
+while; half of the places are for the first one of each source, so that few sources never have them
+all. Those that have asked are as many as clients need: an API server keeps one for each review that
+is under way.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class Limits:
         self._open: dict[_Gate, None] = {}
         self._open_of: Counter[str] = Counter()
         self._waiting: dict[str, dict[_Gate, None]] = {}
-        self._full = False
 
     def __call__(self) -> asyncio.Protocol:
         return _Gate(self)
@@ -68,17 +68,14 @@ class Limits:
         self._open[gate] = None
         self._open_of[gate.source] += 1
         self._waiting.setdefault(gate.source, {})[gate] = None
-        self._begin(gate.source)
+        self._begin()
         return True
 
     def grown(self, source: str) -> None:
         """One has asked, or is gone: the next one's turn."""
         _one_less(self._young, source)
         self._young_of_all -= 1
-        self._begin(source)
-        if self._full:  # of other sources some wait for this place, too
-            for other in [*self._waiting]:
-                self._begin(other)
+        self._begin()
 
     def ended(self, gate: _Gate) -> None:
         """An admitted one is closed."""
@@ -95,19 +92,29 @@ class Limits:
         for gate in [*self._open]:
             gate.abort()
 
-    def _begin(self, source: str) -> None:
-        waiting = self._waiting.get(source, {})
-        while waiting and self._young[source] < YOUNG_OF_A_SOURCE:
-            self._full = self._young_of_all >= self._places
-            if self._full:
-                return
+    def _begin(self) -> None:
+        while self._young_of_all < self._places and (source := self._next()):
+            waiting = self._waiting[source]
             gate = next(iter(waiting))
             del waiting[gate]
+            if not waiting:
+                del self._waiting[source]
             self._young[source] += 1
             self._young_of_all += 1
             gate.begin()
-        if not waiting:
-            self._waiting.pop(source, None)
+
+    def _next(self) -> str:
+        """Whose turn it is: one that has none, else who has the fewest while half is free; '' where
+        all wait. As many sources as there are places have one, so few are looked at."""
+        found, fewest = "", YOUNG_OF_A_SOURCE
+        crowded = self._young_of_all >= self._places // 2
+        for source in self._waiting:
+            young = self._young[source]
+            if not young:
+                return source
+            if young < fewest and not crowded:
+                found, fewest = source, young
+        return found
 
 
 def _one_less(counter: Counter[str], source: str) -> None:
