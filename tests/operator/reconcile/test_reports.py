@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from keepstep_operator.reconcile import turns as turns_module
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import AskJob
+from keepstep_operator.reconcile.writers import mends
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.pod_bodies import pod_body, pod_path
@@ -458,6 +460,77 @@ def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
         assert at.objects[POLICY_PATH]["status"]["observedGeneration"] == 2
         writes = len(at.asked("PATCH", "/checkpointpolicies/"))
         assert writes == 2, "the own write is no reason for another"
+
+    play(tmp_path, scene, at)
+
+
+def _overwritten(at: ApiServer, path: str, **more: Any) -> None:
+    """Somebody else writes a part of a status."""
+    now = at.objects[path]
+    at.add(path, {**now, "status": {**now["status"], **more}})
+
+
+@pytest.mark.parametrize("part", ["checkpointruns", "checkpointpolicies"])
+def test_a_status_that_somebody_else_wrote_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(mends, "MEND_S", 0.2)
+    at = cluster()
+    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
+    path = RUN if part == "checkpointruns" else POLICY_PATH
+
+    async def scene(served: Served) -> None:
+        await served.post(whole(), token=GOOD)
+        await until(lambda: (at.objects.get(RUN, {}).get("status") or {}).get("committed"))
+        await until(lambda: at.objects[POLICY_PATH].get("status"))
+        await _at_rest(at, part)
+        ours = _said(at.objects[path])
+        _overwritten(at, path, conditions=[], phase="Mine")
+        await until(lambda: _said(at.objects[path]) == ours)
+        await _at_rest(at, part)
+
+    play(tmp_path, scene, at)
+
+
+def _said(body: dict[str, Any]) -> Any:
+    """Of a status, what people read."""
+    told = body["status"]
+    return told.get("phase"), [(one["type"], one["message"]) for one in told["conditions"]]
+
+
+async def _at_rest(at: ApiServer, part: str) -> None:
+    """Own writes come back from the watch, and are no reason for another."""
+
+    def writes() -> int:
+        return len(at.asked("PATCH", f"/{part}/"))
+
+    before = -1
+    while before != writes():
+        before = writes()
+        await asyncio.sleep(4 * mends.MEND_S)
+
+
+@pytest.mark.parametrize("part", ["checkpointruns", "checkpointpolicies"])
+def test_two_writers_of_a_status_that_do_not_agree_are_no_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(mends, "MEND_S", 0.5)
+    at = cluster()
+    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
+    path = RUN if part == "checkpointruns" else POLICY_PATH
+
+    async def scene(served: Served) -> None:
+        await served.post(whole(), token=GOOD)
+        await until(lambda: (at.objects.get(RUN, {}).get("status") or {}).get("committed"))
+        await until(lambda: at.objects[POLICY_PATH].get("status"))
+        await _at_rest(at, part)
+        before, begun_s = len(at.asked("PATCH", f"/{part}/")), time.monotonic()
+        for number in range(300):
+            if at.objects[path]["status"].get("phase") != "Mine":
+                _overwritten(at, path, phase="Mine", step=number)
+            await asyncio.sleep(0.01)
+        mended = len(at.asked("PATCH", f"/{part}/")) - before
+        assert 1 <= mended <= (time.monotonic() - begun_s) / mends.MEND_S + 1
 
     play(tmp_path, scene, at)
 

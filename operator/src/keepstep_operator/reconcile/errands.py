@@ -21,6 +21,7 @@ from keepstep_operator.kube import (
     Denied,
     KubeError,
     NotFound,
+    PatchType,
     Resource,
 )
 from keepstep_operator.reconcile.metrics import Metrics
@@ -148,8 +149,9 @@ class Errands:
             lambda: self._client.patch(
                 POLICIES,
                 policy.name,
-                {"status": status},
+                [{"op": "add", "path": "/status", "value": status}],
                 namespace=policy.namespace,
+                kind=PatchType.JSON,
                 subresource="status",
             ),
             "policy",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from keepstep_operator import names
-from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.model import PolicyRecord, RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import (
@@ -37,6 +37,7 @@ from keepstep_operator.reconcile.parsing import (
 )
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.status.policy_status import policy_status, problem_event
+from keepstep_operator.reconcile.writers.mends import Mends
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 
 _UNINJECTED: Final = (
@@ -69,6 +70,9 @@ class Handlers:
         self._metrics = metrics
         self._host_paths = host_paths
         self._clock = clock
+        self._policies: dict[RunKey, tuple[PolicyRecord, Body]] = {}
+        """With the status that each was given last."""
+        self._mends = Mends[RunKey](self._mend_policy)
 
     def objects(self) -> list[Feed[Any]]:
         """Policies and runs: must be loaded before a report is taken in, or a restart that was
@@ -129,19 +133,28 @@ class Handlers:
     def _policy_seen(self, body: Body) -> None:
         policy = parse_policy_record(body, allowed_paths=self._host_paths)
         self._errands.carry_out(self._registry.policy_seen(policy))
-        status = policy_status(policy, body.get("status") or {}, at=self._clock())
+        key, shown = RunKey(policy.namespace, policy.name), body.get("status") or {}
+        _, told = self._policies.get(key, (policy, shown))
+        status = policy_status(policy, told, at=self._clock())
+        self._policies[key] = policy, told if status is None else status
         if status is not None:
             self._errands.write_policy_status(policy, status)
             event = problem_event(policy)
             self._errands.carry_out([event] if event is not None else [])
+        self._mends.compared(key, same=shown == (status or told))
+
+    def _mend_policy(self, key: RunKey) -> None:
+        self._errands.write_policy_status(*self._policies[key])
 
     def _policy_gone(self, key: RunKey) -> None:
+        self._policies.pop(key, None)
+        self._mends.forget(key)
         self._errands.carry_out(self._registry.policy_gone(key.namespace, key.name))
 
     def _run_seen(self, body: Body) -> None:
-        self._errands.carry_out(
-            self._registry.object_seen(parse_run_object(body), at=self._clock())
-        )
+        run = parse_run_object(body)
+        self._writer.shown(run.key, run.status)
+        self._errands.carry_out(self._registry.object_seen(run, at=self._clock()))
 
     def _run_gone(self, key: RunKey) -> None:
         self._writer.forget(key)

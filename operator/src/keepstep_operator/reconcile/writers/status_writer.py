@@ -1,7 +1,8 @@
 """Writes CheckpointRun.status: what is newest, when it is time, and only when it has changed.
 
 One write replaces the whole status (a JSON patch), so it needs nothing of what was there before,
-and one that is lost is made good by the next. A run without an object gets one.
+and one that is lost is made good by the next. A run without an object gets one. What others write
+there is written over (`mends`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +19,7 @@ import msgspec
 from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import RunStatus, as_json
+from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube import RUNS, Client, Conflict, KubeError, NotFound, PatchType
 from keepstep_operator.reconcile.metrics import Metrics
@@ -24,8 +27,17 @@ from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run_view import view_of
 from keepstep_operator.reconcile.status.render import render
+from keepstep_operator.reconcile.writers.mends import Mends
 
 _AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Digests of a status: as it was sent, and as the API server has it then."""
+
+    sent: bytes
+    stored: bytes
 
 
 class StatusWriter:
@@ -45,7 +57,9 @@ class StatusWriter:
         self._metrics = metrics
         self._clock = clock
         self._pacer = pacer or Pacer()
-        self._written: dict[RunKey, bytes] = {}
+        self._written: dict[RunKey, _Written] = {}
+        self._shown: dict[RunKey, bytes] = {}
+        self._mends = Mends[RunKey](self._mend)
         self._bell = asyncio.Event()
         self._sleeps_until = math.inf
 
@@ -54,9 +68,25 @@ class StatusWriter:
         if self._pacer.mark(run, at=self._clock(), soon=soon) < self._sleeps_until:
             self._bell.set()
 
+    def shown(self, run: RunKey, status: Mapping[str, Any]) -> None:
+        """What a watch says that the object has."""
+        self._shown[run] = _digest(status)
+        self._compare(run)
+
     def forget(self, run: RunKey) -> None:
         """Its object is gone: what was written there is no more."""
         self._written.pop(run, None)
+        self._shown.pop(run, None)
+        self._mends.forget(run)
+
+    def _compare(self, run: RunKey) -> None:
+        written, shown = self._written.get(run), self._shown.get(run)
+        if written is not None and shown is not None:
+            self._mends.compared(run, same=shown == written.stored)
+
+    def _mend(self, run: RunKey) -> None:
+        self.forget(run)
+        self.mark(run)
 
     async def run(self) -> None:
         """For ever."""
@@ -99,24 +129,25 @@ class StatusWriter:
         status = status_of(self._registry, run, at=self._clock())
         if status is None:
             self._pacer.forget(run)
-            self._written.pop(run, None)
+            self.forget(run)
             return
         body = as_json(status)
-        digest = hashlib.blake2b(msgspec.json.encode(body), digest_size=16).digest()
-        if self._written.get(run) == digest:
+        sent, written = _digest(body), self._written.get(run)
+        if written is not None and written.sent == sent:
             return
-        await self._patch_or_create(run, body)
-        self._written[run] = digest
+        stored = await self._patch_or_create(run, body)
+        self._written[run] = _Written(sent, _digest(stored.get("status")))
+        self._compare(run)  # the watch may have been faster than the answer
 
-    async def _patch_or_create(self, run: RunKey, body: dict[str, Any]) -> None:
+    async def _patch_or_create(self, run: RunKey, body: Body) -> Body:
         try:
-            await self._patch(run, body)
+            return await self._patch(run, body)
         except NotFound:
             await self._create(run)
-            await self._patch(run, body)
+            return await self._patch(run, body)
 
-    async def _patch(self, run: RunKey, body: dict[str, Any]) -> None:
-        await self._client.patch(
+    async def _patch(self, run: RunKey, body: Body) -> Body:
+        stored = await self._client.patch(
             RUNS,
             run.name,
             [{"op": "add", "path": "/status", "value": body}],
@@ -125,6 +156,7 @@ class StatusWriter:
             subresource="status",
         )
         self._metrics.wrote("status")
+        return stored
 
     async def _create(self, run: RunKey) -> None:
         body = {
@@ -138,6 +170,12 @@ class StatusWriter:
             self._metrics.wrote("run")
         except Conflict:
             return  # somebody was faster
+
+
+def _digest(status: object) -> bytes:
+    """A server tells the same fields in an order of its own."""
+    encoded = msgspec.json.encode(status, order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def status_of(registry: Registry, key: RunKey, *, at: float) -> RunStatus | None:

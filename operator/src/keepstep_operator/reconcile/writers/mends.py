@@ -1,0 +1,41 @@
+"""Statuses that somebody else wrote over, to be written again: after a while, so that two writers
+that do not agree are no loop, and so that a watch that is late is no reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from keepstep_operator.journal import warn
+
+Key = TypeVar("Key")
+
+MEND_S: Final = 10.0
+
+
+class Mends(Generic[Key]):
+    """`mend` is called for a key whose status was another than ours for so long."""
+
+    def __init__(self, mend: Callable[[Key], None]) -> None:
+        self._mend = mend
+        self._due: dict[Key, asyncio.TimerHandle] = {}
+
+    def compared(self, key: Key, *, same: bool) -> None:
+        """It was looked at."""
+        if same:
+            self.forget(key)
+        elif key not in self._due:
+            loop = asyncio.get_running_loop()
+            self._due[key] = loop.call_later(MEND_S, self._now, key)
+
+    def forget(self, key: Key) -> None:
+        """There is nothing to mend."""
+        if (due := self._due.pop(key, None)) is not None:
+            due.cancel()
+
+    def _now(self, key: Key) -> None:
+        del self._due[key]
+        warn("status that others wrote is written over", object=str(key))
+        self._mend(key)
