@@ -14,7 +14,7 @@ from keepstep.wire.reports import Report
 from keepstep_operator.reconcile.report_body import read
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.token_auth import Refused
-from keepstep_operator.reconcile.turns import Turns
+from keepstep_operator.reconcile.turns import Parts, Turns
 from tests.operator.promises.hostile import REPORTS
 from tests.operator.promises.surface import Body, epoch, held, rank, report
 
@@ -63,7 +63,7 @@ def test_no_part_of_a_report_takes_long(long: Callable[[], Body]) -> None:
 
 def _whole(body: Body) -> Report:
     async def work() -> Report:
-        return await Turns().work(read(msgspec.json.encode(body)))
+        return await Turns().work(read(msgspec.json.encode(body)), tenant="team")
 
     return asyncio.run(work())
 
@@ -103,3 +103,16 @@ def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
     ]
     with pytest.raises(Refused, match="more ranks"):
         _whole(report(*ranks))
+
+
+async def test_a_report_waits_for_one_of_each_other_tenant_and_not_for_all() -> None:
+    turns, worked = Turns(), list[str]()
+
+    def work(tenant: str) -> Parts[None]:
+        yield
+        worked.append(tenant)
+
+    asked = ["evil"] * 10 + ["team", "team", "other"]
+    await asyncio.gather(*(turns.work(work(one), tenant=one) for one in asked))
+    assert worked[:5] == ["evil", "team", "other", "evil", "team"]
+    assert worked[5:] == ["evil"] * 8

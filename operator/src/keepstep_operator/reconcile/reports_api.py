@@ -118,7 +118,7 @@ class ReportsApi:
         self._require_pace(pod)
         with self._one_of_few(pod.namespace):
             body = await _body(request)
-        reply = await self._turns.work(self._parts(pod, body))
+        reply = await self._turns.work(self._parts(pod, body), tenant=pod.namespace)
         self._metrics.reports.inc()
         return reply
 

@@ -21,17 +21,18 @@ SLICE_S: Final = 0.01
 
 
 class Turns:
-    """One piece of work after the other, in the order in which they came."""
+    """One piece of work after the other, of each tenant in the order in which they came; and one of
+    each tenant before the second of any, so that nobody waits for all that another one asks."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Parts[Any], asyncio.Future[Any]]] = deque()
+        self._waiting: dict[str, deque[tuple[Parts[Any], asyncio.Future[Any]]]] = {}
         self._worker: asyncio.Task[None] | None = None
 
-    async def work(self, parts: Parts[T]) -> T:
+    async def work(self, parts: Parts[T], *, tenant: str) -> T:
         """What it returns, or raises, when its turn has come."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        self._waiting.append((parts, answer))
+        self._waiting.setdefault(tenant, deque()).append((parts, answer))
         if self._worker is None:
             self._worker = loop.create_task(self._work(), name="work by turns")
         return await answer
@@ -39,13 +40,21 @@ class Turns:
     async def _work(self) -> None:
         began = time.perf_counter()
         while self._waiting:
-            parts, answer = self._waiting.popleft()
+            parts, answer = self._next()
             while not answer.done():
                 _one(parts, answer)
                 if time.perf_counter() - began >= SLICE_S:
                     await asyncio.sleep(0)
                     began = time.perf_counter()
         self._worker = None
+
+    def _next(self) -> tuple[Parts[Any], asyncio.Future[Any]]:
+        tenant = next(iter(self._waiting))
+        theirs = self._waiting.pop(tenant)
+        first = theirs.popleft()
+        if theirs:
+            self._waiting[tenant] = theirs  # behind all others
+        return first
 
 
 def _one(parts: Parts[T], answer: asyncio.Future[T]) -> None:
