@@ -11,10 +11,10 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.reports import Report
+from keepstep_operator.reconcile import turns
 from keepstep_operator.reconcile.report_body import read
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.token_auth import Refused
-from keepstep_operator.reconcile.turns import Parts, Turns
 from tests.operator.promises.hostile import REPORTS
 from tests.operator.promises.surface import Body, epoch, held, rank, report
 
@@ -63,7 +63,7 @@ def test_no_part_of_a_report_takes_long(long: Callable[[], Body]) -> None:
 
 def _whole(body: Body) -> Report:
     async def work() -> Report:
-        return await Turns().work(read(msgspec.json.encode(body)), tenant="team")
+        return await turns.Turns().work(read(msgspec.json.encode(body)), tenant="team")
 
     return asyncio.run(work())
 
@@ -105,14 +105,19 @@ def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
         _whole(report(*ranks))
 
 
-async def test_a_report_waits_for_one_of_each_other_tenant_and_not_for_all() -> None:
-    turns, worked = Turns(), list[str]()
+async def test_a_short_report_waits_for_a_slice_of_each_other_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "SLICE_S", 0.0)  # of one part
+    worker, worked = turns.Turns(), list[str]()
 
-    def work(tenant: str) -> Parts[None]:
-        yield
-        worked.append(tenant)
+    def work(tenant: str, parts: int) -> turns.Parts[None]:
+        for _ in range(parts):
+            worked.append(tenant)
+            yield
 
-    asked = ["evil"] * 10 + ["team", "team", "other"]
-    await asyncio.gather(*(turns.work(work(one), tenant=one) for one in asked))
-    assert worked[:5] == ["evil", "team", "other", "evil", "team"]
-    assert worked[5:] == ["evil"] * 8
+    asked = [*[("evil", 50)] * 3, ("team", 2), ("team", 1)]
+    await asyncio.gather(*(worker.work(work(*one), tenant=one[0]) for one in asked))
+    assert worked[:4] == ["evil", "team"] * 2
+    assert worked.index("team", 4) <= 8
+    assert worked[10:] == ["evil"] * (len(worked) - 10)

@@ -21,8 +21,8 @@ SLICE_S: Final = 0.01
 
 
 class Turns:
-    """One piece of work after the other, of each tenant in the order in which they came; and one of
-    each tenant before the second of any, so that nobody waits for all that another one asks."""
+    """One piece of work after the other, of each tenant in the order in which they came. The slices
+    go round the tenants, so that a short piece waits for a slice of each, not for a long one."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[tuple[Parts[Any], asyncio.Future[Any]]]] = {}
@@ -40,21 +40,21 @@ class Turns:
     async def _work(self) -> None:
         began = time.perf_counter()
         while self._waiting:
-            parts, answer = self._next()
-            while not answer.done():
+            tenant = next(iter(self._waiting))
+            theirs = self._waiting.pop(tenant)
+            parts, answer = theirs[0]
+            is_over = False
+            while not answer.done() and not is_over:
                 _one(parts, answer)
-                if time.perf_counter() - began >= SLICE_S:
-                    await asyncio.sleep(0)
-                    began = time.perf_counter()
+                is_over = time.perf_counter() - began >= SLICE_S
+            if answer.done():
+                theirs.popleft()
+            if theirs:
+                self._waiting[tenant] = theirs  # behind all others
+            if is_over:
+                await asyncio.sleep(0)
+                began = time.perf_counter()
         self._worker = None
-
-    def _next(self) -> tuple[Parts[Any], asyncio.Future[Any]]:
-        tenant = next(iter(self._waiting))
-        theirs = self._waiting.pop(tenant)
-        first = theirs.popleft()
-        if theirs:
-            self._waiting[tenant] = theirs  # behind all others
-        return first
 
 
 def _one(parts: Parts[T], answer: asyncio.Future[T]) -> None:
