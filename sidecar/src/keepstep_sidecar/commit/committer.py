@@ -71,8 +71,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
 _log = logging.getLogger("keepstep.sidecar")
 
-_LOOK_S = 0.01
-"""How often it is seen how far a copy is: 2 GiB take 20 times as long."""
+_LOOK_S = 0.02
+"""How often it is seen how far a copy is: 2 GiB take ten times as long."""
 
 _LEAST_CHUNKS = 4
 """Written at a time while more is to come: one for each thread of a volume."""

@@ -1,0 +1,92 @@
+"""While a large image is copied its slot says how far: never further than the bytes are there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
+from tests.harness import eventually
+from tests.lib.training import begun, bring_back
+
+PIECE = 4096
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_announced_is_there_whatever_the_order_and_the_threads(monkeypatch, seed):
+    monkeypatch.setattr(copying, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(copying, "_PARALLEL_BYTES", PIECE)
+    chance = random.Random(seed)
+    source = torch.randint(1, 256, (64 * PIECE,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    cuts = sorted({0, len(source), *(chance.randrange(len(source)) for _ in range(20))})
+    moves, copies = [], []
+    for begin, end in itertools.pairwise(cuts):
+        if chance.random() < 0.1:
+            copies.append(copying.Copy(target[begin:end], source[begin:end]))
+        else:
+            places = target.data_ptr() + begin, source.data_ptr() + begin
+            moves.append(copying.Move(*places, end - begin))
+    chance.shuffle(moves)
+    told = [0]
+
+    def arrived(address):
+        told.append(count := address - target.data_ptr())
+        assert torch.equal(target[:count], source[:count])
+
+    copying.run(copying.Transfers(moves, copies), threads=1 + seed % 4, arrived=arrived)
+    assert told == sorted(told)
+    assert len(told) > 10
+    assert torch.equal(target, source)
+
+
+class TwoParts(nn.Module):
+    """The second half of it does not lie row by row, so torch copies it, after all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(10 << 20))
+        self.b = nn.Parameter(torch.rand(1 << 10, 10 << 10).t())
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_the_first_half_of_a_large_image_is_on_the_drive_before_the_second_is_copied(
+    sidecar, monkeypatch, lazy
+):
+    model, run, seen = TwoParts(), copying._run_parallel, []
+
+    def held(moves, *arguments):
+        run(moves, *arguments)
+        if sum(move.bytes for move in moves) > 32 << 20:
+            # the first half was announced with its last piece; the second one waits for this
+            arguments[-1](moves[-1].target + moves[-1].bytes)
+            eventually(lambda: list(sidecar.root.rglob(".rank-*")), what="it is being written")
+            seen.append(sidecar.published())
+
+    monkeypatch.setattr(copying, "_run_parallel", held)
+    with begun({"m": model}, lazy=lazy) as checkpointer:
+        steps = itertools.count()  # those before there are slots are skipped
+        eventually(lambda: checkpointer.save(next(steps)))
+        kept = next(steps) - 1
+        checkpointer.wait(kept, "committed")
+    assert seen == [[]]
+    sidecar.kill()
+    sidecar.lose_memory()
+    sidecar.start()
+    other = TwoParts()
+    restored = bring_back({"m": other})
+    assert (restored.step, str(restored.tier)) == (kept, "local")
+    assert torch.equal(other.a, model.a)
+    assert torch.equal(other.b, model.b)
+
+
+def test_a_small_image_is_not_announced(sidecar, monkeypatch):
+    monkeypatch.delattr(SlotMapping, "announce")
+    with begun({"m": nn.Linear(512, 512)}, strict=True) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait(1, "committed")
