@@ -77,6 +77,9 @@ _LOOK_S = 0.02
 _LEAST_CHUNKS = 4
 """Written at a time while more is to come: one for each thread of a volume."""
 
+_MOST_CHUNKS = 128
+"""Written at a time at most: a `Stop` waits for as many."""
+
 _SWEEP_S = 1.0
 """How often it is seen whether what was kept because somebody reads it is still read."""
 
@@ -473,9 +476,8 @@ class Committer:
         if ready < (1 if copying.copied_bytes >= file.layout.digests_begin else _LEAST_CHUNKS):
             return False
         with contextlib.suppress(NoSpaceError):
-            await self._on_drive(
-                early.control.rank, functools.partial(early.write, ready, self.volumes.pace)
-            )
+            work = functools.partial(early.write, min(ready, _MOST_CHUNKS), self.volumes.pace)
+            await self._on_drive(early.control.rank, work)
         return True
 
     async def _completed(self, write: Write, early: Unfinished | None) -> LocalShard | None:
