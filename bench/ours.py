@@ -56,7 +56,6 @@ class KeepstepLazy(Saver):
 
     def wait_ready(self) -> None:
         self._sidecar.wait_slots()
-        time.sleep(1.0)  # the library maps each slot before it first fills it
         # until then there was none for every save
         self._unready = self._checkpointer.stats.skipped
 

@@ -23,10 +23,10 @@ def held_copy(monkeypatch):
     gate = threading.Event()
     run = copying.run
 
-    def held(transfers, **options):
+    def held(transfers, *, threads=1):
         if threading.current_thread().name == "keepstep-agent":
             assert gate.wait(30)
-        run(transfers, **options)
+        run(transfers, threads=threads)
 
     monkeypatch.setattr(copying, "run", held)
     yield gate

@@ -21,7 +21,6 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
-from keepstep.image.control import COPIED_AT, copied_mark
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
 
@@ -94,19 +93,6 @@ class SlotMapping:
     def erase(self) -> None:
         """Zero the control page: from here on, there is no image in this slot."""
         self.memory[self.layout.control_begin :] = _ZERO_PAGE
-
-    def announce(self, control: ControlPage) -> None:
-        """Say what this slot is about to hold; the extras are in place."""
-        self.memory[self.layout.control_begin :] = control.unsealed()
-
-    def arrived(self, address: int) -> None:
-        """Of what was announced, all that lies before this address is in place for good."""
-        begin = self.layout.control_begin + COPIED_AT
-        self.memory[begin : begin + 32] = copied_mark(address - self.address)
-
-    def all_arrived(self) -> None:
-        """Of what was announced, everything is in place."""
-        self.arrived(self.address + self.layout.digests_begin)
 
     def write_extras(self, extras: bytes) -> None:
         """Write the non-tensor state and zeros to the end of its capacity. Raises ValueError for

@@ -1,11 +1,8 @@
 """The control page: the last 4096 bytes of an image, which say what it is, and that it is complete.
 
-It is sealed last, and zeroed before anything else of the image changes. So a page with a valid seal
+It is written last and zeroed before anything else of the image changes. So a page with a valid seal
 means that every byte before it was in place. In memory the trainer writes it without digests; the
 sidecar puts `root` and `sections` into what goes to disk, after the data was flushed.
-
-While an image is copied its page may say so: the text that will be sealed, and where the seal will
-be, how many bytes from the beginning are in their place for good.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from keepstep.errors import FormatError, TornError
 from keepstep.image import fields, strictjson
@@ -27,18 +24,6 @@ _SEAL_BEGIN = PAGE_BYTES - 32
 """JSON, padded with spaces, up to here; then the seal in hex: both can be read with `tail -c`."""
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
-
-COPIED_AT = _SEAL_BEGIN
-"""Where a page has its `copied_mark` while there is no seal."""
-
-LEAST_ANNOUNCED_BYTES = 64 << 20
-"""A smaller image is copied before anybody could see that it is."""
-
-
-def copied_mark(copied_bytes: int) -> bytes:
-    """`[0, copied_bytes)` of the image will not change any more. Four times the same number: who
-    reads it just when it changes sees that."""
-    return copied_bytes.to_bytes(8, "little") * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +77,6 @@ class ControlPage:
 
     def to_bytes(self) -> bytes:
         """A whole page. Raises FormatError when it does not fit (a run's name of kilobytes)."""
-        page = self._text()
-        return page + xxh3_128(page).hex().encode()
-
-    def unsealed(self) -> bytes:
-        """The page of an image of which nothing is copied yet. Raises as `to_bytes`."""
-        return self._text() + copied_mark(0)
-
-    def _text(self) -> bytes:
         parent = self.epoch.parent
         text = json.dumps(
             {
@@ -122,7 +99,8 @@ class ControlPage:
         ).encode()
         if len(text) > _SEAL_BEGIN:
             raise FormatError(f"a control page of {len(text)} bytes: the run's name is too long")
-        return text.ljust(_SEAL_BEGIN)
+        page = text.ljust(_SEAL_BEGIN)
+        return page + xxh3_128(page).hex().encode()
 
     @classmethod
     def from_bytes(cls, buffer: bytes | memoryview) -> ControlPage:
@@ -136,10 +114,6 @@ class ControlPage:
             raise TornError("no image: the control page is zeroed")
         if page[_SEAL_BEGIN:] != xxh3_128(page[:_SEAL_BEGIN]).hex().encode():
             raise TornError("no valid seal: the image was never completed")
-        return cls._parse(page)
-
-    @classmethod
-    def _parse(cls, page: bytes) -> ControlPage:
         tree = strictjson.loads(page[:_SEAL_BEGIN], what="control page")
         if not isinstance(tree, dict):
             raise FormatError("control page: not a JSON object")
@@ -150,25 +124,6 @@ class ControlPage:
             raise FormatError(f"control page: {error.reason}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"control page: {reason(error)}") from None
-
-
-class Copying(NamedTuple):
-    """An image that is copied: what will seal it, and how much of it lies there for good."""
-
-    control: ControlPage
-    copied_bytes: int
-
-    @classmethod
-    def from_bytes(cls, buffer: bytes | memoryview) -> Copying | None:
-        """What the page of an unsealed image says; None for any other page, or one just changed.
-
-        Raises VersionError or FormatError as `ControlPage.from_bytes`.
-        """
-        page = bytes(buffer[:PAGE_BYTES])
-        copied_bytes = int.from_bytes(page[COPIED_AT : COPIED_AT + 8], "little")
-        if not copied_bytes or page[COPIED_AT:] != copied_mark(copied_bytes):
-            return None
-        return cls(ControlPage._parse(page), copied_bytes)
 
 
 def _from_tree(tree: dict[str, Any]) -> ControlPage:

@@ -75,7 +75,6 @@ class Pending:
 
     `control`: what seals it. `transfers`: what is left to copy, worked out on the agent thread.
     `late`: bytes for the slot that must wait for the GPU. `thread`: the one that trains.
-    `announced`: the slot says how far the copy is, for whoever writes it meanwhile.
     """
 
     slot: Slot
@@ -84,7 +83,6 @@ class Pending:
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
     cuda_done: torch.cuda.Event | None = None
-    announced: bool = False
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
     judged: Gate = field(default_factory=Gate)
@@ -116,18 +114,14 @@ class Pending:
     def copy(self) -> None:
         """Move the bytes (agent thread)."""
         started = time.perf_counter()
-        mapping = self.slot.mapping
         if self.transfers is not None:
             # Shared out even beside busy cores: compute on all of them is as late as its latest
             # thread, so one whole core taken away costs twice what half of two costs.
-            arrived = mapping.arrived if self.announced else None
-            copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
+            copying.run(self.transfers(), threads=copying.default_threads())
         if self.cuda_done is not None:
             self.cuda_done.synchronize()
         for write in self.late:
             write()
-        if self.announced:
-            mapping.all_arrived()
         self.copy_s += time.perf_counter() - started
         self.copied.set()
 

@@ -14,7 +14,7 @@ import torch
 
 from keepstep.client import copying
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.image import LEAST_ANNOUNCED_BYTES, ControlPage, Layout
+from keepstep.image import ControlPage, Layout
 from keepstep.save.pending import Fingerprint, Guard, Pending
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.state.memory import check_memory
@@ -69,14 +69,7 @@ class Snapshots:
         if device is None:
             mapping.erase()
             mapping.write_extras(extras)
-            pending.announced = self.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
-            if pending.announced:
-                mapping.announce(control)
-            copying.run(
-                self._transfers(mapping, now),
-                threads=copying.default_threads(),
-                arrived=mapping.arrived if pending.announced and not later else None,
-            )
+            copying.run(self._transfers(mapping, now), threads=copying.default_threads())
             pending.transfers = functools.partial(self._transfers, mapping, later)
         else:
             self._begin_cuda(pending, device, now, later, extras)

@@ -14,8 +14,6 @@ were whole, and a file without that proof is quarantined.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 import time
 from collections import Counter
@@ -25,24 +23,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
-from keepstep.core.node import (
-    Copied,
-    Event,
-    Full,
-    Heard,
-    Listed,
-    Node,
-    Overwritten,
-    Publish,
-    Stop,
-    Wrote,
-)
+from keepstep.core.node import Event, Full, Heard, Listed, Node, Publish, Stop, Wrote
 from keepstep.core.persist_planner import Write
 from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
 from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
-from keepstep.image import LEAST_ANNOUNCED_BYTES, ControlPage
+from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Ancestry, line
@@ -55,30 +42,20 @@ from keepstep_sidecar.commit.inventory import (
 )
 from keepstep_sidecar.commit.operator_link import OperatorNotes
 from keepstep_sidecar.commit.restore_from import Rollback
-from keepstep_sidecar.concurrency import Changes, blocking
+from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_file import SlotFile
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from keepstep_sidecar.volume.writer import CUT_OFF, Unfinished
+from keepstep_sidecar.volume.writer import CUT_OFF
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
 _log = logging.getLogger("keepstep.sidecar")
-
-_LOOK_S = 0.02
-"""How often it is seen how far a copy is: 2 GiB take ten times as long."""
-
-_LEAST_CHUNKS = 4
-"""Written at a time while more is to come: one for each thread of a volume."""
-
-_MOST_CHUNKS = 128
-"""Written at a time at most: a `Stop` waits for as many."""
 
 _SWEEP_S = 1.0
 """How often it is seen whether what was kept because somebody reads it is still read."""
@@ -155,7 +132,6 @@ class Committer:
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self._ending: set[Write] = set()
-        self._stopped: set[Write] = set()
         self._retired = 0
         self._actions = asyncio.Lock()
 
@@ -201,8 +177,8 @@ class Committer:
             match action:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
-                case Stop(rank, id):
-                    self._stopped.add(Write(rank, id))
+                case Stop():
+                    pass  # no write begins before its seal, as `Copied` is not said here
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                     self.alarms[action.text] = None
@@ -379,24 +355,6 @@ class Committer:
 
     # --- Write -------------------------------------------------------------------------------
 
-    async def follow(self) -> None:
-        """See which images are being copied, so that they may be written meanwhile. Until
-        cancelled."""
-        told: dict[int, ControlPage] = {}
-        while True:
-            filling = {
-                rank: slot.file
-                for rank, slots in self._slots.ranks.items()
-                if (slot := slots.filling()) is not None
-                and slot.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
-            }
-            for rank, file in filling.items():
-                copying = file.copying()
-                if copying is not None and told.get(rank) != copying.control:
-                    told[rank] = copying.control
-                    self.feed(Copied(rank, copying.control.id, 0, copying.copied_bytes))
-            await asyncio.sleep(_LOOK_S if filling else _SWEEP_S)
-
     async def _write(self, write: Write) -> None:
         self._ending.add(write)
         try:
@@ -411,7 +369,6 @@ class Committer:
                 await self.refresh()
         finally:
             self._ending.discard(write)
-            self._stopped.discard(write)
             self._changes.ring()
 
     async def _persist(self, write: Write) -> LocalShard | None:
@@ -426,92 +383,29 @@ class Committer:
             return None
 
     async def _written(self, write: Write) -> LocalShard | None:
-        early = await self._begun(write)
-        try:
-            return await self._completed(write, early)
-        finally:
-            if early is not None and not early.ended:
-                await self._on_drive(write.rank, early.drop)
-
-    async def _begun(self, write: Write) -> Unfinished | None:
-        """Write what is there of an image that is still copied, until its trainer fills that slot
-        no more or the node says `Stop`. None where it is sealed, or cannot be begun."""
-        slots = self._slots.rank(write.rank)
-        if (filling := slots.filling()) is None or slots.find(write.id) is not None:
-            return None
-        early = await self._begin(write, filling)
-
-        def over() -> bool:
-            return slots.filling() != filling or write in self._stopped
-
-        try:
-            while not over():
-                if early is None or early.ended or not await self._write_on(filling.file, early):
-                    await self._changes.until(over, timeout_s=_LOOK_S)
-        except BaseException:
-            if early is not None and not early.ended:
-                await self._on_drive(write.rank, early.drop)
-            raise
-        if write not in self._stopped and slots.find(write.id) is None:
-            self.feed(Overwritten(write.rank, write.id))
-        return early
-
-    async def _begin(self, write: Write, filling: Slot) -> Unfinished | None:
-        """Without room there is no head start: some is made for what is sealed."""
-        copying = filling.file.copying()
-        if copying is None or copying.control.id != write.id or filling.file.cut_off:
-            return None
-        view = filling.file.view[:]  # keeps the mapping, whatever becomes of the slot
-        begin = functools.partial(self.volumes.begin, view, filling.layout, copying.control)
-        with contextlib.suppress(NoSpaceError):
-            return await self._on_drive(write.rank, begin)
-        return None
-
-    async def _write_on(self, file: SlotFile, early: Unfinished) -> bool:
-        """Write what was copied since, if that is worth it. False when it was not."""
-        copying = file.copying()
-        if copying is None or copying.control != early.control or file.cut_off:
-            return False
-        ready = early.ready(copying.copied_bytes)
-        if ready < (1 if copying.copied_bytes >= file.layout.digests_begin else _LEAST_CHUNKS):
-            return False
-        with contextlib.suppress(NoSpaceError):
-            work = functools.partial(early.write, min(ready, _MOST_CHUNKS), self.volumes.pace)
-            await self._on_drive(early.control.rank, work)
-        return True
-
-    async def _completed(self, write: Write, early: Unfinished | None) -> LocalShard | None:
         slot = self._slots.rank(write.rank).find(write.id)
-        if slot is None or write in self._stopped:
+        if slot is None:
             return None
         file, control = slot.file, slot.file.control()
         if file.cut_off:
             warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
         elif control is not None and control.id == write.id:
-            # what was written before is of this very image only if its trainer said so all along
-            same = early if early is not None and early.control == control else None
-            written = await self._write_with_room(slot, control, same)
+            written = await self._write_with_room(slot, control)
             if file.control() == control:
                 self._count(written)
                 return written.shard
             await self._quarantine(written)
         return None
 
-    async def _on_drive(self, rank: int, work: Callable[[], T]) -> T:
-        return await blocking(self._writers[self.volumes.lane(rank)], work)
-
-    async def _write_with_room(
-        self, slot: Slot, control: ControlPage, early: Unfinished | None
-    ) -> Written:
-        view, layout, pace = slot.file.view, slot.layout, self.volumes.pace
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
+        view, layout = slot.file.view, slot.layout
         while True:
             retired = self._retired
-            if early is not None and not early.ended:
-                work = functools.partial(early.finish, pace)
-            else:
-                work = functools.partial(self.volumes.write, view, layout, control)
+            writer = self._writers[self.volumes.lane(control.rank)]
             try:
-                return await self._on_drive(control.rank, work)
+                return await asyncio.get_running_loop().run_in_executor(
+                    writer, self.volumes.write, view, layout, control
+                )
             except NoSpaceError:
                 if not await self._make_room(layout.size_bytes, retired=retired):
                     raise

@@ -27,7 +27,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from keepstep.errors import FormatError, ImageError, NoMemoryError
-from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Copying, Layout, read_layout
+from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, read_layout
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.log import warn
@@ -128,14 +128,6 @@ class SlotFile:
             return None
         except Exception as error:  # whatever a parser trips over is no seal
             warn("seal refused", path=str(self.path), reason=repr(error))
-            return None
-
-    def copying(self) -> Copying | None:
-        """What its trainer copies into this slot now, where it says so."""
-        try:
-            page = os.pread(self._fd, PAGE_BYTES, self.layout.control_begin)
-            return Copying.from_bytes(page)
-        except Exception:  # whatever a parser trips over says nothing
             return None
 
     def erase(self) -> None:

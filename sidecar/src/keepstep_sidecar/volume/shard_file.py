@@ -40,15 +40,11 @@ class ShardFile:
     fd: int
     threads: int
 
-    def allocate(self, layout: Layout) -> None:
-        """Make room for the whole image. Raises OSError."""
+    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Manifest:
+        """Write the image in `view` with its digests, and seal it. Raises OSError."""
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
-
-    def seal(
-        self, view: memoryview, layout: Layout, control: ControlPage, digests: list[bytes]
-    ) -> Manifest:
-        """Seal the image in `view`, all chunks of which are written. Raises OSError."""
+        digests = self._write_data(view, layout, pace)
         written = replace(control, written_at=time.time())
         table, seal = seal_for_disk(layout, view, written, digests=digests)
         control = ControlPage.from_bytes(seal)
@@ -57,12 +53,12 @@ class ShardFile:
         seal_file(self.filesystem, self.fd, manifest, phase="write")
         return manifest
 
-    def write(self, view: memoryview, layout: Layout, chunks: range, pace: Pace) -> list[bytes]:
-        """Write these chunks of the image in `view`; returns their digests. Raises OSError."""
-        digests = [b""] * len(chunks)
+    def _write_data(self, view: memoryview, layout: Layout, pace: Pace) -> list[bytes]:
+        """Write every chunk; returns their digests."""
+        digests = [b""] * layout.chunk_count
 
         def write_chunk(index: int) -> None:
-            begin, end = chunk_bounds(layout, chunks[index])
+            begin, end = chunk_bounds(layout, index)
             pace.wait(end - begin)
             with view[begin:end] as chunk:
                 # First the digest: whatever happens to these bytes from here on will be noticed.
@@ -70,7 +66,9 @@ class ShardFile:
                 faults.point("write.data")
                 self.filesystem.write(self.fd, chunk, begin)
 
-        for_each_chunk(write_chunk, len(chunks), threads=self.threads, niceness=WRITER_NICENESS)
+        for_each_chunk(
+            write_chunk, layout.chunk_count, threads=self.threads, niceness=WRITER_NICENESS
+        )
         return digests
 
     def read(self, into: memoryview, offset: int) -> int:

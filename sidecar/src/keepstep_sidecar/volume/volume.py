@@ -38,7 +38,7 @@ from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, survey
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
-from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Unfinished, Writer, Written
+from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
 
 __all__ = ["Volume", "Written"]
 
@@ -102,7 +102,6 @@ class Volume:
             engine=self.engine,
             threads=io_threads,
             capacity_bytes=capacity_bytes,
-            tell=self._tell,
         )
 
     def _take(self, engine: Engine | None) -> None:
@@ -143,15 +142,15 @@ class Volume:
         StorageError (the file is quarantined); neither is ever retried here.
         """
         self._require_writable()
-        return self._writer.write(view, layout, control, pace or Pace(None))
-
-    def begin(self, view: memoryview, layout: Layout, control: ControlPage) -> Unfinished | None:
-        """Begin to write an image that `control` will seal, while it is still copied into `view`.
-
-        None for a shard that is durable already. Raises as `write`.
-        """
-        self._require_writable()
-        return self._writer.begin(view, layout, control)
+        try:
+            written = self._writer.write(view, layout, control, pace or Pace(None))
+        except NoSpaceError:
+            raise
+        except StorageError as error:
+            self.failed = str(error.__cause__ or error)
+            raise
+        self.failed = ""
+        return written
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -339,9 +338,6 @@ class Volume:
                 raise NoSpaceError(f"{what}: {error.strerror}; free space") from error
             self._fail(error)
             raise StorageError(f"{what}: {error}") from error
-
-    def _tell(self, failed: str) -> None:
-        self.failed = failed
 
     def _fail(self, error: OSError) -> None:
         self.failed = self.read_only or str(error)

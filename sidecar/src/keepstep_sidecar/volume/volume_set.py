@@ -23,7 +23,6 @@ from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume import Volume, Written
-from keepstep_sidecar.volume.writer import Unfinished
 
 
 class VolumeSet:
@@ -75,10 +74,6 @@ class VolumeSet:
                         warn("volume full", reason=str(error), instead=str(other.root))
                         return written
             raise
-
-    def begin(self, view: memoryview, layout: Layout, control: ControlPage) -> Unfinished | None:
-        """`Volume.begin` on the volume of `control.rank`."""
-        return self.volume_for(control.rank).begin(view, layout, control)
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[ShardFile]:

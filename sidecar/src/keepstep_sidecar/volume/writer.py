@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, check_control
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, Pace
@@ -33,7 +33,7 @@ from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
 from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
-from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
+from keepstep_sidecar.volume.shard_file import open_shard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
@@ -51,10 +51,7 @@ class Written:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes shards of `run` below `tree`. `lock` guards names; no file is written under it.
-
-    `tell`: hears why a write failed, "" after one that went well.
-    """
+    """Writes shards of `run` below `tree`. `lock` guards names; no file is written under it."""
 
     tree: Tree
     shelves: Directories
@@ -64,7 +61,6 @@ class Writer:
     engine: Engine
     threads: int
     capacity_bytes: int | None
-    tell: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._in_progress: dict[Path, int] = {}
@@ -84,30 +80,27 @@ class Writer:
     def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Written:
         """See `Volume.write`. Raises UsageError, NoSpaceError, StorageError."""
         _check_arguments(view, layout, control, run=self.run)
-        if (durable := self.durable(control)) is not None:
-            self.tell("")
-            return durable
-        return Unfinished(self, view, layout, control).finish(pace)
-
-    def begin(self, view: memoryview, layout: Layout, control: ControlPage) -> Unfinished | None:
-        """See `Volume.begin`. Raises UsageError, NoSpaceError, StorageError."""
-        _check_arguments(view, layout, control, run=self.run)
-        return None if self.durable(control) else Unfinished(self, view, layout, control)
-
-    def durable(self, control: ControlPage) -> Written | None:
-        """The shard that an earlier write of the same step and rank has left, if any. Raises
-        StorageError."""
         try:
-            return self._find(control)
+            if (durable := self._durable(control)) is not None:
+                return durable
         except OSError as error:
-            self.tell(str(error))
             raise StorageError(f"step {control.id}, rank {control.rank}: {error}") from error
-        except StorageError as error:
-            self.tell(str(error.__cause__ or error))
-            raise
+        started = time.perf_counter()
+        with self._reserved(control, layout.size_bytes) as temporary:
+            try:
+                manifest = self._write_file(temporary, view, layout, control, pace)
+                path = self._give_name(temporary, control)
+            except OSError as error:
+                raise self._give_up(temporary, control, error) from error
+        faults.point("write.done")
+        seconds = time.perf_counter() - started
+        return Written(shard=LocalShard.of(path, manifest), seconds=seconds)
 
-    def _find(self, control: ControlPage) -> Written | None:
-        """One that is broken makes room for a new one."""
+    def _durable(self, control: ControlPage) -> Written | None:
+        """The shard that an earlier write of the same step and rank has left, if any.
+
+        One that is broken makes room for a new one.
+        """
         path = self.shelves.find(control.id, shard_name(control.rank, control.world))
         if path is None:
             return None
@@ -141,10 +134,14 @@ class Writer:
             with self.lock:
                 del self._in_progress[temporary]
 
-    @contextlib.contextmanager
-    def _created(
-        self, temporary: Path, layout: Layout, control: ControlPage
-    ) -> Iterator[ShardFile]:
+    def _write_file(
+        self,
+        temporary: Path,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        pace: Pace,
+    ) -> Manifest:
         with self.lock:
             self.shelves.make_pending(control.id)
         faults.point("write.create")
@@ -152,8 +149,7 @@ class Writer:
         with open_shard(
             temporary, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
         ) as file:
-            file.allocate(layout)
-            yield file
+            return file.write(view, layout, control, pace)
 
     def _give_name(self, temporary: Path, control: ControlPage) -> Path:
         path = self.tree.pending_shard(control.id, control.rank, control.world)
@@ -181,7 +177,6 @@ class Writer:
         kept = ""
         with contextlib.suppress(OSError), self.lock:
             kept = f"; what was written is kept as {self.shelves.quarantine(temporary, 'io')}"
-        self.tell(str(error))
         return StorageError(
             f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
             f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
@@ -193,83 +188,6 @@ class Writer:
             f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
             "Free space, raise the capacity, or keep fewer steps"
         )
-
-
-class Unfinished:
-    """A shard on its way: a hidden file that takes the chunks of the image in `view`, in order and
-    as they come, and its name at the end. Whatever fails ends it, and leaves no shard.
-
-    Blocking; for one thread at a time. `control`: what the image's seal is, or will be. `ended`:
-    it has its name, or nothing is left of it.
-    """
-
-    def __init__(
-        self, writer: Writer, view: memoryview, layout: Layout, control: ControlPage
-    ) -> None:
-        """Make the file, of its whole size. Raises NoSpaceError, StorageError."""
-        self.control = control
-        self.ended = False
-        self._writer, self._view, self._layout = writer, view, layout
-        self._digests: list[bytes] = []
-        self._seconds = 0.0
-        self._room, self._open = contextlib.ExitStack(), contextlib.ExitStack()
-        self._temporary = self._room.enter_context(writer._reserved(control, layout.size_bytes))
-        with self._guarded():
-            file = writer._created(self._temporary, layout, control)
-            self._file = self._open.enter_context(file)
-
-    def ready(self, copied_bytes: int) -> int:
-        """How many chunks could be written, now that so many bytes are in their place."""
-        whole = copied_bytes // CHUNK_BYTES
-        count = self._layout.chunk_count
-        return (count if copied_bytes >= self._layout.digests_begin else whole) - len(self._digests)
-
-    def write(self, chunks: int, pace: Pace) -> None:
-        """Write so many chunks more. Raises NoSpaceError, StorageError, UsageError."""
-        with self._guarded():
-            begin = len(self._digests)
-            each = range(begin, begin + chunks)
-            self._digests += self._file.write(self._view, self._layout, each, pace)
-
-    def finish(self, pace: Pace) -> Written:
-        """Write what is left of the image, which is complete by now, seal and name it. Raises
-        NoSpaceError, StorageError, UsageError."""
-        self.write(self.ready(self._layout.digests_begin), pace)
-        with self._guarded():
-            manifest = self._file.seal(self._view, self._layout, self.control, self._digests)
-            self._open.close()
-            path = self._writer._give_name(self._temporary, self.control)
-        self._end()
-        faults.point("write.done")
-        self._writer.tell("")
-        return Written(shard=LocalShard.of(path, manifest), seconds=self._seconds)
-
-    def drop(self) -> None:
-        """Leave nothing of it. Not after it has ended."""
-        self._open.close()
-        with contextlib.suppress(OSError):
-            self._writer.filesystem.unlink(self._temporary)
-        self._end()
-
-    def _end(self) -> None:
-        self._room.close()
-        self.ended = True
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        except OSError as error:
-            self._open.close()
-            try:
-                raise self._writer._give_up(self._temporary, self.control, error) from error
-            finally:
-                self._end()
-        except BaseException:
-            self.drop()
-            raise
-        self._seconds += time.perf_counter() - started
 
 
 def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
