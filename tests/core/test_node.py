@@ -17,6 +17,7 @@ from keepstep.core.node import (
     Heard,
     Listed,
     Node,
+    Overwritten,
     Publish,
     Sealed,
     Serves,
@@ -229,6 +230,16 @@ def test_a_trainer_that_dies_while_it_copies_stops_the_write(slots: int) -> None
     assert one.step(Died(0)) == (), "once"
     assert one.step(Wrote(0, step(9), ok=False)) == ()
     assert one.idle
+    assert one.planner.counts.failed == 0
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_copy_that_is_discarded_stops_the_write_and_may_begin_anew(slots: int) -> None:
+    one, _ = copying(slots=slots)
+    one.step(Copied(0, step(9), 0, 1))
+    assert one.step(Overwritten(0, step(9))) == (Stop(0, step(9)),)
+    assert one.step(Copied(0, step(9), 0, 1)) == (), "not before the first one has ended"
+    assert one.step(Wrote(0, step(9), ok=False)) == (Write(0, step(9)),)
     assert one.planner.counts.failed == 0
 
 

@@ -223,6 +223,17 @@ class WholeRun(RuleBasedStateMachine):
         self._feed(Sealed(number, id))
         self._list()
 
+    @precondition(_training)
+    @rule(number=st.integers(0, 2))
+    def a_copy_is_discarded(self, number: int) -> None:
+        """A tensor changed before it was copied: the slot is free, and the step is never sealed."""
+        number %= len(self.ranks)
+        rank = self.ranks[number]
+        if (id := self._copied(rank)) is not None and rank.filling is not None:
+            rank.table.release(rank.filling)
+            rank.filling = None
+            self._feed(Overwritten(number, id))
+
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:

@@ -86,7 +86,8 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Overwritten:
-    """The slot that held this step was assigned anew; its image is as good as gone."""
+    """The slot that held this step was assigned anew, or its copy ended without a seal: the image
+    is as good as gone."""
 
     rank: int
     id: StepId

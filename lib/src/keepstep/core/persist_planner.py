@@ -147,10 +147,11 @@ class PersistPlanner:
         return self._advance()
 
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """The slot that held this step was assigned anew; its image is as good as gone."""
+        """The slot that held this step was assigned anew, or its copy ended without a seal."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         one.held.discard(id)
+        one.filling = None if one.filling == id else one.filling
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
