@@ -25,7 +25,7 @@ from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
 from tests.tiers import reading
-from tests.tiers.local import committed, gone
+from tests.tiers.local import committed, durable, gone
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
 
 
@@ -60,6 +60,19 @@ async def test_a_committed_step_is_archived_with_its_record_last(
     assert newest.name == "step.json"
     original = local.root / "pending" / str(step_id(10)) / names[0]
     assert (directory / names[0]).read_bytes() == original.read_bytes()
+
+
+async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_that_it_was_one(
+    local: Volume, archive_dir: Path
+) -> None:
+    """Others may have archived and retired it before this pod heard of anything."""
+    facts = RunFacts(commit=lambda: step_id(20))
+    async with running(config(archive_dir, every=10), facts=facts) as remote_tier:
+        for step in (10, 15, 20, 30):
+            durable(remote_tier, *write_step(local, step).values())
+        assert remote_tier.in_use(step_id(10)), "and is not deleted before"
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(10)}
 
 
 async def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(

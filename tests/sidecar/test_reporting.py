@@ -197,12 +197,15 @@ def test_commits_that_are_heard_of_together_are_all_published_and_archived_where
         for one in ranks:
             assert one.wait(one.stage(step), "durable", flush=True).reached
     for pod in both:
-        eventually(lambda pod=pod: pod.published() == [6, 7, 8], what=f"not {pod.published()}")
+        eventually(
+            lambda pod=pod: pod.published() == [6, 7, 8],
+            what=lambda pod=pod: f"published {pod.published()}",
+        )
 
     def archived() -> list[int]:
         return sorted(StepId.parse(one.parent.name).step for one in archive.glob("run/*/step.json"))
 
-    eventually(lambda: archived() == [4, 8], what=f"not {archived()}")
+    eventually(lambda: archived() == [4, 8], what=lambda: f"archived {archived()}")
 
 
 def test_a_report_says_what_the_pod_holds(team: Team, operator: OperatorHost) -> None:

@@ -37,9 +37,9 @@ class Backlog:
         now: float,
         blame_pace: bool = False,
     ) -> None:
-        """`held`: all committed steps of which shards are here; `done`: those of which nothing is
-        to be sent. `blame_pace`: the archive works, so it was too slow for a step that went while
-        it waited."""
+        """`held`: all steps of which shards are here and the fate is known; `done`: those of which
+        nothing is to be sent. `blame_pace`: the archive works, so it was too slow for a step that
+        went while it waited."""
         gone = self._held.keys() - held.keys()
         if blame_pace and any(map(self._waits, gone)):
             self.doublings = min(self.doublings + 1, _COARSEST)

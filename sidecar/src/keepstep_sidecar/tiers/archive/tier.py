@@ -121,8 +121,7 @@ class ArchiveTier(RemoteTier):
     # --- what happens here -------------------------------------------------------------------
 
     def wake(self) -> None:
-        local = self.facts.local()
-        held = {id: shards for id in local.commits if (shards := local.shards.get(id))}
+        held = self._settled_here()
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
         pace = self._sending is not None and not self._trouble
         before = set(self._backlog.waiting())
@@ -132,6 +131,18 @@ class ArchiveTier(RemoteTier):
             self._wake.set()
         if before - waiting:
             self._progress.set()
+
+    def _settled_here(self) -> dict[StepId, Mapping[int, LocalShard]]:
+        """Steps that are committed, or that were before the run's newest commit: a pod that hears
+        seldom is told of the newest only, when the others have archived and retired what came
+        before. A step that some rank never wrote stays a part there, until retention removes it."""
+        local, newest = self.facts.local(), self.facts.commit()
+        return {
+            id: shards
+            for id, shards in local.shards.items()
+            if id in local.commits
+            or (newest is not None and id.epoch == newest.epoch and id < newest)
+        }
 
     def _done(self, held: Mapping[StepId, Mapping[int, LocalShard]]) -> set[StepId]:
         """Of which nothing is to be sent: whole there, sent and listed, or not kept there."""
