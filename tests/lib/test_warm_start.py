@@ -54,6 +54,7 @@ print("no newline", end="")
 sys.exit(5)
 """,
     "a text as exit code": "import sys; sys.exit('a reason')",
+    "annotations": "def f(x: int): pass\nprint(f.__annotations__)",
     "an exception": "def f():\n    raise ValueError('boom')\nf()",
     "an interrupt": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
     "a hook for exceptions": """

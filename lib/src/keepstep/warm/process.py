@@ -153,7 +153,8 @@ def run(job: Job) -> None:
         reason = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)
         raise SystemExit(2) from None
-    exec(compile(source, path, "exec"), main.__dict__)
+    # without this file's own `from __future__ import annotations`
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _begin(python: Python) -> None:
