@@ -101,10 +101,12 @@ print(numpy.linalg.norm(a.numpy() @ a.numpy()).hex())
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def ask(directory: Path, runs: list[dict[str, Any]], *modules: str) -> list[list[Any]]:
+def ask(
+    directory: Path, runs: list[dict[str, Any]], *modules: str, prefix: tuple[str, ...] = ()
+) -> list[list[Any]]:
     environment = {name: one for name, one in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [PYTHON, str(CLIENT)],
+        [*prefix, PYTHON, str(CLIENT)],
         input=json.dumps({"modules": modules, "runs": runs}),
         capture_output=True,
         text=True,
@@ -141,6 +143,14 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
     pairs = dict(zip(names, zip(answers[1::2], answers[::2], strict=True), strict=True))
     different = {name: both for name, both in pairs.items() if both[0] != both[1]}
     assert not different, json.dumps(different, indent=1)
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    (tmp_path / "signals.py").write_text(SAME["signals"])
+    runs = [run("signals.py", warm=warm) for warm in (False, True)]
+    cold, warm = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
+    assert warm == cold
+    assert "SIG_IGN" in cold[1].split(",")[0]
 
 
 def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def _ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
 class ForkServer:
     """A connection to a fork server, which ends when it is closed. `pid`: the server's."""
 
@@ -104,6 +108,7 @@ class ForkServer:
             "directory": os.getcwd(),
             "group": own_group,
             "session": own_session,
+            "ignored": [one for one in signal.valid_signals() if _ignored(one)],
         }
         descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:

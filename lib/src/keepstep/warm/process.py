@@ -28,13 +28,15 @@ _PAGE: Final = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to become; `files`: descriptors of its stdin, stdout and stderr."""
+    """What a process is to become; `ignored`: signals that who asks for it ignores (`nohup`);
+    `files`: descriptors of its stdin, stdout and stderr."""
 
     argv: list[str]
     environment: dict[str, str]
     directory: str
     group: bool
     session: bool
+    ignored: list[int]
     files: tuple[int, ...]
 
 
@@ -66,10 +68,11 @@ def become(job: Job) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         # those that C libraries keep for themselves cannot be set
         with contextlib.suppress(OSError, ValueError):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in job.ignored else signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python's own start does
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.SIGINT not in job.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError, AttributeError, ValueError):  # for ps and pgrep, no more
         _retitle(job.argv, job.environment)
