@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,16 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     cold, warm = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
     assert warm == cold
     assert "SIG_IGN" in cold[1].split(",")[0]
+
+
+def test_a_fault_is_told_where_python_was_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    (tmp_path / "fault.py").write_text("import ctypes; ctypes.string_at(0)")
+    code, _, err = ask(tmp_path, [run("fault.py")])[0]
+    assert code == -signal.SIGSEGV
+    assert "Segmentation fault" in err
 
 
 def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import os
 import runpy
@@ -65,6 +66,8 @@ def become(job: Job) -> None:
     os.chdir(job.directory)
     os.environ.clear()
     os.environ.update(job.environment)
+    faults = faulthandler.is_enabled()
+    faulthandler.disable()  # else it takes its handlers for installed below
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         # those that C libraries keep for themselves cannot be set
         with contextlib.suppress(OSError, ValueError):
@@ -73,6 +76,8 @@ def become(job: Job) -> None:
         signal.signal(number, signal.SIG_IGN)
     if signal.SIGINT not in job.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if faults:
+        faulthandler.enable(file=2)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError, AttributeError, ValueError):  # for ps and pgrep, no more
         _retitle(job.argv, job.environment)
