@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,12 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
         runs += [run(script.name, "a", "b", warm=warm, **more) for warm in (False, True)]
         names.append(name)
     (tmp_path / "a_module.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
-    for words in (("-m", "a_module", "x"), ("-u", "main.py"), ("missing.py",)):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "__main__.py").write_text("import sys; print(__spec__, sys.path[0])")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", SAME["main"])
+    words_of = (("-m", "a_module", "x"), ("-u", "main.py"), ("missing.py",))
+    for words in (*words_of, ("directory",), ("app.zip", "a")):
         runs += [run(*words, warm=warm) for warm in (False, True)]
         names.append(" ".join(words))
     answers = ask(tmp_path, runs)

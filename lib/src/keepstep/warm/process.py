@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import importlib
 import os
+import pkgutil
 import runpy
 import signal
 import struct
@@ -150,8 +151,12 @@ def run(job: Job) -> None:
             torchrun.run()
         runpy._run_module_as_main(python.what)  # type: ignore[attr-defined]  # what `-m` does
         return
-    sys.path[0] = os.path.dirname(os.path.realpath(python.what))
     sys.argv = [python.what, *python.arguments]
+    if pkgutil.get_importer(python.what) is not None:  # a directory or a zip file
+        sys.path[0] = python.what
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(python.what))
     path = os.path.abspath(python.what)
     main.__file__, main.__cached__ = path, None
     main.__loader__ = SourceFileLoader("__main__", path)
