@@ -69,10 +69,12 @@ raise ValueError("boom")
 import os, resource, signal
 names = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD, signal.SIGHUP)
 print([str(signal.getsignal(one)) for one in names], signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-print([line for line in open("/proc/self/status") if line[:6] in ("SigBlk", "SigIgn", "SigCgt")])
+for line in open("/proc/self/status"):
+    if line[:6] in ("SigBlk", "SigIgn", "SigCgt"):
+        print(line[:6], int(line[7:], 16) & ~(3 << 31))  # 32 and 33 are glibc's own
 print(os.umask(0), os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid(), os.getcwd())
 print(sorted(map(int, os.listdir("/proc/self/fd")))[:-1])
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
+print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """,
     "sources": """
@@ -139,7 +141,7 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
         names.append(name)
     (tmp_path / "a_module.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
     (tmp_path / "directory").mkdir()
-    (tmp_path / "directory" / "__main__.py").write_text("import sys; print(__spec__, sys.path[0])")
+    (tmp_path / "directory" / "__main__.py").write_text("import sys; print(__file__, sys.path[0])")
     with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
         archive.writestr("__main__.py", SAME["main"])
     words_of = (("-m", "a_module", "x"), ("-u", "main.py"), ("missing.py",))
@@ -157,7 +159,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     runs = [run("signals.py", warm=warm) for warm in (False, True)]
     cold, warm = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
     assert warm == cold
-    assert "SIG_IGN" in cold[1].split(",")[0]
+    assert cold[1].startswith("['1', '0', '1', '0', '1']")  # SIG_IGN, but for TERM and CHLD
 
 
 def test_a_fault_is_told_where_python_was_asked_for_it(

@@ -153,7 +153,7 @@ def run(job: Job) -> None:
         return
     sys.argv = [python.what, *python.arguments]
     if pkgutil.get_importer(python.what) is not None:  # a directory or a zip file
-        sys.path[0] = python.what
+        sys.path[0] = os.path.abspath(python.what)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     sys.path[0] = os.path.dirname(os.path.realpath(python.what))
