@@ -146,6 +146,13 @@ def test_what_cannot_start_warm_starts_cold_and_says_why(
     assert f"starts are cold, not warm: {reason}" in done.stderr
 
 
+def test_without_a_stdout_starts_are_cold(keepstep: Keepstep) -> None:
+    keepstep.prefix = ("sh", "-c", 'exec "$@" >&-', "sh")
+    keepstep.script("train.py", "")
+    done = keepstep(*WARM, "--", PYTHON, "train.py")
+    assert "starts are cold, not warm: stdin, stdout or stderr is closed" in done.stderr
+
+
 def test_modules_to_import_need_warm_starts(keepstep: Keepstep) -> None:
     said = keepstep("run", "--preload", "a", "--", PYTHON, "a.py", code=2).stderr
     assert "--preload has no effect without --warm" in said

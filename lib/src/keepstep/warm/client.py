@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -177,6 +178,9 @@ class Starter:
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Have a server for the next start, if there can be one."""
         if self._cold_for_good or (self._server is not None and not self._server.closed):
+            return
+        if None in (sys.stdin, sys.stdout, sys.stderr):
+            self._cold("stdin, stdout or stderr is closed")
             return
         path = self._argv[0]
         found = interpreter(path)
