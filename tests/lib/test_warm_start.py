@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from keepstep.warm.client import ForkServer
 from keepstep.warm.command import Python, interpreter, late_differences, parse
 from tests.harness import SidecarProcess, eventually
 
@@ -170,6 +171,18 @@ def test_a_fault_is_told_where_python_was_asked_for_it(
     code, _, err = ask(tmp_path, [run("fault.py")])[0]
     assert code == -signal.SIGSEGV
     assert "Segmentation fault" in err
+
+
+def test_a_client_may_have_a_thousand_descriptors_open() -> None:
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    server = ForkServer.start(PYTHON, os.environ)
+    try:
+        server.wait_ready()
+    finally:
+        server.close()
+        os.waitpid(server.pid, 0)
+        for one in many:
+            os.close(one)
 
 
 def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:

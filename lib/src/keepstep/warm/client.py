@@ -77,7 +77,9 @@ class ForkServer:
             return
         if self._refused:
             raise ColdStart(self._refused, for_good=True)
-        if not select.select([self._connection], [], [], timeout_s)[0]:
+        poll = select.poll()  # select(2) knows no descriptor above 1023
+        poll.register(self._connection, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
             raise ColdStart("the fork server is still importing")
         try:
             self._answer()
