@@ -314,6 +314,14 @@ def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
     assert not any(one.is_running() for one in before)
 
 
+def test_a_command_runs_at_least_once() -> None:
+    code, _, err = entry("--fruitless", "0", "--", PYTHON, "-c", "1")
+    assert (code, err.splitlines()[-1].partition("error: ")[2]) == (
+        2,
+        "argument --fruitless: at least 1",
+    )
+
+
 def test_no_such_command() -> None:
     assert entry("--", "no-such-command")[::2] == (
         127,

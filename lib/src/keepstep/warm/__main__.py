@@ -43,7 +43,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--fruitless",
-        type=int,
+        type=_count,
         default=3,
         metavar="N",
         help="after N lives in a row that finish no step, end with COMMAND's exit code, so that the"
@@ -51,6 +51,12 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     return parser.parse_args(words)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
 
 
 def say(text: str) -> None:
