@@ -153,6 +153,18 @@ def test_without_a_stdout_starts_are_cold(keepstep: Keepstep) -> None:
     assert "starts are cold, not warm: stdin, stdout or stderr is closed" in done.stderr
 
 
+def test_a_life_that_removes_its_working_directory_has_a_next_one(keepstep: Keepstep) -> None:
+    text = "import os\nprint('life', flush=True)\nos.rmdir('../w')\nos._exit(3)"
+    script = keepstep.home / keepstep.script("train.py", text)
+    (keepstep.home / "w").mkdir()
+    words = ("--restarts", "1", "--warm", "--dir", str(keepstep.directory), "--", PYTHON, script)
+    with keepstep.start("run", *map(str, words), cwd=keepstep.home / "w") as running:
+        out, err = running.communicate(timeout=90)
+    # the second one ends with an error of its own, as a cold one does
+    assert (running.returncode, out.split()) == (1, ["life", "life"]), err
+    assert "a cold start this time: the working directory: No such file or directory" in err
+
+
 def test_modules_to_import_need_warm_starts(keepstep: Keepstep) -> None:
     said = keepstep("run", "--preload", "a", "--", PYTHON, "a.py", code=2).stderr
     assert "--preload has no effect without --warm" in said

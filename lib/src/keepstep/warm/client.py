@@ -105,10 +105,14 @@ class ForkServer:
         if self.closed and not self._refused:
             raise ColdStart("the fork server has died")
         self.wait_ready(0)
+        try:
+            directory = os.getcwd()
+        except OSError as error:
+            raise ColdStart(f"the working directory: {error.strerror}") from None
         asked = {
             "argv": [os.fspath(one) for one in argv],
             "environment": dict(environment),
-            "directory": os.getcwd(),
+            "directory": directory,
             "group": own_group,
             "session": own_session,
             "ignored": [one for one in signal.valid_signals() if _ignored(one)],
