@@ -103,6 +103,11 @@ print(layer.weight.grad.sum().item().hex(), (a @ a).sum().item().hex())
 print(numpy.linalg.norm(a.numpy() @ a.numpy()).hex())
 """,
 }
+THREADS = """
+import ctypes, numpy, torch
+(path,) = {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line}
+print(torch.get_num_threads(), ctypes.CDLL(path).scipy_openblas_get_num_threads64_())
+"""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -161,6 +166,19 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     cold, warm = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
     assert warm == cold
     assert cold[1].startswith("['1', '0', '1', '0', '1']")  # SIG_IGN, but for TERM and CHLD
+
+
+@pytest.mark.parametrize("name", ["MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
+def test_libraries_have_as_many_threads_as_their_variables_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    threads = str(len(os.sched_getaffinity(0)))
+    monkeypatch.setenv(name, threads)
+    (tmp_path / "threads.py").write_text(THREADS)
+    runs = [run("threads.py", warm=warm, **ONE_THREAD) for warm in (True, False)]
+    runs += [run("threads.py", warm=warm) for warm in (True, False)]
+    one_warm, one_cold, warm, cold = ask(tmp_path, runs)
+    assert (one_warm, warm) == (one_cold, cold)
 
 
 def test_a_fault_is_told_where_python_was_asked_for_it(

@@ -26,6 +26,7 @@ from keepstep.warm.command import Python, parse
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PAGE: Final = 4096
+_THREADS: Final = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,11 @@ def become(job: Job) -> None:
         if file > 2:
             os.close(file)
     os.chdir(job.directory)
+    threads = os.environ.get(_THREADS)
     os.environ.clear()
     os.environ.update(job.environment)
+    if os.environ.get(_THREADS) != threads:
+        _set_threads()
     faults = faulthandler.is_enabled()
     faulthandler.disable()  # else it takes its handlers for installed below
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -82,6 +86,32 @@ def become(job: Job) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError, AttributeError, ValueError):  # for ps and pgrep, no more
         _retitle(job.argv, job.environment)
+
+
+def _set_threads() -> None:
+    """OMP_NUM_THREADS was read before torchrun set it; MKL's and OpenBLAS's own variables count
+    more."""
+    import torch
+
+    asked = os.environ.get(_THREADS, "").partition(",")[0]
+    threads = int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0))
+    if not (torch.backends.mkl.is_available() and "MKL_NUM_THREADS" in os.environ):
+        torch.set_num_threads(threads)
+    if "numpy" in sys.modules and "OPENBLAS_NUM_THREADS" not in os.environ:
+        _set_blas_threads(threads)
+
+
+def _set_blas_threads(threads: int) -> None:
+    """numpy's OpenBLAS reads OMP_NUM_THREADS when it is loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(None, 5)[-1]
+        if "openblas" in path and ".so" in path:
+            library = ctypes.CDLL(path)
+            for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")):
+                name = f"{prefix}openblas_set_num_threads{suffix}"
+                if hasattr(library, name):
+                    getattr(library, name)(threads)
+                    return
 
 
 def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -179,28 +209,10 @@ def _begin(python: Python) -> None:
         )
     import torch
 
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0))
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
     torch.default_generator.seed()  # of chance in each process, unless the script seeds it
     if "numpy" in sys.modules:
-        _set_blas_threads(threads)
         sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
-
-
-def _set_blas_threads(threads: int) -> None:
-    """numpy's OpenBLAS reads OMP_NUM_THREADS when it is loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(None, 5)[-1]
-        if "openblas" in path and ".so" in path:
-            library = ctypes.CDLL(path)
-            for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")):
-                name = f"{prefix}openblas_set_num_threads{suffix}"
-                if hasattr(library, name):
-                    getattr(library, name)(threads)
-                    return
 
 
 def end(code: int) -> NoReturn:
