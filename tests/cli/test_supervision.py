@@ -53,6 +53,13 @@ def test_the_first_start_waits_for_the_fork_server_too(order: int) -> None:
     assert state.step(News.WARMED)[1] == ()
 
 
+def test_a_sidecar_that_was_up_is_replaced_while_the_fork_server_imports() -> None:
+    state, _ = Supervision(restarts=0, warming=True).step(News.SIDECAR_UP)
+    state, actions = state.step(SidecarEnded(5.0))
+    assert actions == (StartSidecar(0.0),)
+    assert state.step(SidecarEnded(0.0))[1] == (Exit(NOT_STARTED),)
+
+
 def test_a_good_end_closes_the_sidecar_and_returns_0() -> None:
     until = (News.SIDECAR_UP, CommandEnded(0))
     assert play(3, *until)[1] == [Sweep()]

@@ -230,7 +230,8 @@ class Supervision:
         if self.phase in (Phase.FLUSHING, Phase.CLOSING, Phase.ENDED):
             return after, ()
         # before the first start it is a mistake in the options, which trying again does not mend
-        allowed = 1 if self.attempt == 0 else SIDECAR_ATTEMPTS
+        # (one that was up and died while the fork server imported was none)
+        allowed = 1 if self.attempt == 0 and not self.sidecar_up else SIDECAR_ATTEMPTS
         if self.phase is Phase.WAITING and failures >= allowed:
             return replace(after, phase=Phase.ENDED), (Exit(self.code),)
         return after, (StartSidecar(_delay_s(failures)),)
