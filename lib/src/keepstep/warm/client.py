@@ -128,8 +128,8 @@ class ForkServer:
         return pid
 
     def _answer(self) -> dict[str, int | str]:
-        self._connection.settimeout(_ANSWER_S)
         try:
+            self._connection.settimeout(_ANSWER_S)
             data = self._connection.recv(_LARGEST_BYTES)
         except TimeoutError:
             # its process, if there is one, waits for a word that does not come, and ends
