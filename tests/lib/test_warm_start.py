@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep.warm.client import ForkServer
+from keepstep.warm.client import ColdStart, ForkServer
 from keepstep.warm.command import Python, interpreter, late_differences, parse
 from tests.harness import SidecarProcess, eventually
 
@@ -203,6 +203,14 @@ def test_a_client_may_have_a_thousand_descriptors_open() -> None:
             os.close(one)
 
 
+def test_who_waits_for_a_server_that_is_ended_is_told() -> None:
+    server = ForkServer.start(PYTHON, os.environ)
+    server.close()
+    os.waitpid(server.pid, 0)
+    with pytest.raises(ColdStart, match="the fork server has died"):
+        server._answer()
+
+
 def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:
     text = "import sys; there = 'torch' in sys.modules; import numpy, random, torch; print(there,"
     (tmp_path / "chance.py").write_text(
@@ -330,6 +338,23 @@ def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
     assert "starts again" not in err
     assert len(before) >= 2, "the trainer, its child, and perhaps a fork server"
     assert not any(one.is_running() for one in before)
+
+
+def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
+    left = "import signal, time; signal.signal(15, lambda *_: open('asked', 'w').close()); "
+    left += "open('ready', 'w').close(); [time.sleep(.1) for _ in range(6000)]"
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, subprocess, sys, time\nprint('life', flush=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {left!r}], stdout=2)\n"
+        "while not os.path.exists('ready'): time.sleep(.01)\nos._exit(4)"
+    )
+    words = [PYTHON, "-m", "keepstep.warm", "--", PYTHON, str(script)]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        eventually((tmp_path / "asked").exists)  # what the first life left is being ended
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (4, "life\n")
 
 
 def test_a_command_runs_at_least_once() -> None:

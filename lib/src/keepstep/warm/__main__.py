@@ -82,6 +82,8 @@ class Lives:
             if code == 0 or self._stopped:
                 break
             after = _staged()
+            if signal.sigpending() & _STOP:  # it came between two lives
+                break
             failed = failed + 1 if after == before else 0
             before = after
             say(
