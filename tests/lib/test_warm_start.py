@@ -112,7 +112,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def ask(
-    directory: Path, runs: list[dict[str, Any]], *modules: str, prefix: tuple[str, ...] = ()
+    directory: Path,
+    runs: list[dict[str, Any]],
+    *modules: str,
+    prefix: tuple[str, ...] = (),
+    on_path: bool = True,
 ) -> list[list[Any]]:
     environment = {name: one for name, one in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
@@ -121,7 +125,7 @@ def ask(
         capture_output=True,
         text=True,
         cwd=directory,
-        env={**environment, "COLOUR": "blue", "PYTHONPATH": _path(directory)},
+        env={**environment, "COLOUR": "blue", "PYTHONPATH": _path(directory if on_path else None)},
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
@@ -129,8 +133,9 @@ def ask(
     return answers
 
 
-def _path(directory: Path) -> str:
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(directory)]))
+def _path(directory: Path | None) -> str:
+    more = None if directory is None else str(directory)
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), more]))
 
 
 def run(*words: str, warm: bool = True, **environment: str) -> dict[str, Any]:
@@ -235,6 +240,15 @@ def test_what_imports_may_have_read_must_not_differ_and_the_next_one_starts_warm
         ["cold", "only exec can start this command"],
         [0, "", ""],
     ]
+
+
+def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_path: Path) -> None:
+    (tmp_path / "cProfile.py").write_text("raise OSError('not that one')")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text("import cProfile; print(cProfile.__file__)")
+    ((code, out, _),) = ask(tmp_path, [run("sub/train.py")], on_path=False)
+    assert code == 0
+    assert str(tmp_path) not in out
 
 
 def test_a_module_that_changed_on_disk_is_not_started_from(tmp_path: Path) -> None:

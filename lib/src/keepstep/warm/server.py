@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from keepstep.warm import process
@@ -72,12 +72,10 @@ def preload(modules: list[str]) -> None:
     """Import everything. Raises RefusedError where a fork of the result would be a broken one."""
     if getattr(sys.flags, "safe_path", False):
         raise RefusedError("PYTHONSAFEPATH is set")
-    name = ""
-    try:
-        for name in (*_MODULES, *modules):
-            importlib.import_module(name)
-    except Exception as error:
-        raise RefusedError(f"module {name} cannot be imported ({error!r})") from error
+    here = sys.path.pop(0)  # a script elsewhere finds nothing here, so our modules must not
+    _import(_MODULES)
+    sys.path.insert(0, here)
+    _import(modules)
     import torch
 
     if torch.cuda.is_initialized():
@@ -91,6 +89,15 @@ def preload(modules: list[str]) -> None:
         raise RefusedError(f"a preloaded module has started threads: {', '.join(names)}")
     gc.collect()
     gc.freeze()
+
+
+def _import(modules: Sequence[str]) -> None:
+    name = ""
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception as error:
+        raise RefusedError(f"module {name} cannot be imported ({error!r})") from error
 
 
 def _other_threads() -> list[str]:
