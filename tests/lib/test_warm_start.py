@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -165,38 +166,30 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
     assert not different, json.dumps(different, indent=1)
 
 
-def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
-    (tmp_path / "signals.py").write_text(SAME["signals"])
-    runs = [run("signals.py", warm=warm) for warm in (False, True)]
-    cold, warm = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
-    assert warm == cold
-    assert cold[1].startswith("['1', '0', '1', '0', '1']")  # SIG_IGN, but for TERM and CHLD
-
-
-@pytest.mark.parametrize("name", ["MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
-def test_libraries_have_as_many_threads_as_their_variables_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    threads = str(len(os.sched_getaffinity(0)))
-    monkeypatch.setenv(name, threads)
-    (tmp_path / "threads.py").write_text(THREADS)
-    runs = [run("threads.py", warm=warm, **ONE_THREAD) for warm in (True, False)]
-    runs += [run("threads.py", warm=warm) for warm in (True, False)]
-    one_warm, one_cold, warm, cold = ask(tmp_path, runs)
-    assert (one_warm, warm) == (one_cold, cold)
-
-
-def test_a_fault_is_told_where_python_was_asked_for_it(
+def test_what_was_ignored_and_set_before_the_start_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`nohup`, variables that libraries read of threads, and Python's own for faults."""
+    for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, str(len(os.sched_getaffinity(0))))
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    (tmp_path / "signals.py").write_text(SAME["signals"])
+    (tmp_path / "threads.py").write_text(THREADS)
     (tmp_path / "fault.py").write_text("import ctypes; ctypes.string_at(0)")
-    code, _, err = ask(tmp_path, [run("fault.py")])[0]
-    assert code == -signal.SIGSEGV
-    assert "Segmentation fault" in err
+    runs = [run("signals.py", warm=warm) for warm in (False, True)]
+    runs += [run("threads.py", warm=warm, **ONE_THREAD) for warm in (False, True)]
+    runs += [run("threads.py", warm=warm) for warm in (False, True)]
+    runs += [run("fault.py")]
+    *answers, fault = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
+    assert answers[1::2] == answers[::2]
+    assert answers[0][1].startswith("['1', '0', '1', '0', '1']")  # SIG_IGN, but for TERM and CHLD
+    assert fault[0] == -signal.SIGSEGV
+    assert "Segmentation fault" in fault[2]
 
 
 def test_a_client_may_have_a_thousand_descriptors_open() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     server = ForkServer.start(PYTHON, os.environ)
     try:
@@ -206,6 +199,7 @@ def test_a_client_may_have_a_thousand_descriptors_open() -> None:
         os.waitpid(server.pid, 0)
         for one in many:
             os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_who_waits_for_a_server_that_is_ended_is_told() -> None:
@@ -216,30 +210,38 @@ def test_who_waits_for_a_server_that_is_ended_is_told() -> None:
         server._answer()
 
 
-def test_no_two_processes_draw_the_same_numbers_and_torch_is_there_already(tmp_path: Path) -> None:
+def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_must_not_differ(
+    tmp_path: Path,
+) -> None:
     text = "import sys; there = 'torch' in sys.modules; import numpy, random, torch; print(there,"
     (tmp_path / "chance.py").write_text(
         f"{text} random.random(), numpy.random.rand(), torch.rand(1).item())"
     )
-    first, second = ask(tmp_path, [run("chance.py")] * 2)
-    drawn = [answer[1].split() for answer in (first, second)]
-    assert [one[0] for one in drawn] == ["True", "True"]
-    assert len({*drawn[0][1:], *drawn[1][1:]}) == 6
-
-
-def test_what_imports_may_have_read_must_not_differ_and_the_next_one_starts_warm(
-    tmp_path: Path,
-) -> None:
     (tmp_path / "nothing.py").write_text("")
     other = run("nothing.py", TORCH_LOGS="+dynamo")
     late = run("nothing.py", RANK="3", TORCHELASTIC_RUN_ID="x", KEEPSTEP_SOCKET="y")
-    answers = ask(tmp_path, [other, run("-c", "1"), run("-O", "nothing.py"), late])
-    assert answers == [
+    (tmp_path / "preloaded.py").write_text("VALUE = 1\n")
+    (tmp_path / "uses.py").write_text(
+        "import preloaded, sys; print(preloaded.VALUE)\n"
+        "open('preloaded.py', 'w').write('VALUE = 22')"
+    )
+    runs = [run("chance.py")] * 2 + [other, run("-c", "1"), run("-O", "nothing.py"), late]
+    first, second, *others, before, changed = ask(
+        tmp_path, [*runs, run("uses.py"), run("uses.py")], "preloaded"
+    )
+    drawn = [answer[1].split() for answer in (first, second)]
+    assert [one[0] for one in drawn] == ["True", "True"]
+    assert len({*drawn[0][1:], *drawn[1][1:]}) == 6
+    assert others == [
         ["cold", "imports may have read what differs now: TORCH_LOGS"],
         ["cold", "only exec can start this command"],
         ["cold", "only exec can start this command"],
         [0, "", ""],
     ]
+    assert before == [0, "1\n", ""]
+    assert changed[0] == "cold", "a file that was imported is another one"
+    assert "1 imported files have changed since, such as" in changed[1]
+    assert "preloaded.py" in changed[1]
 
 
 def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_path: Path) -> None:
@@ -249,19 +251,6 @@ def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_pa
     ((code, out, _),) = ask(tmp_path, [run("sub/train.py")], on_path=False)
     assert code == 0
     assert str(tmp_path) not in out
-
-
-def test_a_module_that_changed_on_disk_is_not_started_from(tmp_path: Path) -> None:
-    (tmp_path / "preloaded.py").write_text("VALUE = 1\n")
-    (tmp_path / "uses.py").write_text(
-        "import preloaded, sys; print(preloaded.VALUE)\n"
-        "open('preloaded.py', 'w').write('VALUE = 22')"
-    )
-    first, second = ask(tmp_path, [run("uses.py")] * 2, "preloaded")
-    assert first == [0, "1\n", ""]
-    assert second[0] == "cold"
-    assert "1 imported files have changed since, such as" in second[1]
-    assert "preloaded.py" in second[1]
 
 
 @pytest.mark.parametrize(
