@@ -1,0 +1,112 @@
+"""kill -9 of a trainer to the next finished step: cold beside `keepstep run --warm`.
+
+    python -m bench.restart [--rounds 5]
+
+Interleaved, medians. The example GPT in its default size, each step kept, one process and two ranks
+under torchrun; rank 0 is killed once it has finished 25 steps. The bar is on torchrun: at most 1 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TRAIN = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+BAR_S = 1.0
+_KILL_AT, _STEPS = 25, 60
+_LIMIT_S = 180.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    kinds = [(ranks, warm) for ranks in (1, 2) for warm in (False, True)]
+    seconds: dict[tuple[int, bool], list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for ranks, warm in kinds:
+            seconds[ranks, warm].append(gap_s(ranks, warm=warm))
+    print("| kill -9 to the next step | cold | warm |\n| --- | --- | --- |")
+    for ranks in (1, 2):
+        cold, warm = (seconds[ranks, kind] for kind in (False, True))
+        name = "one process" if ranks == 1 else "two ranks, torchrun"
+        print(f"| {name} | {_shown(cold)} | {_shown(warm)} |")
+    met = statistics.median(seconds[2, True]) <= BAR_S
+    print(f"\ntwo ranks, warm, at most {BAR_S:g} s: {'pass' if met else 'FAIL'} ({rounds} rounds)")
+
+
+def _shown(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def gap_s(ranks: int, *, warm: bool) -> float:
+    """One run that is killed once; seconds until a step is finished again."""
+    home = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
+    journal = home / "log.jsonl"
+    options = ["--dir", str(home), "--run", "gpt", "--restarts", "1", *["--warm"][: int(warm)]]
+    launch = [sys.executable, *(TORCHRUN if ranks > 1 else ()), str(TRAIN)]
+    train = [*launch, "--steps", str(_STEPS), "--log-file", str(journal)]
+    with (home / "out").open("w") as out:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "keepstep_sidecar.cli", "run", *options, "--", *train],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            _await(command, lambda: any(one.get("step", 0) >= _KILL_AT for one in _events(journal)))
+            before = _events(journal)
+            killed = time.time()
+            os.kill(next(one["pid"] for one in reversed(before) if "pid" in one), signal.SIGKILL)
+            _await(command, lambda: _first_after(journal, killed) is not None)
+            first = _first_after(journal, killed)
+            assert first is not None
+            if command.wait(_LIMIT_S):
+                raise RuntimeError((home / "out").read_text()[-2000:])
+            return first - killed
+        finally:
+            if command.poll() is None:
+                command.terminate()
+                command.wait(_LIMIT_S)
+            shutil.rmtree(home)
+
+
+def _await(command: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not reached():
+        if command.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run ended early, or takes too long ({command.poll()})")
+        time.sleep(0.005)
+
+
+def _events(journal: Path) -> list[dict[str, Any]]:
+    """What the training has logged, whole lines only."""
+    if not journal.exists():
+        return []
+    whole = journal.read_bytes().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _first_after(journal: Path, killed: float) -> float | None:
+    """When the first step of the next life was finished (unix seconds)."""
+    events = _events(journal)
+    lives = [at for at, one in enumerate(events) if "first" in one and one["wall"] > killed]
+    return next((one["wall"] for at in lives for one in events[at:] if "step" in one), None)
+
+
+if __name__ == "__main__":
+    main()
