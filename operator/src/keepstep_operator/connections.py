@@ -57,13 +57,15 @@ class Limits:
         self._open: dict[_Gate, None] = {}
         self._open_of: Counter[str] = Counter()
         self._waiting: dict[str, dict[_Gate, None]] = {}
+        self._ended = False
 
     def __call__(self) -> asyncio.Protocol:
         return _Gate(self)
 
     def admit(self, gate: _Gate) -> bool:
         """Whether it may stay open; it begins at once, or when its turn comes."""
-        if self._open_of[gate.source] >= MOST_OF_A_SOURCE or len(self._open) >= MOST:
+        crowded = self._open_of[gate.source] >= MOST_OF_A_SOURCE or len(self._open) >= MOST
+        if self._ended or crowded:
             return False
         self._open[gate] = None
         self._open_of[gate.source] += 1
@@ -88,7 +90,8 @@ class Limits:
 
     def end_all(self) -> None:
         """The listener is closed: handshakes, and goodbyes that a client leaves without answer,
-        end with it."""
+        end with it; so does what was accepted just before."""
+        self._ended = True
         for gate in [*self._open]:
             gate.abort()
 

@@ -95,10 +95,20 @@ async def listening(
         bound: int = listener.sockets[0].getsockname()[1]
         yield bound
     finally:
+        for one in listener.sockets:
+            loop.remove_reader(one.fileno())
+        # what was accepted is made in the loop's next turns; asyncio loses it if the listener is
+        # closed meanwhile (Python 3.11: Server._attach)
+        await _turns()
         listener.close()
         await runner.cleanup()
         limits.end_all()
-        await asyncio.sleep(0)  # an aborted connection is closed in the loop's next turn
+        await _turns()  # an aborted connection is closed in the next one
+
+
+async def _turns() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
 
 
 async def until_signal() -> str:
