@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ from keepstep_sidecar.cli.run_dir import memory_of
 from tests import warm
 
 MARK = "KEEPSTEP_TEST_CLI"
+
+_ON_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
+"""
 
 
 class Keepstep:
@@ -53,6 +61,20 @@ class Keepstep:
         # a run is found by its process, and ended by signals; whatever else is asked starts quickly
         python = sys.executable if words[0] == "run" else warm.python(warm.SIDECAR)
         return subprocess.Popen([*self.prefix, python, *via, *words], **{**settings, **options})
+
+    @contextmanager
+    def on_terminal(self, *words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+        """The process, and the end of its terminal on which a person types."""
+        master, terminal = pty.openpty()
+        try:
+            streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+            process = self.start(
+                *words, via=("-c", _ON_TERMINAL), start_new_session=True, **streams
+            )
+            os.close(terminal)
+            yield process, master
+        finally:
+            os.close(master)
 
     def __call__(
         self, *words: str, code: int | None = 0, input: str | None = None
@@ -108,6 +130,20 @@ def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
     yield made
     made.end()
 
+
+LISTENER = """
+import pathlib, signal, sys, time
+got = []
+def handle(number, frame):
+    got.append(number)
+    pathlib.Path("got").write_text(" ".join(map(str, got)))
+for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), handle)
+pathlib.Path("ready").touch()
+while not pathlib.Path("end").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
 
 TRAIN = """
 import os, sys

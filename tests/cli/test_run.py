@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import tomllib
 
 from tests import warm
-from tests.cli.conftest import TRAIN, Keepstep
+from tests.cli.conftest import LISTENER, TRAIN, Keepstep
 from tests.harness import eventually
 
 PYTHON = sys.executable
@@ -197,20 +196,6 @@ if not pathlib.Path("once").exists():
 
 # --- signals ---------------------------------------------------------------------------------
 
-LISTENER = """
-import pathlib, signal, sys, time
-got = []
-def handle(number, frame):
-    got.append(number)
-    pathlib.Path("got").write_text(" ".join(map(str, got)))
-for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-    signal.signal(getattr(signal, name), handle)
-pathlib.Path("ready").touch()
-while not pathlib.Path("end").exists():
-    time.sleep(0.01)
-sys.exit(3)
-"""
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_command_exactly_once(
@@ -253,39 +238,22 @@ def test_a_second_interrupt_kills_a_command_that_ignores_the_first(keepstep: Kee
     assert running.returncode == 137
 
 
-ON_TERMINAL = """
-import fcntl, runpy, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
-"""
-
-
 def test_ctrl_c_on_a_terminal_reaches_the_command_once_and_it_can_read_from_it(
     keepstep: Keepstep,
 ) -> None:
     """The terminal signals the whole group, so the supervisor must not forward it again."""
     text = "line = input()\n" + LISTENER.replace('"ready").touch()', '"ready").write_text(line)')
-    words = ["run", "--", PYTHON, keepstep.script("listener.py", text)]
-    master, terminal = pty.openpty()
-    try:
-        running = keepstep.start(
-            *words,
-            via=("-c", ON_TERMINAL),
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            start_new_session=True,
-        )
-        os.close(terminal)
-        os.write(master, b"hello\n")
+    with keepstep.on_terminal("run", "--", PYTHON, keepstep.script("listener.py", text)) as (
+        running,
+        terminal,
+    ):
+        os.write(terminal, b"hello\n")
         eventually(lambda: _text(keepstep.home / "ready") == "hello")
-        os.write(master, b"\x03")
+        os.write(terminal, b"\x03")
         eventually((keepstep.home / "got").exists)
         (keepstep.home / "end").touch()
         assert running.wait(60) == 3
         assert _text(keepstep.home / "got") == str(int(signal.SIGINT))
-    finally:
-        os.close(master)
 
 
 def _text(path: Path) -> str:

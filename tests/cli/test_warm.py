@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.conftest import TRAIN, Keepstep
+from tests.cli.conftest import LISTENER, TRAIN, Keepstep
 from tests.harness import eventually
 
 PYTHON = sys.executable
@@ -170,48 +169,16 @@ def test_modules_to_import_need_warm_starts(keepstep: Keepstep) -> None:
     assert "--preload has no effect without --warm" in said
 
 
-LISTENER = """
-import pathlib, signal, sys, time
-line = input()
-got = []
-def handle(number, frame):
-    got.append(number)
-    pathlib.Path("got").write_text(" ".join(map(str, got)))
-signal.signal(signal.SIGINT, handle)
-pathlib.Path("ready").write_text(line)
-while not pathlib.Path("end").exists():
-    time.sleep(0.01)
-sys.exit(3)
-"""
-
-ON_TERMINAL = """
-import fcntl, runpy, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
-"""
-
-
 def test_on_a_terminal_ctrl_c_is_the_commands_and_not_the_fork_servers(keepstep: Keepstep) -> None:
-    script = keepstep.script("listener.py", LISTENER)
-    master, terminal = pty.openpty()
-    try:
-        running = keepstep.start(
-            *("run", "--run", "a", "--warm", "--", PYTHON, script),
-            via=("-c", ON_TERMINAL),
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            start_new_session=True,
-        )
-        os.close(terminal)
-        os.write(master, b"hello\n")
+    script = keepstep.script("listener.py", f"line = input()\n{LISTENER}")
+    words = ("run", "--run", "a", "--warm", "--", PYTHON, script)
+    with keepstep.on_terminal(*words) as (running, terminal):
+        os.write(terminal, b"hello\n")
         eventually(lambda: (keepstep.home / "ready").exists(), within_s=90)
-        os.write(master, b"\x03")
+        os.write(terminal, b"\x03")
         eventually((keepstep.home / "got").exists)
         assert find(keepstep, "keepstep.warm.server")
         (keepstep.home / "end").touch()
         assert running.wait(60) == 3
         assert (keepstep.home / "got").read_text() == str(int(signal.SIGINT))
-    finally:
-        os.close(master)
     eventually(lambda: keepstep.family() == [] or keepstep.sidecars() == keepstep.family())

@@ -464,6 +464,20 @@ def test_a_policy_is_accepted_or_says_what_to_change(tmp_path: Path) -> None:
     play(tmp_path, scene, at)
 
 
+def _kept(part: str) -> tuple[ApiServer, str]:
+    """A cluster, and the path of the object whose status somebody else writes."""
+    at = cluster()
+    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
+    return at, RUN if part == "checkpointruns" else POLICY_PATH
+
+
+async def _first_statuses(served: Served, at: ApiServer, part: str) -> None:
+    await served.post(whole(), token=GOOD)
+    await until(lambda: (at.objects.get(RUN, {}).get("status") or {}).get("committed"))
+    await until(lambda: at.objects[POLICY_PATH].get("status"))
+    await _at_rest(at, part)
+
+
 def _overwritten(at: ApiServer, path: str, **more: Any) -> None:
     """Somebody else writes a part of a status."""
     now = at.objects[path]
@@ -475,15 +489,10 @@ def test_a_status_that_somebody_else_wrote_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(mends, "MEND_S", 0.2)
-    at = cluster()
-    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
-    path = RUN if part == "checkpointruns" else POLICY_PATH
+    at, path = _kept(part)
 
     async def scene(served: Served) -> None:
-        await served.post(whole(), token=GOOD)
-        await until(lambda: (at.objects.get(RUN, {}).get("status") or {}).get("committed"))
-        await until(lambda: at.objects[POLICY_PATH].get("status"))
-        await _at_rest(at, part)
+        await _first_statuses(served, at, part)
         ours = _said(at.objects[path])
         _overwritten(at, path, conditions=[], phase="Mine")
         await until(lambda: _said(at.objects[path]) == ours)
@@ -515,15 +524,10 @@ def test_two_writers_of_a_status_that_do_not_agree_are_no_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(mends, "MEND_S", 0.5)
-    at = cluster()
-    at.objects[POLICY_PATH] = json.loads(json.dumps(POLICY))
-    path = RUN if part == "checkpointruns" else POLICY_PATH
+    at, path = _kept(part)
 
     async def scene(served: Served) -> None:
-        await served.post(whole(), token=GOOD)
-        await until(lambda: (at.objects.get(RUN, {}).get("status") or {}).get("committed"))
-        await until(lambda: at.objects[POLICY_PATH].get("status"))
-        await _at_rest(at, part)
+        await _first_statuses(served, at, part)
         before, begun_s = len(at.asked("PATCH", f"/{part}/")), time.monotonic()
         for number in range(300):
             if at.objects[path]["status"].get("phase") != "Mine":
