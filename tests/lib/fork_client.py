@@ -14,8 +14,8 @@ import sys
 import tempfile
 from typing import Any
 
+from keepstep.processes import become_subreaper
 from keepstep.warm.client import ColdStart, ForkServer
-from keepstep.warm.processes import become_subreaper
 
 
 def _cold(argv: list[str], environment: dict[str, str], files: tuple[int, int, int]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep.warm.client import ColdStart, ForkServer
+from keepstep.warm.client import LARGEST_BYTES, ColdStart, ForkServer, pair
 from keepstep.warm.command import Python, interpreter, late_differences, parse
 from tests.harness import SidecarProcess, eventually
 
@@ -202,6 +202,15 @@ def test_a_client_may_have_a_thousand_descriptors_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_what_is_too_long_for_a_request_is_started_cold() -> None:
+    ours, theirs = pair()
+    server = ForkServer(ours, pid=0)
+    server.ready = True
+    with ours, theirs, pytest.raises(ColdStart, match="too long") as cold:
+        server.spawn([PYTHON, "a.py"], {"LONG": "x" * LARGEST_BYTES})
+    assert cold.value.for_good
+
+
 def test_who_waits_for_a_server_that_is_ended_is_told() -> None:
     server = ForkServer.start(PYTHON, os.environ)
     server.close()
@@ -324,6 +333,24 @@ def test_lives_that_finish_no_step_are_handed_over(sidecar: SidecarProcess) -> N
     code, out, err = entry("--fruitless", "2", "--", PYTHON, "-c", script)
     assert (code, out.split()) == (7, ["life", "life"])
     assert "the command ended with 7, and 2 lives have finished no step" in err
+
+
+def test_a_sidecar_that_goes_away_is_no_finished_step(
+    sidecar: SidecarProcess, tmp_path: Path
+) -> None:
+    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    assert sidecar.process is not None
+    begin = f"import os, sys\nprint('life', flush=True)\nif os.path.exists({str(gone)!r}):\n"
+    take_away = f"    os.kill({sidecar.process.pid}, 9)\n    open({str(gone)!r}, 'w').close()\n"
+    head, tail = TRAIN.replace("DEADLY", "(0,)").split("print(begin", 1)
+    script.write_text(
+        f"{begin}    sys.exit(7)\n{head}if begin:\n{take_away}    sys.exit(7)\nprint(begin{tail}"
+    )
+    code, out, err = entry("--fruitless", "2", "--", PYTHON, str(script))
+    assert code == 7
+    # one that finishes a step, one that takes the sidecar away, one without
+    assert out.count("life") == 3, err
+    assert "2 lives have finished no step" in err
 
 
 def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:

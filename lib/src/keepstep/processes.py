@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -80,7 +81,7 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process | None:
         """The live process `pid`; None when there is none."""
-        fields = _stat(pid)
+        fields = stat(pid)
         return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]))
 
     def alive(self) -> bool:
@@ -88,11 +89,12 @@ class Process:
         return Process.of(self.pid) == self
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third on (proc(5)); the second may hold blanks."""
+def stat(pid: int | str) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third on (proc(5)), as the second may hold anything; `self`
+    is this process. None for one that is gone or hidden."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
 
 
@@ -100,7 +102,7 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
     """Live processes below `pid`, without those in `spare` and what is below them."""
     children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):
-        fields = _stat(int(name)) if name.isdigit() else None
+        fields = stat(int(name)) if name.isdigit() else None
         if fields is not None and fields[0] not in "ZX":
             child = Process(int(name), int(fields[19]))
             children.setdefault(int(fields[1]), []).append(child)
@@ -111,6 +113,25 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
                 found.append(child)
                 todo.append(child.pid)
     return tuple(found)
+
+
+def end_all(
+    find: Callable[[], tuple[Process, ...]], *, grace_s: float, hurry: threading.Event | None = None
+) -> None:
+    """End what `find` finds, until that is nothing: SIGTERM once each, then SIGKILL, once `grace_s`
+    are over or `hurry` is set."""
+    deadline = time.monotonic() + grace_s
+    hurry = hurry or threading.Event()
+    asked: set[Process] = set()
+    while left := find():
+        late = hurry.is_set() or time.monotonic() > deadline
+        for process in left:
+            if late:
+                send(process.pid, signal.SIGKILL)
+            elif process not in asked:
+                send(process.pid, signal.SIGTERM)
+                asked.add(process)
+        time.sleep(_POLL_S) if late else hurry.wait(_POLL_S)
 
 
 def wait_gone(process: Process, *, timeout_s: float) -> bool:

@@ -7,10 +7,9 @@ import math
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep import version
+from keepstep import processes, version
 from keepstep.client.http import Client, Lease
 from keepstep.client.wakeups import Changes
 from keepstep.errors import NotDurableError, SidecarAbsent, SidecarError, UsageError
@@ -171,11 +170,11 @@ class Session:
 
 def _age_s() -> float:
     """For how long this process has lived (proc(5): field 22 of stat, in ticks since the boot)."""
-    try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
+    fields = processes.stat("self")
+    if fields is None:
         return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def _ancestors() -> tuple[int, ...]:
@@ -184,11 +183,9 @@ def _ancestors() -> tuple[int, ...]:
     pid = os.getppid()
     while pid > 0 and len(found) < 32:
         found.append(pid)
-        try:
-            # the name, in brackets, may hold anything; state and parent follow its last bracket
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
+        if (fields := processes.stat(pid)) is None:
             break
+        pid = int(fields[1])
     return tuple(found)
 
 

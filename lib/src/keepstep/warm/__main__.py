@@ -12,14 +12,13 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from typing import Final
 
+from keepstep import processes
 from keepstep.client.http import Client
 from keepstep.errors import KeepstepError
 from keepstep.steps import StepId
-from keepstep.warm import processes
 from keepstep.warm.client import Starter
 from keepstep.wire.status import Status
 from keepstep.wire.trainer import SOCKET_ENV
@@ -27,7 +26,6 @@ from keepstep.wire.trainer import SOCKET_ENV
 _STOP: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _TAKEN: Final = _STOP | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 _GRACE_S: Final = 5.0
-_LOOK_S: Final = 0.02
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
@@ -84,8 +82,9 @@ class Lives:
             after = _staged()
             if signal.sigpending() & _STOP:  # it came between two lives
                 break
-            failed = failed + 1 if after == before else 0
-            before = after
+            # a sidecar that is away, or forgets, finishes no step
+            failed = 0 if after - before else failed + 1
+            before |= after
             say(
                 f"the command ended with {code}"
                 + (
@@ -113,15 +112,9 @@ class Lives:
 
     def _end_leftovers(self) -> None:
         """Workers of a killed torchrun would hold their ranks against their successors."""
-        deadline = time.monotonic() + _GRACE_S
-        number = signal.SIGTERM
-        while left := processes.descendants(os.getpid(), spare=self._starter.pids):
-            for process in left:
-                processes.send(process.pid, number)
-            number = signal.SIGKILL
-            while time.monotonic() < deadline and any(process.alive() for process in left):
-                time.sleep(_LOOK_S)
-            processes.reap()
+        processes.end_all(
+            lambda: processes.descendants(os.getpid(), spare=self._starter.pids), grace_s=_GRACE_S
+        )
 
 
 def _staged() -> frozenset[StepId]:

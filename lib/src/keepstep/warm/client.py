@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from keepstep.errors import KeepstepError
+from keepstep.processes import Process, send, spawn_command, wait_gone
 from keepstep.warm.command import interpreter, parse
-from keepstep.warm.processes import Process, send, spawn_command, wait_gone
 
 READY_S: Final = 120.0
 """Imports from a slow network drive; who waits for them waits no longer."""
 
 _ANSWER_S: Final = 10.0
-_LARGEST_BYTES: Final = 1 << 20
+LARGEST_BYTES: Final = 1 << 20
+"""Of a request: arguments and environment."""
 GO: Final = b"go"
 
 
@@ -37,7 +38,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a connection to a server, neither inherited by exec."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for one in (ours, theirs):
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_BYTES)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_BYTES)
     return ours, theirs
 
 
@@ -117,9 +118,12 @@ class ForkServer:
             "session": own_session,
             "ignored": [one for one in signal.valid_signals() if _ignored(one)],
         }
+        request = json.dumps(asked).encode()
+        if len(request) > LARGEST_BYTES:
+            raise ColdStart("arguments and environment are too long", for_good=True)
         descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:
-            self._connection.sendmsg([json.dumps(asked).encode()], descriptors)
+            self._connection.sendmsg([request], descriptors)
             pid = int(self._answer()["pid"])
             self._connection.send(GO)  # only now does it run what is the caller's
         except OSError as error:
@@ -130,7 +134,7 @@ class ForkServer:
     def _answer(self) -> dict[str, int | str]:
         try:
             self._connection.settimeout(_ANSWER_S)
-            data = self._connection.recv(_LARGEST_BYTES)
+            data = self._connection.recv(LARGEST_BYTES)
         except TimeoutError:
             # its process, if there is one, waits for a word that does not come, and ends
             self.close()

@@ -22,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from keepstep import processes
 from keepstep.warm.command import Python, parse
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
@@ -135,7 +136,9 @@ def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     if at is None or at == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), "mmap")
     ctypes.memmove(at, words + variables, len(words) + len(variables))
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    stat = processes.stat("self")
+    if stat is None:
+        raise OSError("no /proc/self/stat")
     start_code, end_code, start_stack, start_data, end_data, start_brk = (
         int(stat[number - 3]) for number in (26, 27, 28, 45, 46, 47)
     )

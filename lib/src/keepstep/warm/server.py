@@ -23,11 +23,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from keepstep.warm import process
-from keepstep.warm.client import GO
+from keepstep.warm.client import GO, LARGEST_BYTES
 from keepstep.warm.command import late_differences, parse
 from keepstep.warm.process import Job, Unwind
-
-_LARGEST_BYTES: Final = 1 << 20
 
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself
 _MODULES: Final = (
@@ -131,7 +129,7 @@ def serve(connection: socket.socket, environment: Mapping[str, str], known: Stam
 
 def _receive(connection: socket.socket) -> Job | None:
     try:
-        data, extra, _, _ = connection.recvmsg(_LARGEST_BYTES, socket.CMSG_SPACE(12))
+        data, extra, _, _ = connection.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(12))
     except OSError:
         return None
     files = array.array("i")

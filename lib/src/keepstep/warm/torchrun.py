@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
+from keepstep.processes import become_subreaper
 from keepstep.warm import process
 from keepstep.warm.client import ColdStart, ForkServer, pair
 from keepstep.warm.command import parse
-from keepstep.warm.processes import become_subreaper
 from keepstep.warm.server import serve, stamps
 
 

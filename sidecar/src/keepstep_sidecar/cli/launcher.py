@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.errors import SidecarError, UsageError
-from keepstep.warm.processes import Process, wait_gone
+from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS

@@ -21,10 +21,10 @@ def started(kept: RunDir, held: Holdings | None, *, adopted: bool) -> str:
 
 
 def _policy(config: Config) -> str:
-    staged = _every(config.stage_every, "staged")
+    staged = f"{every(config.stage_every)} is staged"
     persisted = "as many as pay off are made durable"
     if config.persist_every is not None:
-        persisted = _every(config.persist_base, "made durable")
+        persisted = f"{every(config.persist_base)} is made durable"
     return f"{staged}, {persisted}, {_of_volumes(config.keep)} are kept"
 
 
@@ -39,8 +39,9 @@ def _of_volumes(keep: Retention) -> str:
     )
 
 
-def _every(steps: int, what: str) -> str:
-    return f"every step is {what}" if steps == 1 else f"every {steps}th step is {what}"
+def every(steps: int) -> str:
+    """`every step`, `every 4th step`."""
+    return "every step" if steps == 1 else f"every {steps}th step"
 
 
 def _goes_on(held: Holdings) -> str:

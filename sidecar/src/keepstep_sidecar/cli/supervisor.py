@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from keepstep import processes
 from keepstep.errors import KeepstepError
-from keepstep.warm import processes
+from keepstep.processes import Process, become_subreaper
 from keepstep.warm.client import Starter
-from keepstep.warm.processes import Process, become_subreaper
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
     calls,
@@ -268,17 +268,7 @@ class Supervisor:
             self._in_background("sweep", self._end_leftovers)
 
     def _end_leftovers(self) -> Event:
-        deadline = time.monotonic() + _GRACE_S
-        asked: set[Process] = set()
-        while left := self._descendants():
-            late = self._hurry.is_set() or time.monotonic() > deadline
-            for process in left:
-                if late:
-                    processes.send(process.pid, signal.SIGKILL)
-                elif process not in asked:
-                    processes.send(process.pid, signal.SIGTERM)
-                    asked.add(process)
-            self._hurry.wait(0.02) if not late else time.sleep(0.02)
+        processes.end_all(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
         return News.SWEPT
 
     def _announce(self, attempt: int, code: int) -> None:

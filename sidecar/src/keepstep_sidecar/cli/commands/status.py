@@ -10,6 +10,7 @@ import click
 from keepstep.wire.status import RankStatus, Restart, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
+from keepstep_sidecar.cli.messages import every
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.quantities import format_duration, format_size
@@ -135,21 +136,17 @@ _LIMITS = {
 }
 
 
-def _every(steps: int) -> str:
-    return "every step" if steps == 1 else f"every {steps}th step"
-
-
 def _persist(live: Status, *, auto: bool) -> str:
     """How often, why, and from what that follows."""
-    every = _every(live.persist_every)
+    often = every(live.persist_every)
     interval, measured = live.persist_interval, live.persist_measured
     if not auto or interval is None or measured is None:
-        return f"{every} ({'too early to choose' if auto else 'as asked for'})"
+        return f"{often} ({'too early to choose' if auto else 'as asked for'})"
     why = _LIMITS.get(interval.limit, interval.limit)
     if live.persist_every > interval.steps:
         why = "the drive does not keep up"
     elif live.persist_every < interval.steps:
-        every += f", soon {_every(interval.steps)}"
+        often += f", soon {every(interval.steps)}"
     lost = "" if measured.stall_s is None else f"{measured.stall_s:.3g} s"
     mean = f", one in {format_duration(measured.mtbf_s)}" if measured.mtbf_s else ""
     facts = [
@@ -161,7 +158,7 @@ def _persist(live: Status, *, auto: bool) -> str:
     if measured.drive_bytes and measured.drive_writes_per_day:
         drives = format_size(measured.drive_bytes)
         facts.append(f"drives of {drives} written {measured.drive_writes_per_day:g} times a day")
-    return f"{every}, {why} ({'; '.join(facts)})"
+    return f"{often}, {why} ({'; '.join(facts)})"
 
 
 def _volumes(kept: RunDir, live: Status | None) -> list[str]:

@@ -47,7 +47,7 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
 
 def _stop(kept: RunDir) -> bool:
     """Slots that a killed sidecar left are adopted first, as they may be the newest steps."""
-    from keepstep.warm.processes import Process
+    from keepstep.processes import Process
     from keepstep_sidecar.cli import launcher
 
     if launcher.end(kept):
