@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests import hugetlbfs
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 from tests.harness import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +173,23 @@ class Cluster:
                timeout_s=250)  # fmt: skip
         # pods that end still serve those who keep a connection to them
         system.eventually(lambda: len(system.list("pods", ADMISSION)) == 2, what="no old pod")
+
+    def leader(self) -> Object:
+        """The pod of the reconciler that leads, as soon as one runs: a test before may have killed
+        the last one."""
+        system = self.kubectl.namespaced(NAMESPACE)
+
+        def look() -> Object | None:
+            leading = "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
+            pods = [
+                pod
+                for pod in system.list("pods", *leading)
+                if pod["status"]["containerStatuses"][0]["state"].get("running")
+            ]
+            return pods[0] if len(pods) == 1 else None
+
+        found: Object = system.eventually(look, what="one reconciler leads, and runs")
+        return found
 
     def on_node(self, node: str, *command: str) -> str:
         """Run something as root on a node."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e import jobs, runs, stores
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
@@ -94,9 +94,8 @@ def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) ->
 @pytest.fixture
 def doomed(cluster: Cluster, cluster_alone: None) -> Iterator[str]:
     """A worker that the test may stop, without the reconciler; it is started again."""
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
-    node = next(one for one in cluster.workers() if one != pod["spec"]["nodeName"])
+    held = cluster.leader()["spec"]["nodeName"]
+    node = next(one for one in cluster.workers() if one != held)
     yield node
     subprocess.run(["docker", "start", node], check=True, capture_output=True)
     cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=240s",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import NAMESPACE, Cluster, run
-from tests.e2e.kubectl import Kubectl, Object
+from tests.e2e.kubectl import Kubectl
 
 
 def test_pods_restart_by_agreement_while_the_operator_is_down(
@@ -83,18 +83,7 @@ def test_writes_are_bounded_by_time_not_by_steps(training: Kubectl) -> None:
 
 
 def _kill_reconciler(cluster: Cluster) -> None:
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.eventually(
-        lambda: [
-            one
-            for one in system.list(
-                "pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
-            )
-            if one["status"]["containerStatuses"][0]["state"].get("running")
-        ],
-        within_s=120,
-        what="the reconciler runs",
-    )
+    pod = cluster.leader()
     (container,) = [one["name"] for one in pod["spec"]["containers"]]
     cluster.kill_container(pod, container)
 
@@ -107,10 +96,7 @@ def leaders_node(cluster: Cluster) -> Iterator[str]:
     system("rollout", "restart", "deployment/keepstep-reconcile")
     system("rollout", "status", "deployment/keepstep-reconcile", "--timeout=240s", timeout_s=250)
     system.eventually(lambda: _apart(system), what="two reconcilers on two nodes")
-    (pod,) = cluster.kubectl.namespaced(NAMESPACE).eventually(
-        lambda: _leaders(cluster), what="a reconciler leads"
-    )
-    node = str(pod["spec"]["nodeName"])
+    node = str(cluster.leader()["spec"]["nodeName"])
     yield node
     run("docker", "start", node)
     cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready", "--timeout=120s",
@@ -144,12 +130,6 @@ def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
 def _apart(system: Kubectl) -> bool:
     pods = system.list("pods", "app.kubernetes.io/component=reconcile")
     return len(pods) == 2 == len({pod["spec"].get("nodeName") for pod in pods})
-
-
-def _leaders(cluster: Cluster) -> list[Object]:
-    return cluster.kubectl.namespaced(NAMESPACE).list(
-        "pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
-    )
 
 
 def test_etcd_and_the_api_server_are_killed_and_nothing_stops(
