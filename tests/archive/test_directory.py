@@ -113,7 +113,7 @@ async def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
         commit(remote_tier, write_step(local, 10))
         assert await remote_tier.drain(timeout_s=10)
         remote = (await remote_tier.look()).shards[0]
-        flip(archive_dir / remote.key, at=PAGE_BYTES * 3)
+        flip(archive_dir / remote.key.name, at=PAGE_BYTES * 3)
         layout = (await reading.manifest(remote_tier, remote)).layout
         slot = empty_slot(layout)
         with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):

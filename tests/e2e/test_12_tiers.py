@@ -50,11 +50,19 @@ def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl
 
 
 def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
-    namespace: Kubectl, record_property: runs.Record
+    cluster: Cluster, namespace: Kubectl, record_property: runs.Record
 ) -> None:
+    """From images of which the archive has in common what both replicas hold: they are large
+    enough for that."""
     stores.start(namespace)
-    namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
+    args = ["--steps", "100000", "--log-file", "-", "--step-seconds", "0.5", *jobs.SMALL]
+    job = jobs.pytorch_job(args=[*args, "--width", "320"])
+    namespace.apply(jobs.policy(archive=stores.archive()), job)
     archived = _archived_beyond(namespace, 10)
+    (store,) = namespace.list("pods", "app=s3")
+    there = f"/var/lib/kubelet/pods/{store['metadata']['uid']}/volumes"
+    stored = cluster.on_node(store["spec"]["nodeName"], "find", there, "-name", "*.twin-of-00000")
+    assert stored, "what both replicas hold is there once"
     _suspend(namespace, True)
     namespace.eventually(
         lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"

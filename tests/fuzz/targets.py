@@ -43,6 +43,7 @@ from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
+from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
@@ -219,11 +220,14 @@ RUN_RECORD = RunRecord(
     committed=ID, pinned=frozenset({ID}), failures=frozenset({ID}),
 ).to_json()  # fmt: skip
 SHARDS = [
-    {"rank": rank, "name": shard_name(rank, 2), "bytes": 5, "root": "0" * 32, "params": None}
+    {"rank": rank, "name": shard_name(rank, 3), "bytes": 5, "root": "0" * 32, "params": None}
     for rank in range(2)
-]
+] + [
+    {"rank": 2, "name": twin_name(2, 3, 0), "bytes": 5, "root": "0" * 32, "params": None,
+     "twin_of": 0, "stored_bytes": 4}
+]  # fmt: skip
 STEP_RECORD = {
-    "format_version": 1, "keepstep": "0", "run": "demo", "step": str(ID), "world": 2,
+    "format_version": 2, "keepstep": "0", "run": "demo", "step": str(ID), "world": 3,
     "written_at": 1.0, "epochs": [{"id": str(ID.epoch), "parent": None}], "shards": SHARDS,
 }  # fmt: skip
 

@@ -118,22 +118,16 @@ def ls(as_json: bool, **where: Any) -> None:
     output.print_lines(f"warning: {text}" for text in (survey.conflict, *survey.faults) if text)
 
 
-def _bytes(step: ArchivedStep) -> int:
-    return sum(one.bytes for name, one in step.files.items() if name.endswith(".safetensors"))
-
-
-def _shards(step: ArchivedStep) -> int:
-    return sum(name.endswith(".safetensors") for name in step.files)
-
-
 def _state(step: ArchivedStep) -> str:
     return "yes" if step.complete else "damaged" if step.fault else "in part"
 
 
 def _row(step: ArchivedStep) -> tuple[str, ...]:
     written = "" if step.record is None else _utc(step.record.written_at)
-    world = f"all {step.record.world}" if step.complete and step.record else f"{_shards(step)}"
-    size = format_size(_bytes(step))
+    world = (
+        f"all {step.record.world}" if step.complete and step.record else f"{len(step.shard_files)}"
+    )
+    size = format_size(step.stored_bytes)
     return str(step.id.epoch), str(step.id.step), world, size, written, _state(step)
 
 
@@ -147,8 +141,8 @@ def _document(step: ArchivedStep) -> dict[str, object]:
         "step": step.id.step,
         "epoch": step.id.epoch,
         "world": step.record.world if step.record else None,
-        "shards": _shards(step),
-        "bytes": _bytes(step),
+        "shards": len(step.shard_files),
+        "bytes": step.stored_bytes,
         "written_at": step.record.written_at if step.record else None,
         "complete": step.complete,
         "fault": step.fault,
@@ -178,7 +172,7 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
         steps = await holding.chosen(word, sound=False)
         faults = [one.fault for one in steps if one.fault]
         sound = [one for one in steps if one.complete]
-        total = sum(map(_bytes, sound))
+        total = sum(one.image_bytes for one in sound)
         with output.progress(total, quiet=as_json) as advance:
             for step in sound:
                 done = functools.partial(advance, f"step {step.id.step}")
@@ -219,7 +213,7 @@ def pull(word: str, target: Path, **where: Any) -> None:
         from keepstep_sidecar.tiers.archive.browse import pull_step
 
         (step,) = await holding.chosen(word, sound=True)
-        with output.progress(_bytes(step), quiet=False) as advance:
+        with output.progress(step.image_bytes, quiet=False) as advance:
             done = functools.partial(advance, f"step {step.id.step}")
             return await pull_step(holding, step, target, on_chunk=done)
 

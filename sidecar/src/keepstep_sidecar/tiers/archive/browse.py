@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.errors import DigestError, ImageError, RestoreError, StorageError, UsageError
+from keepstep.steps import shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
@@ -139,7 +140,7 @@ async def pull_step(
 async def _pull(
     holding: Holding, shard: RemoteShard, directory: Path, on_chunk: Callable[[int], None]
 ) -> None:
-    path = directory / shard.key.rpartition("/")[2]
+    path = directory / shard_name(shard.rank, shard.world)
     at = holding.source(shard)
 
     def work(cancel: Cancel) -> None:

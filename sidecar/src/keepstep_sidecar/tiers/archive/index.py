@@ -1,6 +1,7 @@
 """What an archive holds of a run: directories of steps, as their `step.json` and a listing tell.
 
     <archive>/<run>/<step>/rank-00000-of-00002.safetensors
+    <archive>/<run>/<step>/rank-00001-of-00002.twin-of-00000     where it differs from that one
     <archive>/<run>/<step>/step.json                        last: now the step is archived
 
 A step is archived when its record is sound and exactly its files are there. Anything else is
@@ -15,13 +16,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged, shard_name
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource
+from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Twin
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.twin import is_twin
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.paths import is_shard, is_step
 
@@ -46,6 +49,22 @@ class ArchivedStep:
     def partial(self) -> bool:
         """No record yet, or no more: being sent, being deleted, or given up half-way."""
         return self.record is None and not self.fault
+
+    @property
+    def shard_files(self) -> list[str]:
+        """Names of those that are ours, but for the record."""
+        return sorted(name for name in self.files if is_shard(name) or is_twin(name))
+
+    @property
+    def stored_bytes(self) -> int:
+        """What they take there."""
+        return sum(self.files[name].bytes for name in self.shard_files)
+
+    @property
+    def image_bytes(self) -> int:
+        """Of all images of a complete step, what twins have in common each time."""
+        assert self.record is not None
+        return sum(one.size_bytes for one in self.record.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +101,37 @@ def step_prefix(run: str, id: StepId) -> str:
 
 def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, ...]:
     """The shards of a complete step."""
-    assert step.record is not None
+    record = step.record
+    assert record is not None
     prefix = step_prefix(run, step.id)
-    return tuple(
-        RemoteShard.of(
-            one, tier=Tier.ARCHIVE, where=where, key=f"{prefix}/{shard_name(one.rank, one.world)}"
-        )
-        for one in step.record.shards
-    )
+
+    def place(shard: Shard) -> Place:
+        name, stored_bytes = record.file(shard)
+        twin = record.twins.get(shard.rank)
+        rest = None if twin is None else remote(record.shards[twin.rank])
+        return Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
+
+    def remote(shard: Shard) -> RemoteShard:
+        return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place(shard))
+
+    return tuple(map(remote, record.shards))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A shard's object. `rest`: the shard whose object has what this one leaves out; `own` as in
+    `Twin`."""
+
+    name: str
+    stored_bytes: int
+    rest: RemoteShard | None = None
+    own: list[int] = field(default_factory=list, compare=False)
+
+
+def whole(shard: Shard, stored: Stored, *, where: str) -> RemoteShard:
+    """A shard whose object is all of it."""
+    place = Place(name=stored.name, stored_bytes=stored.bytes)
+    return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place)
 
 
 def inventory(
@@ -120,11 +162,17 @@ def source(
     received: Callable[[int, float], None] = lambda size_bytes, seconds: None,
 ) -> ArchiveSource:
     """Where such a shard can be read; call it on the event loop."""
+    place: Place = shard.key
+    twin = None
+    if place.rest is not None:
+        base = source(store, place.rest, run=run)
+        twin = Twin(base=base, stored_bytes=place.stored_bytes, own=place.own)
     return ArchiveSource(
         shard=shard,
-        where=f"{store.where}/{shard.key}",
+        where=f"{store.where}/{place.name}",
         run=run,
-        name=shard.key,
+        name=place.name,
+        twin=twin,
         store=store,
         loop=asyncio.get_running_loop(),
         received=received,
@@ -186,7 +234,7 @@ class Surveyor:
         place = f"{self.store.where}/{step_prefix(self.run, id)}"
         if (record.run, record.id) != (self.run, id):
             return f"{place}/{records.NAME} is of run {record.run!r}, step {record.id}"
-        listed = {shard_name(one.rank, one.world): one.size_bytes for one in record.shards}
+        listed = record.files
         for name, size_bytes in listed.items():
             if (stored := files.get(name)) is None:
                 return f"{place}/{name} is missing"
@@ -225,10 +273,6 @@ def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
 
 def _record_in(files: Mapping[str, Stored]) -> Stored | None:
     return files.get(records.NAME)
-
-
-def shards_present(files: Mapping[str, Stored]) -> list[str]:
-    return sorted(name for name in files if is_shard(name))
 
 
 # --- epochs of one run -----------------------------------------------------------------------

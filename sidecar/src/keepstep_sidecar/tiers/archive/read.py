@@ -13,10 +13,17 @@ from dataclasses import dataclass, field
 
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, ImageError
-from keepstep.image import PAGE_BYTES, ControlPage
+from keepstep.image import PAGE_BYTES, ControlPage, Layout
+from keepstep.image.headers import read_length
+from keepstep.image.manifest import Manifest
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Tier
-from keepstep_sidecar.tiers.archive.store import Store
+from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.twin import own_pieces
 from keepstep_sidecar.tiers.source import Cancel, Read
+
+_FIRST_BYTES = 64 << 10
+"""Most headers are shorter."""
 
 IN_FLIGHT = 6
 """Ranges of one shard that are asked for at once: a link of 10 Gbit/s with 40 ms is kept full."""
@@ -35,6 +42,9 @@ class ArchiveSource:
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     """Told of bytes and seconds."""
 
+    twin: Twin | None = field(default=None, compare=False, repr=False)
+    """Where the rest is, if this is a twin's difference only."""
+
     tier: Tier = Tier.ARCHIVE
     streams: int = IN_FLIGHT
     run_chunks: int = 1
@@ -45,15 +55,85 @@ class ArchiveSource:
     def opened(self, cancel: Cancel) -> Iterator[Read]:
         began, sizes = time.monotonic(), [0]
 
+        def get(name: str, begin: int, view: memoryview) -> None:
+            _on_loop(self.loop, cancel, self.store.read(name, begin, view))
+            sizes.append(len(view))
+
+        parts = self._in_one_file if self.twin is None else self._in_two_files(self.twin, get)
+
         def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
             for view in into:
-                _on_loop(self.loop, cancel, self.store.read(self.name, begin, view))
-                sizes.append(len(view))
+                for name, at, part in parts(begin, view):
+                    get(name, at, part)
                 yield view
                 begin += len(view)
 
         yield read
         self.received(sum(sizes), time.monotonic() - began)
+
+    def _in_one_file(self, begin: int, view: memoryview) -> Iterator[_Part]:
+        yield self.name, begin, view
+
+    def _in_two_files(self, twin: Twin, get: _Get) -> Callable[[int, memoryview], Iterator[_Part]]:
+        if not twin.own:
+            twin.own[:] = self._own_pieces(twin, get)
+        position = {piece: at for at, piece in enumerate(twin.own)}
+
+        def parts(begin: int, view: memoryview) -> Iterator[_Part]:
+            done = 0
+            while done < len(view):
+                piece, inside = divmod(begin + done, CHUNK_BYTES)
+                size = min(len(view) - done, CHUNK_BYTES - inside)
+                at = position.get(piece)
+                with view[done : done + size] as part:  # else it would hold the whole buffer
+                    if at is None:
+                        yield twin.base.name, begin + done, part
+                    else:
+                        yield self.name, at * CHUNK_BYTES + inside, part
+                done += size
+
+        return parts
+
+    def _own_pieces(self, twin: Twin, get: _Get) -> list[int]:
+        """From both tables. The header is in our first piece, the table at our end."""
+        left_out = self.shard.size_bytes - twin.stored_bytes
+
+        def own(begin: int, end: int) -> bytes:
+            return _bytes(
+                get, self.name, begin - left_out * (end == self.shard.size_bytes), end - begin
+            )
+
+        def theirs(begin: int, end: int) -> bytes:
+            return _bytes(get, twin.base.name, begin, end - begin)
+
+        base = twin.base.shard
+        return own_pieces(
+            Manifest.read(
+                own, self.shard.size_bytes, run=self.run, shard=self.shard, path=self.where
+            ),
+            Manifest.read(theirs, base.size_bytes, run=self.run, shard=base, path=twin.base.where),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """`base`: the whole file that has the rest. `stored_bytes`: of the difference itself. `own`:
+    its pieces, empty until somebody had to know."""
+
+    base: ArchiveSource
+    stored_bytes: int
+    own: list[int] = field(default_factory=list, compare=False)
+
+
+_Part = tuple[str, int, memoryview]
+"""Name of an object, a place in it, and what is read from there."""
+_Get = Callable[[str, int, memoryview], None]
+
+
+def _bytes(get: _Get, name: str, begin: int, size: int) -> bytes:
+    buffer = bytearray(size)
+    get(name, begin, memoryview(buffer))
+    return bytes(buffer)
 
 
 def _on_loop(
@@ -82,11 +162,25 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> N
         loop.call_soon_threadsafe(call)
 
 
-async def control_page(store: Store, name: str, shard: Shard, *, run: str) -> ControlPage:
-    """Of the object `name`. Raises StorageError, ImageError: also when it is not what `shard`
+async def image_bytes(store: Store, stored: Stored) -> int:
+    """What the header at the beginning of an object says. Raises StorageError, ImageError."""
+    data, size = b"", min(_FIRST_BYTES, stored.bytes)
+    try:
+        while len(data) < size:
+            buffer = bytearray(size - len(data))
+            await store.read(stored.name, len(data), memoryview(buffer))
+            data += buffer
+            size = min(read_length(data), stored.bytes)
+        return Layout.parse(data).size_bytes
+    except ImageError as error:
+        raise type(error)(error.reason, path=f"{store.where}/{stored.name}") from None
+
+
+async def control_page(store: Store, stored: Stored, shard: Shard, *, run: str) -> ControlPage:
+    """At the end of an object. Raises StorageError, ImageError: also when it is not what `shard`
     says."""
     buffer = bytearray(PAGE_BYTES)
-    await store.read(name, max(0, shard.size_bytes - PAGE_BYTES), memoryview(buffer))
+    await store.read(stored.name, max(0, stored.bytes - PAGE_BYTES), memoryview(buffer))
     try:
         control = ControlPage.from_bytes(bytes(buffer))
         found = (control.run, control.id, control.rank, control.world)
@@ -98,5 +192,5 @@ async def control_page(store: Store, name: str, shard: Shard, *, run: str) -> Co
         if control.root is None:
             raise DigestError("sealed in memory only: it has no digests")
     except ImageError as error:
-        raise type(error)(error.reason, path=f"{store.where}/{name}") from None
+        raise type(error)(error.reason, path=f"{store.where}/{stored.name}") from None
     return control

@@ -11,7 +11,7 @@ from keepstep.core.ledger.lineage import Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, shards_present
+from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 
 ABANDONED_S = 3600.0
 """So long after the last file arrived, nobody is still sending the others."""
@@ -76,5 +76,5 @@ def _abandoned(step: ArchivedStep, newest: StepId, now: float) -> bool:
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
     """What to delete of a step, in this order. Files that are not ours stay."""
-    ours = [name for name in (records.NAME, *shards_present(step.files)) if name in step.files]
+    ours = [name for name in (records.NAME, *step.shard_files) if name in step.files]
     return tuple(f"{run}/{step.id}/{name}" for name in ours)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.shard import Shard
@@ -17,9 +17,11 @@ from keepstep.image import fields, strictjson
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
+from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of a step with twins; 1 without, which older ones read, too."""
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 
@@ -28,8 +30,17 @@ _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "writ
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwinOf:
+    """`rank`: whose file has the rest."""
+
+    rank: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """`shards` in the order of ranks, one for each rank of `world`, with root and `params_digest`.
+    `twins`: ranks of which there is a difference only, from which rank's file, and its bytes.
     `written_at`: unix seconds."""
 
     run: str
@@ -38,7 +49,19 @@ class StepRecord:
     epochs: tuple[Epoch, ...]
     shards: tuple[Shard, ...]
     written_at: float
+    twins: Mapping[int, TwinOf] = field(default_factory=dict)
     keepstep: str = __version__
+
+    def file(self, shard: Shard) -> tuple[str, int]:
+        """Name and bytes of what holds it."""
+        if (twin := self.twins.get(shard.rank)) is None:
+            return shard_name(shard.rank, shard.world), shard.size_bytes
+        return twin_name(shard.rank, shard.world, twin.rank), twin.stored_bytes
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes by name."""
+        return dict(map(self.file, self.shards))
 
     def same_content(self, other: StepRecord) -> bool:
         """Do both stand for the very same bytes?"""
@@ -51,7 +74,7 @@ class StepRecord:
 
     def to_json(self) -> bytes:
         body = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.twins else 1,
             "keepstep": self.keepstep,
             "run": self.run,
             "step": str(self.id),
@@ -61,15 +84,20 @@ class StepRecord:
             "shards": [
                 {
                     "rank": one.rank,
-                    "name": shard_name(one.rank, one.world),
+                    "name": self.file(one)[0],
                     "bytes": one.size_bytes,
                     "root": one.root,
                     "params": one.params_digest,
+                    **self._difference(one.rank),
                 }
                 for one in self.shards
             ],
         }
         return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
+
+    def _difference(self, rank: int) -> dict[str, int]:
+        twin = self.twins.get(rank)
+        return {} if twin is None else {"twin_of": twin.rank, "stored_bytes": twin.stored_bytes}
 
     @classmethod
     def from_json(cls, data: bytes, *, path: str) -> StepRecord:
@@ -119,26 +147,36 @@ def _read(reader: strictjson.Reader) -> StepRecord:
     if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     id, world = read_step(told["step"]), fields.integer(told["world"], "world", 1, _MAX_WORLD)
-    names = [(rank, shard_name(rank, world)) for rank in range(len(told["shards"]))]
-    if len(names) != world or [row[:2] for row in told["shards"]] != names:
-        raise FormatError(f"its shards are not those of {world} ranks")
     shards = tuple(
         Shard(step_id=id, rank=rank, world=world, size_bytes=size, root=root, params_digest=params)
-        for rank, _, size, root, params in told["shards"]
+        for rank, _, size, root, params, _ in told["shards"]
     )
-    return StepRecord(
+    record = StepRecord(
         run=fields.text(told["run"], "run"),
         id=id,
         world=world,
         epochs=told["epochs"],
         shards=shards,
         written_at=fields.time(told["written_at"], "written_at"),
+        twins={rank: twin for rank, *_, twin in told["shards"] if twin is not None},
         keepstep=fields.text(told["keepstep"], "keepstep"),
     )
+    _check_names(record, [row[:2] for row in told["shards"]])
+    return record
 
 
-def _row(value: object) -> tuple[int, str, int, str, str | None]:
-    """Rank, name, bytes, root and the parameters' digest."""
+def _check_names(record: StepRecord, told: list[tuple[int, str]]) -> None:
+    world = record.world
+    names = [(one.rank, record.file(one)[0]) for one in record.shards]
+    if told != names or [rank for rank, _ in told] != list(range(world)):
+        raise FormatError(f"its shards are not those of {world} ranks")
+    for rank, twin in record.twins.items():
+        if twin.rank >= world or twin.rank == rank or twin.rank in record.twins:
+            raise FormatError(f"rank {rank} is a twin of rank {twin.rank}, which has no whole file")
+
+
+def _row(value: object) -> tuple[int, str, int, str, str | None, TwinOf | None]:
+    """Rank, name, bytes, root, the parameters' digest, and whose twin it is."""
     shard = fields.mapping(value, "shard")
     params = shard.get("params")
     return (
@@ -147,6 +185,14 @@ def _row(value: object) -> tuple[int, str, int, str, str | None]:
         fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
         fields.text(shard.get("root"), "root"),
         None if params is None else fields.text(params, "params"),
+        _twin(shard) if "twin_of" in shard else None,
+    )
+
+
+def _twin(shard: Mapping[str, object]) -> TwinOf:
+    return TwinOf(
+        rank=fields.integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
+        stored_bytes=fields.integer(shard.get("stored_bytes"), "stored_bytes", 0, fields.MAX_BYTES),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import replace
 
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
-from keepstep.steps import Answer, Epoch, StepId, Tier, shard_name
+from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
@@ -27,6 +28,7 @@ from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, inventory, source
 from keepstep_sidecar.tiers.archive.retention import expired, names_of, unkept
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
+from keepstep_sidecar.tiers.archive.twin import found
 from keepstep_sidecar.tiers.archive.upload import Gone, Sender
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
@@ -35,6 +37,7 @@ from keepstep_sidecar.volume.scan import LocalShard
 _THREADS = 3
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 _IDLE_S = 60.0
+_SLOW_BYTES_S = 50e6
 
 
 def _no_epochs() -> tuple[Epoch, ...]:
@@ -47,6 +50,7 @@ class ArchiveTier(RemoteTier):
     `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
     has said which; both are asked again each time. `changed` is called when there is something new
     to `look` at. `retry_s`: how soon, and how late at most, a failed attempt is followed by one.
+    `patience_s`: how long a twin of a few bytes is waited for.
     """
 
     tier = Tier.ARCHIVE
@@ -60,13 +64,17 @@ class ArchiveTier(RemoteTier):
         persist_base: int = 1,
         epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
         retry_s: tuple[float, float] = (_SOONEST_S, _LATEST_S),
+        patience_s: float = 30.0,
     ) -> None:
         self.config, self.store, self.run_name = config, store, run
         self._epochs = epochs
         self._retry_s = retry_s
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
         self._surveyor = Surveyor(store, run)
-        self._sender = Sender(store=store, run=run, executor=self._executor)
+        self._sender = Sender(
+            store=store, run=run, executor=self._executor, patience_s=self._patience_s
+        )
+        self._patience, self._drained_at = patience_s, math.inf
         self._backlog = Backlog(config.base(persist_base))
         self._unsettled: dict[StepId, int] = {}
         self._unasked: set[StepId] = set()
@@ -256,6 +264,12 @@ class ArchiveTier(RemoteTier):
             self._works()  # not after all that waits: where steps come as fast, that has no end
             self._traffic.count_sent(sent_bytes, time.monotonic() - began)
 
+    def _patience_s(self, size_bytes: int) -> float:
+        """A slow store may take so long for a twin's file; of the time in which a pod must end, a
+        third is left for it."""
+        left_s = max(0.0, self._drained_at - time.monotonic())
+        return min(self._patience + size_bytes / _SLOW_BYTES_S, left_s / 3)
+
     async def _settle(self) -> None:
         """Steps that wait for shards of other sidecars, or for their record."""
         for id, world in sorted(self._unsettled.items()):
@@ -296,6 +310,7 @@ class ArchiveTier(RemoteTier):
         return gone
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        self._drained_at = time.monotonic() + timeout_s
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
@@ -311,6 +326,8 @@ class ArchiveTier(RemoteTier):
                     await self._progress.wait()
         except TimeoutError:
             return False
+        finally:
+            self._drained_at = math.inf
         return True
 
     # --- telling -----------------------------------------------------------------------------
@@ -331,8 +348,12 @@ class ArchiveTier(RemoteTier):
 
 
 def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> bool:
-    named = {shard_name(one.rank, one.world): one.size_bytes for one in shards}
-    return all(name in files and files[name].bytes == size for name, size in named.items())
+    """As far as a listing tells: a twin's difference was compared when it was sent."""
+    return all(
+        (one := found(files, world=shard.world).get(shard.rank)) is not None
+        and (one.of is not None or one.stored.bytes == shard.size_bytes)
+        for shard in shards
+    )
 
 
 def _reason(survey: Survey, where: str) -> str:

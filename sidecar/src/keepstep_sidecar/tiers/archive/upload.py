@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,17 +30,28 @@ from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.index import step_prefix
-from keepstep_sidecar.tiers.archive.read import control_page
-from keepstep_sidecar.tiers.archive.step_record import StepRecord
+from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
+from keepstep_sidecar.tiers.archive.read import control_page, image_bytes
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf
 from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.twin import Found, is_worth_it, own_pieces, twin_name
+from keepstep_sidecar.tiers.archive.twin import found as found_in
+from keepstep_sidecar.tiers.source import Cancel
+from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import LocalShard, read_manifest
 
 PARTS = 4
 """In flight at once, 8 MiB each."""
+
+FEWEST_PIECES = 4
+"""Of smaller images next to nothing is left out: first and last piece are always a rank's own."""
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +61,8 @@ class Sender:
     store: Store
     run: str
     executor: Executor
+    patience_s: Callable[[int], float]
+    """How long to wait, in seconds, for a twin's file of so many bytes."""
 
     async def send(self, found: LocalShard) -> int:
         """Bring a shard there and see that it has arrived. Returns the bytes that were sent: 0
@@ -58,49 +71,96 @@ class Sender:
         Raises Gone when it is not here any more, DigestError when it is damaged here, ForeignError
         when another image has its place, StorageError.
         """
-        name = f"{step_prefix(self.run, found.step_id)}/{shard_name(found.rank, found.world)}"
+        prefix = step_prefix(self.run, found.step_id)
         with opened(found, run=self.run) as shard:
-            if await self._there(name, shard):
+            all_of_it = File(f"{prefix}/{shard_name(found.rank, found.world)}", shard)
+            if await self._there(all_of_it):
                 return 0
-            given = pieces(shard, parts=PARTS, executor=self.executor)
+            file = await self._difference(prefix, shard) or all_of_it
+            if file is not all_of_it and await self._there(file):
+                return 0
+            given = pieces(shard, file.pieces, parts=PARTS, executor=self.executor)
             try:
-                await self.store.upload(name, given, part_bytes=shard.part_bytes, parts=PARTS)
+                await self.store.upload(file.name, given, part_bytes=shard.part_bytes, parts=PARTS)
             finally:
                 await given.aclose()
-            await self._check(name, shard)
-            return shard.manifest.layout.size_bytes
+            await self._check(file)
+            return file.size_bytes
 
-    async def _there(self, name: str, shard: OpenShard) -> bool:
+    async def _difference(self, prefix: str, shard: OpenShard) -> File | None:
+        """From the file of its first twin. None where there is no such file, or no gain."""
+        image = shard.manifest.shard
+        first = min((image.rank, *image.twins))
+        if first == image.rank or shard.piece_count < FEWEST_PIECES:
+            return None
+        name = f"{prefix}/{shard_name(first, image.world)}"
+        stored = await self._awaited(name, image.size_bytes)
+        if stored is None:
+            say("archived whole", step=str(image.step_id), rank=image.rank,
+                reason=f"rank {first}, which has the same, did not come")  # fmt: skip
+            return None
+        base = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
+        try:
+            theirs = await self._manifest(whole(base, stored, where=self.store.where))
+        except ImageError as error:
+            warn("archived whole", step=str(image.step_id), rank=image.rank, reason=str(error))
+            return None
+        own = own_pieces(shard.manifest, theirs)
+        if not is_worth_it(shard.manifest, own):
+            return None
+        return File(f"{prefix}/{twin_name(image.rank, image.world, first)}", shard, tuple(own))
+
+    async def _manifest(self, shard: RemoteShard) -> Manifest:
+        at = source(self.store, shard, run=self.run)
+
+        def read(cancel: Cancel) -> Manifest:
+            with transfer.opened(at, cancel) as there:
+                return there.manifest
+
+        return await transfer.run(self.executor, read)
+
+    async def _awaited(self, name: str, size_bytes: int) -> Stored | None:
+        """The object, as soon as whoever sends it has done so."""
+        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while (stored := await self.store.find(name)) is None:
+            left_s = self.patience_s(size_bytes) - (time.monotonic() - began)
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return stored
+
+    async def _there(self, file: File) -> bool:
         """The very same shard is in the archive. A damaged one of ours may be replaced."""
-        stored = await self.store.find(name)
+        stored = await self.store.find(file.name)
         if stored is None or stored.bytes < PAGE_BYTES:
             return False
-        page = await self._read(name, stored.bytes - PAGE_BYTES, PAGE_BYTES)
+        page = await self._read(file.name, stored.bytes - PAGE_BYTES, PAGE_BYTES)
         try:
             control = ControlPage.from_bytes(page)
         except ImageError:
             return False
         theirs = (control.run, control.id, control.rank, control.root)
-        ours = shard.manifest.control
+        ours = file.shard.manifest.control
         if theirs != (ours.run, ours.id, ours.rank, ours.root):
             raise ForeignError(
                 f"step {control.id}, rank {control.rank} of run {control.run!r} with root"
-                f" {control.root} is there already, unlike {shard.path} (root {ours.root}): two"
-                " writers of one run; give one of them another archive or another name",
-                path=f"{self.store.where}/{name}",
+                f" {control.root} is there already, unlike {file.shard.path} (root {ours.root}):"
+                " two writers of one run; give one of them another archive or another name",
+                path=f"{self.store.where}/{file.name}",
             )
-        return stored.bytes == shard.manifest.layout.size_bytes
+        return stored.bytes == file.size_bytes
 
-    async def _check(self, name: str, shard: OpenShard) -> None:
+    async def _check(self, file: File) -> None:
         """As long as it should be, and with our digests at its end."""
+        name, size = file.name, file.size_bytes
         stored = await self.store.find(name)
-        size = shard.manifest.layout.size_bytes
         if stored is None or stored.bytes != size:
             found = "nothing" if stored is None else f"{stored.bytes} bytes"
             raise StorageError(
                 f"{self.store.where}/{name}: sent {size} bytes, found {found}; it is sent again"
             )
-        closing = shard.manifest.closing
+        closing = file.shard.manifest.closing
         if await self._read(name, size - len(closing), len(closing)) != closing:
             raise StorageError(
                 f"{self.store.where}/{name}: the archive gives back other bytes than it was sent;"
@@ -126,10 +186,10 @@ class Sender:
         if records.NAME in files:
             await self._compare(id, files)
             return True
-        names = [shard_name(rank, world) for rank in range(world)]
-        if not all(name in files for name in names):
+        there = found_in(files, world=world)
+        if len(there) < world:
             return False
-        shards = await self._described(id, world, [files[name] for name in names])
+        shards = await self._described(id, world, there)
         record = StepRecord(
             run=self.run,
             id=id,
@@ -137,28 +197,36 @@ class Sender:
             epochs=merged((*(epoch for _, epoch in shards), *epochs)),
             shards=tuple(shard for shard, _ in shards),
             written_at=time.time(),
+            twins={
+                rank: TwinOf(rank=one.of, stored_bytes=one.stored.bytes)
+                for rank, one in there.items()
+                if one.of is not None
+            },
         )
         if not await self.store.write(f"{prefix}/{records.NAME}", record.to_json()):
             await self._agree(record)
         return True
 
     async def _described(
-        self, id: StepId, world: int, files: list[Stored]
+        self, id: StepId, world: int, there: Mapping[int, Found]
     ) -> list[tuple[Shard, Epoch]]:
         """What the shards' own control pages say, all of them of this step and run."""
 
-        async def describe(rank: int, stored: Stored) -> tuple[Shard, Epoch]:
-            shard = Shard(step_id=id, rank=rank, world=world, size_bytes=stored.bytes)
-            control = await control_page(self.store, stored.name, shard, run=self.run)
+        async def describe(rank: int) -> tuple[Shard, Epoch]:
+            one = there[rank]
+            differs = one.of is not None
+            size_bytes = await image_bytes(self.store, one.stored) if differs else one.stored.bytes
+            shard = Shard(step_id=id, rank=rank, world=world, size_bytes=size_bytes)
+            control = await control_page(self.store, one.stored, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
             return replace(shard, root=control.root, params_digest=params), control.epoch
 
-        asked = [functools.partial(describe, *one) for one in enumerate(files)]
+        asked = [functools.partial(describe, rank) for rank in range(world)]
         return await few_at_once(asked, most=16)
 
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
-        sizes = {shard_name(one.rank, one.world): one.size_bytes for one in record.shards}
+        sizes = record.files
         wrong = [name for name, size in sizes.items() if _size(files.get(name)) != size]
         if wrong:
             raise ForeignError(
@@ -214,10 +282,13 @@ class OpenShard:
     manifest: Manifest
 
     @property
+    def piece_count(self) -> int:
+        return -(-self.manifest.layout.size_bytes // CHUNK_BYTES)
+
+    @property
     def part_bytes(self) -> int:
         """The size of a part: whole chunks, few enough for an object of this size."""
-        chunks = -(-self.manifest.layout.size_bytes // CHUNK_BYTES)
-        return -(-chunks // MOST_PARTS) * CHUNK_BYTES
+        return -(-self.piece_count // MOST_PARTS) * CHUNK_BYTES
 
     def read_piece(self, index: int, into: memoryview) -> None:
         """Piece `index`: the bytes from its chunk on. Raises DigestError, StorageError."""
@@ -231,6 +302,25 @@ class OpenShard:
         if begin < end:
             with into[: end - begin] as chunk:
                 self.manifest.check(index, chunk, path=self.path)
+
+
+@dataclass(frozen=True)
+class File:
+    """What becomes an object: some pieces of a shard in a row, None for all."""
+
+    name: str
+    shard: OpenShard
+    own: tuple[int, ...] | None = None
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        return range(self.shard.piece_count) if self.own is None else self.own
+
+    @property
+    def size_bytes(self) -> int:
+        """All pieces but the last are full."""
+        cut_off = self.shard.piece_count - len(self.pieces)
+        return self.shard.manifest.layout.size_bytes - cut_off * CHUNK_BYTES
 
 
 @contextlib.contextmanager
@@ -297,15 +387,14 @@ class Buffers:
 
 
 async def pieces(
-    shard: OpenShard, *, parts: int, executor: Executor
+    shard: OpenShard, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
-    """The whole file in order; `parts`: how many parts the receiver keeps in flight.
+    """These pieces of the file in order; `parts`: how many parts the receiver keeps in flight.
 
     Raises DigestError, StorageError: what was given before must then not become an object.
     """
     size = shard.manifest.layout.size_bytes
-    total = -(-size // CHUNK_BYTES)
-    count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, total)
+    count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, len(numbers))
     buffers = Buffers(count, min(CHUNK_BYTES, size))
 
     async def read(index: int) -> memoryview:
@@ -313,12 +402,12 @@ async def pieces(
         await blocking(executor, lambda: shard.read_piece(index, view))
         return view
 
-    ahead = asyncio.ensure_future(read(0))  # the drive works while the network does
+    ahead = asyncio.ensure_future(read(numbers[0]))  # the drive works while the network does
     try:
-        for index in range(total):
+        for following in (*numbers[1:], None):
             view = await ahead
-            if index + 1 < total:
-                ahead = asyncio.ensure_future(read(index + 1))
+            if following is not None:
+                ahead = asyncio.ensure_future(read(following))
             yield view
             del view  # else this frame would hold a buffer while it waits for a free one
     finally:

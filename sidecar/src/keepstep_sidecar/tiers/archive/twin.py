@@ -1,0 +1,73 @@
+"""A rank's image as its difference from a twin's: what ranks hold in common is stored once.
+
+    <step>/rank-00001-of-00004.twin-of-00000     the pieces that are the rank's own, in order
+
+Pieces are 8 MiB of the image each; digest table and control page are in the last ones. Own are the
+first piece (its header names the rank), all from the last chunk on, and those whose digests differ
+in the tables of the two images. No list of them is written: whoever has both tables knows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep.image.manifest import Manifest
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
+from keepstep.steps import shard_name
+from keepstep_sidecar.tiers.archive.store import Stored
+
+_NAME = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.twin-of-([0-9]{5,})")
+
+
+def twin_name(rank: int, world: int, of: int) -> str:
+    """File name of such a difference inside a step's directory."""
+    return shard_name(rank, world).removesuffix("safetensors") + f"twin-of-{of:05d}"
+
+
+def is_twin(name: str) -> bool:
+    """Is this a name that `twin_name` makes?"""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A rank's file in a listing. `of`: the rank whose file has the rest, None: it is whole."""
+
+    stored: Stored
+    of: int | None = None
+
+
+def found(files: Mapping[str, Stored], *, world: int) -> dict[int, Found]:
+    """The file of each rank that has one; the whole one where there are both."""
+    ranks = {
+        rank: Found(stored=files[name])
+        for rank in range(world)
+        if (name := shard_name(rank, world)) in files
+    }
+    for name, stored in sorted(files.items()):
+        if match := _NAME.fullmatch(name):
+            rank, told, of = map(int, match.groups())
+            if told == world and rank < world and of in ranks and ranks[of].of is None:
+                ranks.setdefault(rank, Found(stored=stored, of=of))
+    return ranks
+
+
+def own_pieces(image: Manifest, base: Manifest) -> list[int]:
+    """Which pieces of an image are not in its base's file, ascending. They need not be of one size:
+    extras, which come last, differ."""
+    pieces = range(-(-image.layout.size_bytes // CHUNK_BYTES))
+    full = min(image.layout.chunk_count, base.layout.chunk_count) - 1
+    common = {at for at in pieces[1:full] if _digest(image, at) == _digest(base, at)}
+    return [at for at in pieces if at not in common]
+
+
+def is_worth_it(image: Manifest, own: list[int]) -> bool:
+    """Half of the image at most is its own, and its header can be read without its base."""
+    pieces = -(-image.layout.size_bytes // CHUNK_BYTES)
+    return 2 * len(own) <= pieces and len(image.layout.header) <= CHUNK_BYTES
+
+
+def _digest(image: Manifest, chunk: int) -> bytes:
+    return bytes(image.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])

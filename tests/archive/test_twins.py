@@ -1,0 +1,281 @@
+"""Ranks that hold the same bytes: the archive has them once, and gives each its image back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
+from keepstep.errors import DigestError, FormatError
+from keepstep.image import PAGE_BYTES, ControlPage, Layout, Section, TensorSpec
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import Answer, shard_name
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive import browse
+from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf
+from keepstep_sidecar.tiers.archive.tier import ArchiveTier
+from keepstep_sidecar.tiers.archive.twin import twin_name
+from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.volume import Volume
+from tests.archive.conftest import Bucket, commit, running
+from tests.tiers import reading
+from tests.volume.images import EPOCH, RUN, Slot, empty_slot, step_id
+
+WORLD = 3
+CHUNKS = 7
+
+
+def replica(rank: int, step: int, *, world: int = WORLD, own: Iterable[int] = ()) -> Slot:
+    """The image of a rank of a data-parallel run: chunks in the middle are those of all ranks, but
+    for `own`; the extras are the rank's."""
+    values = CHUNKS * CHUNK_BYTES // 4 - 100_000
+    tensors = [TensorSpec("model.weight", "F32", (values,), Section.PARAMS)]
+    twins = [one for one in range(world) if one != rank]
+    extras = 5000 * (1 + rank)  # no two images are of one size
+    layout = Layout.build(
+        tensors, rank=rank, world=world, twins=twins, extras_capacity_bytes=extras
+    )
+    assert layout.chunk_count == CHUNKS
+    view = empty_slot(layout)
+    view[: len(layout.header)] = layout.header
+    whose = {0: rank, CHUNKS - 1: rank} | dict.fromkeys(own, rank)
+    for chunk in range(CHUNKS):
+        begin = max(chunk * CHUNK_BYTES, len(layout.header))
+        end = min((chunk + 1) * CHUNK_BYTES, layout.digests_begin)
+        noise = random.Random(f"{step}/{chunk}/{whose.get(chunk)}")
+        view[begin:end] = noise.randbytes(end - begin)
+    control = ControlPage(
+        run=RUN,
+        layout=layout.id,
+        epoch=EPOCH,
+        rank=rank,
+        world=world,
+        step=step,
+        extras_bytes=100,
+        staged_at=1.7e9 + step,
+    )
+    view[layout.control_begin :] = control.to_bytes()
+    return Slot(view, layout, control)
+
+
+def write_replicas(volume: Volume, step: int, **image: Any) -> dict[int, LocalShard]:
+    for rank in range(WORLD):
+        slot = replica(rank, step, **image)
+        volume.write(slot.view, slot.layout, slot.control)
+    return {one.rank: one for one in volume.scan().shards if one.step_id.step == step}
+
+
+@pytest.fixture
+def config(archive_dir: Path) -> ArchiveConfig:
+    return ArchiveConfig(url=str(archive_dir), every=1)
+
+
+@pytest.fixture
+def step_dir(archive_dir: Path) -> Path:
+    return archive_dir / RUN / str(step_id(10))
+
+
+async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
+    """Every rank's image comes back as it was, whole and in single chunks."""
+    held = await remote_tier.look()
+    assert held.answer is Answer.STEPS, held.reason
+    for remote in held.shards:
+        original = shards[remote.rank].path.read_bytes()
+        layout = (await reading.manifest(remote_tier, remote)).layout
+        slot = empty_slot(layout)
+        await reading.load(remote_tier, remote, slot)
+        assert bytes(slot) == original, f"rank {remote.rank}"
+        for chunk in (0, 3, CHUNKS - 1):
+            begin = chunk * CHUNK_BYTES
+            end = min(begin + CHUNK_BYTES, layout.digests_begin)
+            piece = memoryview(bytearray(end - begin))
+            await reading.chunks(remote_tier, remote, [(chunk, piece)])
+            assert piece == original[begin:end]
+
+
+async def test_what_ranks_have_in_common_is_stored_once(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+        await brought(remote_tier, shards)
+        assert remote_tier.status().sent == WORLD
+    sizes = {path.name: path.stat().st_size for path in step_dir.iterdir()}
+    whole = shards[0].size_bytes
+    assert sizes.pop(shard_name(0, WORLD)) == whole
+    assert sizes.pop(NAME) < PAGE_BYTES
+    assert sizes == {twin_name(rank, WORLD, 0): pytest.approx(2 * CHUNK_BYTES, rel=0.1)
+                     for rank in (1, 2)}  # fmt: skip
+
+
+async def test_a_chunk_that_is_a_ranks_own_stays_its_own(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10, own=[3])
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+        await brought(remote_tier, shards)
+    assert (step_dir / twin_name(1, WORLD, 0)).stat().st_size > 2.5 * CHUNK_BYTES
+
+
+async def test_twins_that_have_little_in_common_are_stored_whole(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10, own=[2, 3, 4])
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+        await brought(remote_tier, shards)
+    names = {shard_name(rank, WORLD) for rank in range(WORLD)}
+    assert {path.name for path in step_dir.iterdir()} == {*names, NAME}
+    told = json.loads((step_dir / NAME).read_text())
+    assert told["format_version"] == 1, "what has no twins is for older ones to read, too"
+
+
+async def test_a_twin_on_another_machine_is_waited_for(
+    volumes: Any, config: ArchiveConfig, step_dir: Path
+) -> None:
+    here, there = volumes("here"), volumes("there")
+    async with running(config) as later, running(config) as first:
+        shards = write_replicas(here, 10)
+        commit(later, {rank: shards[rank] for rank in (1, 2)})
+        await asyncio.sleep(0.5)  # long enough to have sent them, if nothing were waited for
+        assert not step_dir.exists() or not list(step_dir.iterdir())
+        shards[0] = write_replicas(there, 10)[0]
+        commit(first, {0: shards[0]})
+        assert await later.drain(timeout_s=30)
+        await brought(later, shards)
+    assert (step_dir / twin_name(2, WORLD, 0)).exists()
+
+
+async def test_a_twin_that_never_comes_holds_up_nobody(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config, patience_s=-10.0) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, {rank: shards[rank] for rank in (1, 2)})
+        assert await remote_tier.drain(timeout_s=20, whole=False)
+    assert {path.name for path in step_dir.iterdir()} == {shard_name(r, WORLD) for r in (1, 2)}
+
+
+async def test_at_the_end_of_a_pod_there_is_time_left_to_send_all(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config, patience_s=1000.0) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, {1: shards[1]})
+        assert await remote_tier.drain(timeout_s=6, whole=False)
+    assert (step_dir / shard_name(1, WORLD)).stat().st_size == shards[1].size_bytes
+
+
+async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
+    local: Volume, config: ArchiveConfig, step_dir: Path
+) -> None:
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+        base = step_dir / shard_name(0, WORLD)
+        data = bytearray(base.read_bytes())
+        data[3 * CHUNK_BYTES + 5] ^= 1
+        base.write_bytes(data)
+        for remote in (await remote_tier.look()).shards:
+            slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
+            with pytest.raises(DigestError, match="chunk 3"):
+                await reading.load(remote_tier, remote, slot)
+            assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES), "and leaves no seal"
+
+
+@pytest.mark.parametrize("which", [shard_name(0, WORLD), twin_name(1, WORLD, 0)])
+async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
+    local: Volume, config: ArchiveConfig, step_dir: Path, which: str
+) -> None:
+    async with running(config) as remote_tier:
+        commit(remote_tier, write_replicas(local, 10))
+        assert await remote_tier.drain(timeout_s=20)
+    file = step_dir / which
+    file.write_bytes(file.read_bytes()[:-PAGE_BYTES])
+    async with running(config) as remote_tier:
+        held = await remote_tier.look()
+        assert held.answer is Answer.UNKNOWN
+        assert f"{which} has " in held.reason
+        file.unlink()
+        held = await remote_tier.look()
+        assert held.answer is Answer.UNKNOWN
+        assert f"{which} is missing" in held.reason
+
+
+async def test_a_pull_makes_plain_shards_of_them(
+    local: Volume, config: ArchiveConfig, step_dir: Path, tmp_path: Path
+) -> None:
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=20)
+    async with browse.opened(config, RUN) as holding:
+        (step,) = await holding.chosen("10", sound=True)
+        assert await holding.verify(step, on_chunk=lambda size: None) == []
+        pulled = await browse.pull_step(holding, step, tmp_path / "pulled", on_chunk=lambda n: None)
+    for rank, shard in shards.items():
+        assert (pulled / shard_name(rank, WORLD)).read_bytes() == shard.path.read_bytes()
+
+
+async def test_a_step_that_is_not_kept_goes_with_its_twins(
+    local: Volume, archive_dir: Path, step_dir: Path
+) -> None:
+    config = ArchiveConfig(url=str(archive_dir), every=1, retention=Retention(last=1))
+    async with running(config) as remote_tier:
+        for step in (10, 20):
+            commit(remote_tier, write_replicas(local, step))
+            assert await remote_tier.drain(timeout_s=20)
+        await remote_tier.expire()
+    assert not step_dir.exists() or list(step_dir.iterdir()) == []
+
+
+async def test_through_s3_they_come_back_bit_equal(local: Volume, bucket: Bucket) -> None:
+    async with running(bucket.config()) as remote_tier:
+        shards = write_replicas(local, 10)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=60)
+        await brought(remote_tier, shards)
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+def record(twins: dict[int, TwinOf]) -> StepRecord:
+    id = step_id(10)
+    shards = tuple(
+        Shard(step_id=id, rank=rank, world=WORLD, size_bytes=1000, root=f"{rank:032x}")
+        for rank in range(WORLD)
+    )
+    return StepRecord(
+        run=RUN, id=id, world=WORLD, epochs=(EPOCH,), shards=shards, written_at=1.7e9, twins=twins
+    )
+
+
+def test_a_record_with_twins_comes_back_and_tells_older_readers_that_they_cannot_read_it() -> None:
+    written = record({1: TwinOf(rank=0, stored_bytes=500), 2: TwinOf(rank=0, stored_bytes=400)})
+    data = written.to_json()
+    assert StepRecord.from_json(data, path="there") == written
+    assert json.loads(data)["format_version"] == 2
+    assert written.files == {
+        shard_name(0, WORLD): 1000, twin_name(1, WORLD, 0): 500, twin_name(2, WORLD, 0): 400
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [{1: 1}, {1: WORLD}, {1: 0, 0: 2}, {1: 2, 2: 1}], ids=str)
+def test_a_twin_of_what_is_not_whole_is_refused(of: dict[int, int]) -> None:
+    twins = {rank: TwinOf(rank=whose, stored_bytes=1) for rank, whose in of.items()}
+    with pytest.raises(FormatError, match="has no whole file"):
+        StepRecord.from_json(record(twins).to_json(), path="there")
