@@ -142,6 +142,22 @@ async def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
         assert step_id(15) in (await remote_tier.look()).complete
 
 
+@pytest.mark.parametrize("managed", [False, True])
+async def test_the_first_commit_after_one_that_was_due_and_left_out_is_sent(
+    local: Volume, archive_dir: Path, managed: bool
+) -> None:
+    """With an operator only it knows whether the due one was left out everywhere."""
+    facts = RunFacts(managed=managed)
+    async with running(config(archive_dir, every=10), facts=facts) as remote_tier:
+        for step in (9, 12, 13):
+            commit(remote_tier, write_step(local, step))
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == (set() if managed else {step_id(12)})
+        remote_tier.want(step_id(12))
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(12)}
+
+
 async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
     shards = write_step(local, 10)
     async with (

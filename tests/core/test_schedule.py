@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.schedule import Grid, Measured, auto_interval, daly, young
+from keepstep.core.schedule import Grid, Measured, auto_interval, daly, stands_in, young
 
 _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 
@@ -98,3 +98,26 @@ def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -
     more = {step for step in steps if with_milestones.due(step) and not plain.due(step)}
     assert more == {step for step in range(1000, 20_001, 1000) if step % 128}
     assert more < {step for step in steps if with_milestones.due(step)}
+
+
+@pytest.mark.parametrize(
+    ("commits", "archived"),
+    [
+        ((8, 9, 10, 11, 12), [10]),
+        ((8, 9, 11, 12, 13), [11]),
+        ((8, 27, 28), [27]),  # one for all that were left out
+        ((8, 9, 19, 20, 21), [19, 20]),
+        ((10, 11, 20), [10, 20]),
+        ((13, 14, 15), []),  # what came before 13 is not known
+    ],
+)
+def test_the_first_commit_after_a_due_step_that_never_was_one_stands_in_for_it(
+    commits: tuple[int, ...], archived: list[int]
+) -> None:
+    found = []
+    for at, step in enumerate(commits):
+        known = commits[: at + 1]
+        before = commits[at - 1] if at else step
+        if step % 10 == 0 or stands_in(step, before=before, commits=known, every=10):
+            found.append(step)
+    assert found == archived

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from keepstep.steps import Tier
+from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
@@ -381,6 +381,27 @@ def test_a_node_is_the_only_one_for_what_no_other_node_and_no_twin_elsewhere_hol
     copies: list[tuple[str, int, tuple[int, ...]]], sole: set[str] | None
 ) -> None:
     assert sole_nodes(lying(*copies), world=2) == sole
+
+
+# --- the archive's due steps ---------------------------------------------------------------------
+
+
+def test_all_sidecars_are_told_which_commit_stands_in_for_a_due_one_until_it_is_archived() -> None:
+    play, pods, sidecars = running(known=policy(archive=ARCHIVE))
+
+    def commit(*steps: int) -> set[StepId | None]:
+        for one in sidecars:
+            one.staged(steps[-1]).durable(*steps)
+        play.hear_all(*zip(pods, sidecars, strict=True))
+        return {play.registry.reply(pod.uid, at=play.now).archive for pod in pods}
+
+    assert commit(80, 90, 99) == {None}
+    assert commit(90, 99, 101) == {step(101)}, "100 was never committed"
+    assert commit(99, 101, 102) == {step(101)}, "as long as it is not there"
+    for one in sidecars:
+        one.archive = [step(101)]
+    assert commit(101, 102, 110) == {None}
+    assert commit(110, 200, 201) == {None}, "200 was committed itself"
 
 
 # --- restoreFrom ---------------------------------------------------------------------------------

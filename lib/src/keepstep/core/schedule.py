@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -92,6 +92,13 @@ class Grid:
         start = (after // coarser + 1) * coarser
         earlier = tuple(change for change in self.changes if change[0] < start)
         return replace(self, changes=(*earlier, (start, k))[-_CHANGES_KEPT:])
+
+
+def stands_in(step: int, *, before: int, commits: Container[int], every: int) -> bool:
+    """Whether a commit is archived in the stead of a multiple of `every` that never became one: it
+    is the first commit beyond it. `before`: the commit before; `commits`: all that are known."""
+    due = step - step % every
+    return before < due < step and due not in commits
 
 
 def young(cost_s: float, mtbf_s: float) -> float:

@@ -205,6 +205,7 @@ class ReportReply:
     `changes_since`: the sequence of the report up to which everything is known, so that the next
     one may tell changes to it alone; with any other number than that of the report which this
     answers, as 0, the next one has to be whole.
+    `archive`: a committed step that the archive gets in the stead of a due one that never was one.
     `failures`: of the script's own, as all pods told: a pod that was made anew has no record.
     """
 
@@ -223,6 +224,7 @@ class ReportReply:
     leaving: bool = False
     changes_since: int = 0
     authorities: str = ""
+    archive: StepId | None = None
     failures: tuple[Failure, ...] = ()
 
 

@@ -327,6 +327,8 @@ class Committer:
         before = (self.run_view.commit, self.run_view.word.plan)
         self.rollback.hear(reply)
         self.script_failures.hear(reply.failures)
+        if reply.archive is not None:  # before the same word retires it
+            self.remotes.want(reply.archive)
         actions = self.feed(
             Heard(
                 commit=reply.committed.get(str(Tier.LOCAL)),

@@ -315,6 +315,11 @@ class RemoteInventory:
 
     # --- what is sent there ------------------------------------------------------------------
 
+    def want(self, id: StepId) -> None:
+        """This step is to be archived, be it due or not."""
+        for one in self.remote_tiers:
+            one.want(id)
+
     def wake(self) -> None:
         """What this machine holds is different."""
         for remote_tier in self.remote_tiers:

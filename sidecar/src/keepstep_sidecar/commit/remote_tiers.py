@@ -49,6 +49,7 @@ class RemoteTiers:
             local=self._committer.local_inventory,
             pinned=self._committer.pinned,
             commit=lambda: self._committer.run_view.commit,
+            managed=self._committer.run_view.managed,
             outgrown=self._committer.ancestry.outgrown,
             changed=lambda: tasks.spawn(self.look(), "look at what is new"),
         )
@@ -116,8 +117,7 @@ class RemoteTiers:
 
     def want(self, id: StepId) -> None:
         """Somebody waits until this step is archived, be it due or not."""
-        for remote_tier in self.remote_tiers:
-            remote_tier.want(id)
+        self._committer.remotes.want(id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True

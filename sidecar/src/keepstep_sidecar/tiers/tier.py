@@ -74,8 +74,10 @@ class RunFacts:
     `pinned`: steps that stay, None while nobody has said which. `commit`: the run's newest one, as
     far as this machine was told. `outgrown`: the run has a commit of its own, so nothing of another
     run is asked or offered. `changed`: to be called when there is something new to `look` at.
+    `managed`: an operator sees the whole run.
     """
 
+    managed: bool = False
     local: Callable[[], LocalInventory] = LocalInventory
     pinned: Callable[[], Collection[StepId] | None] = frozenset
     commit: Callable[[], StepId | None] = lambda: None

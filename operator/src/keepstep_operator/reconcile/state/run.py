@@ -15,6 +15,7 @@ from types import MappingProxyType
 from keepstep.core import ledger
 from keepstep.core.ledger import AlarmKind, is_among
 from keepstep.core.retention import Retention
+from keepstep.core.schedule import stands_in
 from keepstep.core.suspicion import Failure, newest
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportReply
@@ -100,6 +101,8 @@ class Run:
         self.object: RunObject | None = None
         self.restores = RestartHistory()
         self.failures: tuple[Failure, ...] = ()
+        self._stand_in: StepId | None = None
+        """A commit that is to be archived though it is not due, until it is."""
         """How the script failed by itself, as long as this process remembers what pods told."""
         self.recent: list[RecentStatus] = []
         self.commit: Commit | None = None
@@ -308,7 +311,9 @@ class Run:
             return []
         if report.failures:
             self.failures = newest((*self.failures, *report.failures))
-        durable = self.ledger.committed(), self.ledger.newest_archived()
+        durable = _, archived = self.ledger.committed(), self.ledger.newest_archived()
+        if archived is not None and self._stand_in is not None and archived >= self._stand_in:
+            self._stand_in = None
         if durable != self._durable and any(self.ledger.orphans):
             self.ledger.orphans.superseded(self.ledger.unaided())  # walks all copies there are
         lacked, self._durable = [one is None for one in self._durable], durable
@@ -405,6 +410,7 @@ class Run:
             leaving=bool(self._leaving),
             restore_from=self.restore_request.wanted,
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
+            archive=self._stand_in,
             failures=self.failures,
         )
 
@@ -417,6 +423,8 @@ class Run:
         if known is not None and (id == known.id or not self._is_news(id, known)):
             return
         since = max(known.at, self.alive_since or known.at) if known is not None else None
+        if known is not None and self._stands_in(id, known.id):
+            self._stand_in = id
         self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
         queued = any(pod.queued for pod in self.pods.values())
         if queued and self.object is not None and at - self._noted_at >= NOTE_COMMIT_S:
@@ -427,6 +435,16 @@ class Run:
             f"step {id.step} is durable on all {self.ledger.world or 0} ranks",
             period_s=COMMITTED_EVENT_S,
         )
+
+    def _stands_in(self, id: StepId, before: StepId) -> bool:
+        """See `schedule.stands_in`: the grid is that of the sidecars (`ArchiveConfig.base`)."""
+        policy = self.policy
+        if policy is None or policy.archive is None or id.epoch != before.epoch:
+            return False
+        grid = policy.persist_every or policy.stage_every
+        every = -(-policy.archive.every // grid) * grid
+        commits = {one.step for one in self.ledger.commits() if one.epoch == id.epoch}
+        return stands_in(id.step, before=before.step, commits=commits, every=every)
 
     def _is_news(self, id: StepId, known: Commit) -> bool:
         """A lower watermark is believed only when everybody is there: else somebody's copy may

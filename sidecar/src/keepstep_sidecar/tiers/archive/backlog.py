@@ -5,6 +5,9 @@ of a base, oldest first. An archive that is slower than the run loses steps: the
 before their turn. Each sidecar might then catch other ones, and no step would ever be whole. So
 whoever loses one sends multiples of twice the base from then on (and of the former base again,
 once nothing waits): of two sidecars, the one with the finer grid sends all that the other does.
+
+A due step that some rank left out is never committed. The first commit after it takes its place:
+whoever sees all ranks says so, the operator or the only sidecar (`stand_in`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from keepstep.core.schedule import stands_in
 from keepstep.steps import StepId
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -25,6 +29,7 @@ class Backlog:
     base: int
     doublings: int = 0
     wanted: set[StepId] = field(default_factory=set)
+    _newest: StepId | None = None
     _held: dict[StepId, Mapping[int, LocalShard]] = field(default_factory=dict)
     _since: dict[StepId, float] = field(default_factory=dict)
     _done: set[StepId] = field(default_factory=set)
@@ -46,6 +51,16 @@ class Backlog:
         self.wanted -= gone
         self._held, self._done = dict(held), set(done)
         self._since = {id: self._since.get(id, now) for id in held}
+
+    def stand_in(self, commits: Collection[StepId]) -> None:
+        """The newest of all commits there are, for a due step before it that never was one."""
+        before, self._newest = self._newest, max(commits, default=None)
+        new = self._newest
+        if before is None or new is None or before.epoch != new.epoch:
+            return
+        steps = {id.step for id in commits if id.epoch == new.epoch}
+        if stands_in(new.step, before=before.step, commits=steps, every=self.base):
+            self.wanted.add(new)
 
     def sent(self, id: StepId) -> None:
         """Nothing of this step is to be sent any more."""

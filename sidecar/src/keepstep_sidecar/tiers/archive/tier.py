@@ -132,6 +132,8 @@ class ArchiveTier(RemoteTier):
         held = self._settled_here()
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
         pace = self._sending is not None and not self._trouble
+        if not self.facts.managed:
+            self._backlog.stand_in(self.facts.local().commits)
         before = set(self._backlog.waiting())
         self._backlog.compare(held, self._done(held), now=time.monotonic(), blame_pace=pace)
         waiting = set(self._backlog.waiting())
@@ -173,7 +175,7 @@ class ArchiveTier(RemoteTier):
     def want(self, id: StepId) -> None:
         """Archive this step although it is not due: the last one of a run, or one that somebody
         waits for. Every sidecar of the run must be told."""
-        if id not in self._complete:
+        if id not in self._complete | self._backlog.wanted:
             self._backlog.wanted.add(id)
             self.wake()
             self._wake.set()
