@@ -1,15 +1,13 @@
 """A slot as the trainer sees it: the shared memory that *is* an image.
 
 The sidecar made the file, paid for its pages and wrote its header. The trainer maps it, writes
-tensors, extras and, last, the control page. On a GPU the mapping is registered with CUDA once, so
-that copies into it run asynchronously at the bus's full speed.
+tensors, extras and, last, the control page. For an accelerator the mapping is pinned once
+(`keepstep.save.accelerator`), so that copies into it run asynchronously at the bus's full speed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import weakref
@@ -24,10 +22,7 @@ from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
 
-log = logging.getLogger("keepstep")
-
 _ZERO_PAGE = bytes(PAGE_BYTES)
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
 class SlotMapping:
@@ -112,21 +107,6 @@ class SlotMapping:
         """The seal. Raises TornError, VersionError or FormatError."""
         return ControlPage.from_bytes(self.memory[self.layout.control_begin :])
 
-    def register(self) -> None:
-        """Pin the memory for CUDA. Without success copies are slower, not wrong."""
-        if self.registered:
-            return
-        runtime = torch.cuda.cudart()
-        size = self.layout.size_bytes
-        error = int(runtime.cudaHostRegister(self.address, size, _PORTABLE))
-        if error:
-            log.warning(
-                "slot %s: cudaHostRegister failed (%d); copies will be slow", self.path, error
-            )
-            return
-        self.registered = True
-        weakref.finalize(self, _unregister, self.address)
-
 
 class Slot(NamedTuple):
     """A slot that the sidecar granted to be filled, and its memory."""
@@ -146,9 +126,3 @@ def _keep_addresses_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_addresses_in_child)
-
-
-def _unregister(address: int) -> None:
-    # at interpreter exit the CUDA context may be gone already
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.cudart().cudaHostUnregister(address)

@@ -36,13 +36,13 @@ from keepstep.restore.targets import (
     target_of,
 )
 from keepstep.state import sharding
+from keepstep.state.devices import device_of
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
     Node,
     Taken,
     arrays_of,
     build,
-    device_of,
     empty,
     is_extra,
     leaves_of,

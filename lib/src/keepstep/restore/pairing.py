@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from keepstep.image import Parameters
 from keepstep.restore.targets import Path, base_of
-from keepstep.state.leaves import Node, device_of, leaves_of
+from keepstep.state.devices import device_of
+from keepstep.state.leaves import Node, leaves_of
 from keepstep.state.wrappers import unwrap
 
 log = logging.getLogger("keepstep")

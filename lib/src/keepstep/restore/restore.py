@@ -29,6 +29,7 @@ from keepstep.errors import ForeignError, ImageError, MismatchError, RestoreErro
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused
+from keepstep.save import accelerator
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
@@ -177,8 +178,7 @@ class Restore:
                 yield one.whole
 
     def _own_image(self, slot: SlotMapping) -> Images:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            slot.register()
+        accelerator.here().pin(slot)
         return Images.of_slot(self._link, slot, self._control)
 
     def _all_images(self) -> Images:

@@ -18,6 +18,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.blocks import Block, blocks, byte_range
 from keepstep.restore.images import StepImages
 from keepstep.restore.plan import Piece, Plan
+from keepstep.save import accelerator
 from keepstep.wire.trainer import ChunkRun
 
 _MOVES_AT_ONCE = 4096
@@ -53,8 +54,7 @@ def run(
             total += put(_place(targets[want], block), source)
     cut = set(plan.columns[:, 2].tolist())
     _note_moves(targets[number] for number in cut if copying.is_plain(targets[number]))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    accelerator.here().synchronize()
     return total
 
 

@@ -20,8 +20,6 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from keepstep.client.http import Client
 from keepstep.client.session import Session
 from keepstep.client.slot import Slot, SlotMapping
@@ -34,6 +32,7 @@ from keepstep.errors import (
     SlotUnavailable,
 )
 from keepstep.image import Layout
+from keepstep.save import accelerator
 from keepstep.save.pending import Pending, Verdict
 from keepstep.save.stats import Stats
 from keepstep.wire.trainer import (
@@ -176,8 +175,7 @@ class Agent:
             if self._layout is not None and self._layout.id == layout.id:
                 return
             self._layout = layout
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                self._device = torch.cuda.current_device()
+            self._device = accelerator.here().current_device()
             self._refusal = ""
             self._drop_ready()
             self._mappings.clear()
@@ -220,7 +218,9 @@ class Agent:
         self._changed.ring()
 
     def put_back(self) -> None:
-        """The slot that was taken will not be submitted: whatever was written is no image."""
+        """The slot that was taken will not be submitted: whatever was written is no image. Copies
+        into it that were queued on an accelerator end first, as another image comes next."""
+        accelerator.here().quiesce()
         with self._lock:
             taken = self.taken
             if taken is not None:
@@ -240,10 +240,12 @@ class Agent:
         pending = self.pending
         if pending is None or pending.judged.is_set():
             return
-        if (event := pending.lazy_event) is not None:
-            if torch.cuda.is_current_stream_capturing():
+        if (copied := pending.lazy_events) is not None:
+            device = accelerator.here()
+            if device.is_capturing():
                 return  # nothing runs now; docs: what a captured graph does at its replay
-            torch.cuda.current_stream().wait_event(event)
+            for place, event in copied.items():
+                device.computing(place).wait_event(event)
         elif not self._await_copy(pending, timeout_s):
             self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
             pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
@@ -261,7 +263,7 @@ class Agent:
         deadline = time.monotonic() + timeout_s
         pending = self.pending
         if pending is not None and (
-            pending.lazy_event is not None or self._await_copy(pending, timeout_s)
+            pending.lazy_events is not None or self._await_copy(pending, timeout_s)
         ):
             self.settle()
         left_s = max(0.0, deadline - time.monotonic())
@@ -539,10 +541,7 @@ class Agent:
                 self._mappings.pop(known, None)
         mapping = SlotMapping(path, layout)
         mapping.populate()
-        if self._device is not None:
-            # this thread has no current device of its own: it would take the first GPU
-            with torch.cuda.device(self._device):
-                mapping.register()
+        accelerator.here().pin(mapping, self._device)
         return mapping
 
     def _register(self) -> None:

@@ -74,7 +74,8 @@ class Pending:
     """One image on its way; see the module.
 
     `control`: what seals it. `transfers`: what is left to copy, worked out on the agent thread.
-    `late`: bytes for the slot that must wait for the GPU. `thread`: the one that trains.
+    `done`: when each accelerator has copied what is queued on it; `late`: bytes for the slot that
+    must wait for that. `thread`: the one that trains.
     """
 
     slot: Slot
@@ -82,7 +83,7 @@ class Pending:
     guard: Guard | None
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
-    cuda_done: torch.cuda.Event | None = None
+    done: dict[torch.device, torch.Event] = field(default_factory=dict)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
     judged: Gate = field(default_factory=Gate)
@@ -101,9 +102,10 @@ class Pending:
         return self.control.step
 
     @property
-    def lazy_event(self) -> torch.cuda.Event | None:
-        """When the GPU has copied what an optimizer step changes; None where it has no part."""
-        return self.cuda_done if self.guard is not None else None
+    def lazy_events(self) -> dict[torch.device, torch.Event] | None:
+        """When accelerators have copied what an optimizer step changes; None where they have no
+        part."""
+        return self.done if self.done and self.guard is not None else None
 
     @property
     def can_be_reported(self) -> bool:
@@ -118,8 +120,8 @@ class Pending:
             # Shared out even beside busy cores: compute on all of them is as late as its latest
             # thread, so one whole core taken away costs twice what half of two costs.
             copying.run(self.transfers(), threads=copying.default_threads())
-        if self.cuda_done is not None:
-            self.cuda_done.synchronize()
+        for event in self.done.values():
+            event.synchronize()
         for write in self.late:
             write()
         self.copy_s += time.perf_counter() - started
@@ -139,8 +141,8 @@ class Pending:
         if self.guard is None:
             self.judge()
             return
-        if self.cuda_done is not None:
-            # a write through `.data` may still be queued on the GPU: only the fence can tell
+        if self.done:
+            # a write through `.data` may still be queued on the device: only the fence can tell
             while not self.judged.wait(1.0) and not give_up():
                 pass
             return

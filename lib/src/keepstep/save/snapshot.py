@@ -15,6 +15,7 @@ import torch
 from keepstep.client import copying
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.image import ControlPage, Layout
+from keepstep.save import accelerator
 from keepstep.save.pending import Fingerprint, Guard, Pending
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.state.memory import check_memory
@@ -30,7 +31,6 @@ class Snapshots:
         self._signature = taken.signature()
         self._fingerprint: tuple[tuple[int, ...], Fingerprint] | None = None
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def fits(self, taken: Taken, extras_bytes: int) -> bool:
         """Whether this layout can hold the state."""
@@ -65,60 +65,79 @@ class Snapshots:
         )
         guard = Guard.take(later, self._fingerprint_of(later)) if later else None
         pending = Pending(slot, control, guard)
-        device = next((leaf.tensor.device for leaf in taken.tensors if leaf.tensor.is_cuda), None)
-        if device is None:
+        if any(accelerator.here().device_of(leaf.tensor) is not None for leaf in taken.tensors):
+            self._queue(pending, now, later, extras)
+        else:
             mapping.erase()
             mapping.write_extras(extras)
             copying.run(self._transfers(mapping, now), threads=copying.default_threads())
             pending.transfers = functools.partial(self._transfers, mapping, later)
-        else:
-            self._begin_cuda(pending, device, now, later, extras)
         return pending
 
-    def _begin_cuda(
-        self,
-        pending: Pending,
-        device: torch.device,
-        now: list[TensorLeaf],
-        later: list[TensorLeaf],
-        extras: bytes,
+    def _queue(
+        self, pending: Pending, now: list[TensorLeaf], later: list[TensorLeaf], extras: bytes
     ) -> None:
-        """Queue all copies on a side stream; the CPU waits for none of them.
+        """Queue all copies on side streams; the CPU waits for none of them.
 
         The slot may still hold the newest step that all ranks have in common, until this step's
-        gradients were exchanged. That exchange is queued on the compute stream, so the slot is
-        erased in stream order too, and bytes from the CPU follow only when the stream got there.
+        gradients were exchanged. That exchange is queued on a computing stream, so the slot is
+        erased in stream order too, by one device once all have come here; and bytes from the CPU
+        follow only when they are done.
         """
-        mapping = pending.slot.mapping
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        compute = torch.cuda.current_stream(device)
-        stream.wait_stream(compute)
-        begin = self.layout.control_begin
-        control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
-        zero = self._zero_pages.get(device)
-        if zero is None:
-            zero = self._zero_pages[device] = torch.zeros_like(control, device=device)
-            stream.wait_stream(compute)
+        device, mapping = accelerator.here(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
-        with torch.cuda.stream(stream), torch.no_grad():
-            control.copy_(zero, non_blocking=True)
-            self._queue(pending, stream, now)
+        urgent, patient = self._by_device(pending, now), self._by_device(pending, later)
+        places = list(urgent | patient)
+        first = device.copying(places[0])
+        for place in places:
+            first.wait_stream(device.computing(place))
+        self._erase(mapping, places[0], first)
+        for place in places[1:]:
+            device.copying(place).wait_stream(first)
+        for place in places:
+            self._copy(mapping, place, urgent.get(place, []))
             # the next forward pass changes buffers in the compute stream: it waits for these few
-            compute.wait_stream(stream)
-            self._queue(pending, stream, later)
-            event = torch.cuda.Event()
-            event.record(stream)
-        pending.cuda_done = event
+            device.computing(place).wait_stream(device.copying(place))
+        for place in places:
+            self._copy(mapping, place, patient.get(place, []))
+            pending.done[place] = device.copying(place).record_event()
 
-    def _queue(self, pending: Pending, stream: torch.cuda.Stream, leaves: list[TensorLeaf]) -> None:
+    def _by_device(
+        self, pending: Pending, leaves: list[TensorLeaf]
+    ) -> dict[torch.device, list[TensorLeaf]]:
+        """Where to copy them from. Those in the host's memory are small (an optimizer's step
+        counters): they are cloned now, and written when the slot is erased."""
+        found: dict[torch.device, list[TensorLeaf]] = {}
         for leaf in leaves:
-            target = pending.slot.mapping.view(self.layout.entries[leaf.name])
-            if leaf.tensor.is_cuda:
-                target.copy_(leaf.tensor, non_blocking=True)
-                leaf.tensor.record_stream(stream)
-            else:
-                # small (an optimizer's step counters): cloned now, written when the GPU got there
+            place = accelerator.here().device_of(leaf.tensor)
+            if place is None:
+                target = pending.slot.mapping.view(self.layout.entries[leaf.name])
                 pending.late.append(functools.partial(target.copy_, leaf.tensor.clone()))
+            else:
+                found.setdefault(place, []).append(leaf)
+        return found
+
+    def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:
+        device, begin = accelerator.here(), self.layout.control_begin
+        control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
+        if place not in self._zero_pages:
+            self._zero_pages[place] = device.zeros(len(control), place)
+            stream.wait_stream(device.computing(place))
+        with device.on(stream):
+            device.copy([control], [self._zero_pages[place]])
+
+    def _copy(self, mapping: SlotMapping, place: torch.device, leaves: list[TensorLeaf]) -> None:
+        if not leaves:
+            return
+        device = accelerator.here()
+        stream = device.copying(place)
+        with device.on(stream), torch.no_grad():
+            # torch would conjugate the target at once, before the bytes came (pytorch#146286)
+            sources = [leaf.tensor.resolve_conj().resolve_neg() for leaf in leaves]
+            targets = [mapping.view(self.layout.entries[leaf.name]) for leaf in leaves]
+            device.copy(targets, sources)
+            for leaf in leaves:
+                device.keep(leaf.tensor, stream)
 
     def _fingerprint_of(self, leaves: list[TensorLeaf]) -> Fingerprint:
         pointers = tuple(leaf.tensor.data_ptr() for leaf in leaves)

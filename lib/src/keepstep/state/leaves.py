@@ -16,6 +16,7 @@ from keepstep.errors import FormatError, few
 from keepstep.image import Parameters, Section, TensorSpec, fields, strictjson
 from keepstep.image.arrays import ArrayForm
 from keepstep.state import sharding
+from keepstep.state.devices import device_name
 from keepstep.state.dtypes import code_of
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import Claim
@@ -212,23 +213,6 @@ def empty(
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_permuted(shape, order, dtype=dtype, device=device)
-
-
-def device_name(device: torch.device) -> str:
-    """The process's own GPU has no number: that may be another one in the next life."""
-    if device.type == "cuda" and device.index == torch.cuda.current_device():
-        return "cuda"
-    return str(device)
-
-
-def device_of(name: str | None) -> torch.device:
-    """Inverse of `device_name`, as near as this machine comes; the CPU where nothing is known."""
-    if name is None or not name.startswith("cuda") or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device(name)
-    if device.index is None or device.index >= torch.cuda.device_count():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:

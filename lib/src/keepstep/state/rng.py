@@ -1,4 +1,4 @@
-"""Random number generators whose state is part of a step: torch, CUDA, numpy, random.
+"""Random number generators whose state is part of a step: torch, accelerators, numpy, random.
 
 The state of a generator is what it is at `save`; restoring it makes dropout, shuffling and
 augmentation go on as if nothing had happened. numpy counts only if the program imported it.
@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
+from keepstep.state import devices
+
 log = logging.getLogger("keepstep")
+
+_HOST = ("torch", "random", "numpy")
+"""What a state holds beside the generators of accelerators, which have the name of their kind."""
 
 
 def capture() -> dict[str, Any]:
@@ -29,10 +34,7 @@ def capture() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _numpy_state(numpy.random.get_state(legacy=False))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        # of all GPUs: a model may lie on several, each with a generator of its own
-        state["cuda"] = [bytes(one.tolist()) for one in torch.cuda.get_rng_state_all()]
-    return state
+    return state | devices.generator_states()
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
@@ -51,8 +53,8 @@ def apply(state: dict[str, Any]) -> None:
         random.setstate((version, tuple(array("I", words)), gauss))
     if "numpy" in state:
         _apply_numpy(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        _apply_cuda(state["cuda"])
+    for kind in state.keys() - set(_HOST):
+        _apply_devices(kind, state[kind])
 
 
 def _apply_numpy(state: Any) -> None:
@@ -71,18 +73,20 @@ def _apply_numpy(state: Any) -> None:
         )
 
 
-def _apply_cuda(states: Any) -> None:
-    if isinstance(states, bytes):  # kept before there was one for each GPU
-        torch.cuda.set_rng_state(_byte_tensor(states))
+def _apply_devices(kind: str, states: Any) -> None:
+    count = devices.module(kind).device_count() if kind == devices.kind() else 0
+    if count and isinstance(states, bytes):  # kept before there was one for each GPU
+        devices.set_generator(kind, _byte_tensor(states))
         return
-    if len(states) != torch.cuda.device_count():
+    if len(states) != count:
         log.warning(
-            "keepstep: random states of %d GPUs were kept, and there are %d here",
-            len(states),
-            torch.cuda.device_count(),
+            "keepstep: random states of %d devices (%s) were kept, and there are %d here",
+            1 if isinstance(states, bytes) else len(states),
+            kind,
+            count,
         )
-    for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
-        torch.cuda.set_rng_state(_byte_tensor(one), device)
+    for at, one in zip(range(count), states, strict=False):
+        devices.set_generator(kind, _byte_tensor(one), at)
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -21,6 +21,7 @@ from keepstep.image import Parameters, Section, local_name
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.state import sharding
+from keepstep.state.devices import check_device
 from keepstep.state.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
 from keepstep.state.memory import check_memory
 from keepstep.state.sharding import Sharing
@@ -245,7 +246,7 @@ class Walker:
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
         pointer = local.data_ptr()
-        if not pointer or local.is_cuda:  # else it is looked at where it is copied
+        if not pointer or not local.is_cpu:  # else it is looked at where it is copied
             check_memory(local, path)
         if pointer:
             identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
@@ -333,8 +334,7 @@ def check_tensor(tensor: Tensor, name: str) -> None:
             f"{name}: a quantized tensor ({tensor.dtype}) cannot be kept; keep its int_repr(), its"
             " scale and its zero point"
         )
-    if not (tensor.is_cpu or tensor.is_cuda):
-        raise UsageError(f"{name}: tensors on {tensor.device.type!r} cannot be kept")
+    check_device(tensor.device, name)
 
 
 def _check_subclass(tensor: Tensor, name: str) -> None:
