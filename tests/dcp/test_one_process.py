@@ -27,8 +27,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import keepstep.dcp
+from keepstep.client.slot import SlotMapping
 from keepstep.dcp import session as sessions
 from keepstep.errors import DigestError, RestoreError, UsageError
+from keepstep.save.accelerator import Accelerator
 from tests.harness import layout_of
 
 # torch warns that there is no process group; to do without one is the point here.
@@ -48,6 +50,25 @@ def save(state: dict[str, Any], step: int) -> None:
 def load(state: dict[str, Any], *arguments: Any, **options: Any) -> None:
     reader = keepstep.dcp.StorageReader(*arguments, **options)
     dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def test_a_slot_is_erased_once_the_device_came_to_the_save(sidecar, monkeypatch):
+    """What is queued before may be the exchange of gradients that makes the next step everybody's;
+    until then the image in the slot may be the newest of all ranks."""
+    calls: list[str] = []
+    for owner, name in ((Accelerator, "synchronize"), (SlotMapping, "erase")):
+        real = getattr(owner, name)
+
+        def noted(self: Any, name: str = name, real: Any = real) -> None:
+            calls.append(name)
+            real(self)
+
+        monkeypatch.setattr(owner, name, noted)
+    save({"a": torch.ones(4)}, 1)
+    writer = keepstep.dcp.StorageWriter(step=2)
+    dcp.async_save({"a": torch.ones(4)}, storage_writer=writer, no_dist=True).result()
+    assert calls.count("erase") == 2
+    assert all(calls[at - 1] == "synchronize" for at, one in enumerate(calls) if one == "erase")
 
 
 def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:

@@ -25,6 +25,7 @@ from keepstep.dcp.plan_items import Items
 from keepstep.dcp.session import Session
 from keepstep.errors import KeepstepError
 from keepstep.image import Entry, TensorSpec
+from keepstep.save import accelerator
 from keepstep.state.dtypes import DTYPE_OF
 
 
@@ -90,7 +91,7 @@ def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple
     taken = session.slot(last.items.specs, last.items.tree.render(), last.extras_bytes)
     try:
         slot = taken.mapping
-        slot.erase()
+        accelerator.here().erase(slot)
         last.items.copy_resolved(slot, _local_of(flat))
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         for name, one in flat.items():

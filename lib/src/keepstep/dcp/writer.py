@@ -22,6 +22,7 @@ from keepstep.dcp.session import group_place, names_step, step_of
 from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
 from keepstep.errors import UsageError
 from keepstep.image import extras
+from keepstep.save import accelerator
 from keepstep.steps import StepId
 
 _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in it"
@@ -132,7 +133,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             refuse_stale(session, items, planner)
             self._drop_staged()  # of a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
-            taken.mapping.erase()
+            accelerator.here().erase(taken.mapping)
             items.copy_into(taken.mapping, planner)
         except BaseException:
             session.last = None

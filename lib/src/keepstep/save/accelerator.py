@@ -71,7 +71,9 @@ class Accelerator:
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Queue copies from one device in the stream that is on: one call for all, as each costs
-        the training thread more than a small tensor does the bus."""
+        the training thread more than a small tensor does the bus. What is conjugated by a flag only
+        is first so in memory of the device: `copy_` would conjugate the target at once, before the
+        bytes came (pytorch#146286)."""
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
@@ -93,6 +95,12 @@ class Accelerator:
         """Return when all that was queued on this thread's device is done."""
         if devices.kind_in_use():
             torch.accelerator.synchronize()
+
+    def erase(self, slot: SlotMapping) -> None:
+        """Erase a slot from the host, for copies that the host waits for: not before the device
+        came here, as the step in it may be the newest that all ranks have in common until then."""
+        self.synchronize()
+        slot.erase()
 
     def pin(self, slot: SlotMapping, device: int | None = None) -> None:
         """Pin a slot's memory, as long as it is mapped. Without success, and where torch has no

@@ -27,6 +27,7 @@ from keepstep.client import copying
 from keepstep.client.slot import Slot
 from keepstep.client.wakeups import Gate
 from keepstep.image import ControlPage
+from keepstep.save import accelerator
 from keepstep.state.leaves import TensorLeaf
 
 
@@ -207,7 +208,8 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Prepare views; holds no copy. Tensors must be dense and non-overlapping."""
-        groups: dict[tuple[torch.device, int], list[Tensor]] = {}
+        device_of = accelerator.here().device_of
+        groups: dict[tuple[torch.device | None, int], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
@@ -217,7 +219,9 @@ class Fingerprint:
                 flat = torch.view_as_real(flat).view(-1)
                 size = 8
             stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
-            groups.setdefault((tensor.device, size), []).append(flat.view(_BITS[size])[::stride])
+            groups.setdefault((device_of(tensor), size), []).append(
+                flat.view(_BITS[size])[::stride]
+            )
         self._groups = list(groups.values())
 
     def take(self) -> list[Tensor]:

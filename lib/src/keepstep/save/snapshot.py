@@ -132,10 +132,8 @@ class Snapshots:
         device = accelerator.here()
         stream = device.copying(place)
         with device.on(stream), torch.no_grad():
-            # torch would conjugate the target at once, before the bytes came (pytorch#146286)
-            sources = [leaf.tensor.resolve_conj().resolve_neg() for leaf in leaves]
             targets = [mapping.view(self.layout.entries[leaf.name]) for leaf in leaves]
-            device.copy(targets, sources)
+            device.copy(targets, [leaf.tensor for leaf in leaves])
             for leaf in leaves:
                 device.keep(leaf.tensor, stream)
 

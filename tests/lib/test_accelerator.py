@@ -1,0 +1,521 @@
+"""Saves from an accelerator, whatever it does when: the code that ships, on a simulated device.
+
+`Checkpointer.save`, `Snapshots`, `Pending` and `Agent` with its thread run as they are; the sidecar
+is a table of slots in this process. After each thing that a stream runs, and wherever threads
+change places, the process might be killed: so then, and not only at the end, whatever is sealed in
+a slot must be a whole image of its step, and no slot may have been erased before its time.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import keepstep
+from keepstep import checkpointer as checkpointers
+from keepstep.client import wakeups
+from keepstep.client.slot import SlotMapping
+from keepstep.errors import TornError, UsageError
+from keepstep.image import Layout
+from keepstep.save import accelerator
+from keepstep.state import devices, rng
+from keepstep.steps import Epoch, EpochId
+from keepstep.wire.trainer import LayoutAccepted, SlotGranted
+from tests.lib.simulated import Device, Event, Simulated, Stream, Stuck
+
+_PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+class Slots:
+    """What a sidecar knows of the slots of one rank: the session and the client of an agent."""
+
+    connected, lease, run, rank, path, archive = True, "lease", "run", 0, "", False
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.mappings: dict[str, SlotMapping] = {}
+        self.images: dict[str, int] = {}
+        self.generation = 0
+        self.expected: dict[int, dict[str, bytes]] = {}
+        self.taken: dict[str, int] = {}
+        self.reached: dict[int, int] = {}
+        self.staged: list[int] = []
+        self.discarded: list[int] = []
+        self.wrong: list[str] = []
+
+    # --- what an agent calls -------------------------------------------------------------------
+
+    def call(self, route: str, request: Any, _: object, **__: object) -> Any:
+        if route == "/v1/layout":
+            return self._lay_out(request)
+        if route == "/v1/staged":
+            self.images[request.slot] = request.step
+            self.staged.append(request.step)
+            mapping = self.mappings[request.slot]
+            if mapping.control().step != request.step:
+                self.wrong.append(f"step {request.step} is staged, and not sealed")
+        elif route == "/v1/discard":
+            self.discarded.append(request.step)
+        elif route == "/v1/skipped":
+            return {}
+        return self._grant()
+
+    def _lay_out(self, request: Any) -> LayoutAccepted:
+        header = base64.b64decode(request.header)
+        layout = Layout.parse(memoryview(header))
+        self.mappings.clear()
+        self.images.clear()
+        for slot in "ab":
+            path = self._directory / f"{slot}-{layout.id}"
+            if not path.exists():
+                path.write_bytes(header.ljust(layout.size_bytes, b"\0"))
+            self.mappings[slot] = SlotMapping(str(path), layout)
+        return LayoutAccepted(layout=layout.id, slots=2, slot_bytes=layout.size_bytes)
+
+    def _grant(self) -> SlotGranted:
+        slot = min(self.mappings, key=lambda one: self.images.get(one, -1))
+        self.generation += 1
+        return SlotGranted(slot=slot, path=self.mappings[slot].path, generation=self.generation)
+
+    def close(self, *_: object, **__: object) -> None:
+        pass
+
+    end = drop = failed = close
+
+    # --- what must be true at any moment -------------------------------------------------------
+
+    def watch(self) -> None:
+        for slot, mapping in self.mappings.items():
+            try:
+                step = mapping.control().step
+            except TornError:
+                step = None
+            extras = mapping.layout.extras_begin
+            if b"\x07" in bytes(mapping.memory[mapping.layout.control_begin :]):
+                self.wrong.append("a slot is erased with what is not yet zero")
+            if step is not None:
+                held = bytes(mapping.memory[extras : extras + mapping.control().extras_bytes])
+                if not held.endswith(b",%d]}" % step):
+                    self.wrong.append(f"step {step} is sealed with other values: {held!r}")
+                for name, data in self.expected[step].items():
+                    entry = mapping.layout.entries[name]
+                    if mapping.memory[entry.begin : entry.end] != data:
+                        self.wrong.append(f"step {step} is sealed, and {name} is torn")
+            elif slot in self.images and self.reached.get(self.taken[slot], 0) < len(_PLACES):
+                self.wrong.append(
+                    f"step {self.images[slot]} was erased before devices came to {self.taken[slot]}"
+                )
+            if step is None:
+                self.images.pop(slot, None)
+
+
+class Model(nn.Module):
+    """Layers on both devices, one of a dtype and one of strides of its own; a buffer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(
+            [torch.zeros(8), torch.zeros(6, 2).t(), torch.zeros(4), torch.zeros(())]
+        )
+        for at in range(2):
+            self.register_buffer(f"seen{at}", torch.zeros(4))
+
+
+class Trainer:
+    """A training script on simulated devices, beside the same on plain memory."""
+
+    def __init__(self, slots: Slots, device: Device, *, lazy: bool = True) -> None:
+        self.slots, self.device = slots, device
+        self.step, self.gone = 0, False
+        self.model, self.twin = Model(), Model()
+        self.optimizers = [self._optimizer(one) for one in (self.model, self.twin)]
+        for one in self.optimizers:
+            one.step()  # makes its state
+        self.extra = {"on": torch.zeros(3), "host": torch.zeros(3), "wave": torch.zeros(2) + 0j}
+        self.extra["wave"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+        state = [part["momentum_buffer"] for part in self.optimizers[0].state.values()]
+        kept = [*self.model.parameters(), *self.model.buffers(), *state]
+        for at, one in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
+            device.made(one, _PLACES[at % 2])
+        for parameter in self.model.parameters():
+            device.made(parameter.grad, device.place(parameter))
+        for at, one in enumerate(state):
+            device.made(one, device.place(self.model.layers[at]))
+        self.extra["step"] = 0
+        parts = {"model": self.model, "optimizer": self.optimizers[0], "extra": self.extra}
+        self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False)
+        self.checkpointer._epoch = Epoch(EpochId(1, "00c0ffee"), None)
+        agent = self.agent = self.checkpointer._agent
+        agent.session = agent._client = slots  # type: ignore[assignment]
+        take = agent.await_slot
+
+        def taken(**options: Any) -> Any:
+            slot = take(**options)
+            slots.taken[slot.grant.slot] = self.step
+            return slot
+
+        agent.await_slot = taken  # type: ignore[method-assign]
+        work = agent._work
+
+        def turn() -> None:
+            with contextlib.suppress(Stuck):
+                work()
+            self.gone = True
+            device.turns.leave()
+
+        agent._work = turn  # type: ignore[method-assign]
+        agent._ensure_thread()
+        device.turns.joined(agent._thread)
+
+    def _optimizer(self, model: Model) -> torch.optim.Optimizer:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        return torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0, foreach=False)
+
+    # --- what a script does --------------------------------------------------------------------
+
+    def train(self) -> None:
+        for model in (self.model, self.twin):
+            for buffer in model.buffers():
+                buffer.add_(1)
+        self.extra["on"].add_(1)
+        self.extra["host"].add_(1)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def train_beside(self) -> None:
+        """The optimizer's step in streams of its own."""
+        with contextlib.ExitStack() as stack:
+            for place in _PLACES:
+                side, own = self.side(place), self.device.computing(place)
+                side.wait_stream(own)
+                stack.callback(own.wait_stream, side)
+                stack.enter_context(self.device.on(side))
+            self.train()
+
+    def side(self, place: torch.device) -> Any:
+        return Stream(self.device, place)
+
+    def save(self) -> None:
+        self.step += 1
+        self.extra["step"] = self.step
+        self.slots.expected[self.step] = self._expected()
+        for place in _PLACES:
+            self.device.computing(place).add(functools.partial(self._reached, self.step))
+        self.checkpointer.save(self.step)
+
+    def _reached(self, step: int) -> None:
+        self.slots.reached[step] = self.slots.reached.get(step, 0) + 1
+
+    def save_without_memory(self) -> None:
+        """A copy fails when some were queued."""
+        self.device.copies_left = self.device.choose(12)
+        self.save()
+        self.device.copies_left = None
+
+    def save_interrupted(self) -> None:
+        """A signal's handler raises when all copies were queued."""
+        submit = self.agent.submit
+
+        def interrupted(_: object) -> None:
+            self.agent.submit = submit  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        self.agent.submit = interrupted  # type: ignore[method-assign]
+        with contextlib.suppress(KeyboardInterrupt):
+            self.save()
+        self.agent.submit = submit  # type: ignore[method-assign]
+
+    def change(self) -> None:
+        """Behind everybody's back; version counters tell."""
+        for model in (self.model, self.twin):
+            with torch.no_grad():
+                model.layers[1].add_(1)
+
+    def change_data(self) -> None:
+        """The same, and no version counter tells."""
+        for model in (self.model, self.twin):
+            model.layers[0].data.add_(1)
+
+    def offload(self) -> None:
+        """Away from the device and back to where it was: other data was in its memory meanwhile."""
+        layer = self.model.layers[2]
+        place = self.device.place(layer)
+        there = layer.data
+        layer.data = self.device.made(there.clone(), place)
+        self.device.free(there)
+        there.copy_(layer.data)
+        layer.data = there
+
+    def mutate(self) -> None:
+        with self.checkpointer.mutating():
+            self.change_data()
+
+    def wait(self) -> None:
+        self.device.turns.pause()
+
+    def drain(self) -> None:
+        assert self.agent.drain(timeout_s=30), "an image is on its way for ever"
+
+    # --- what is right -------------------------------------------------------------------------
+
+    def _expected(self) -> dict[str, bytes]:
+        twin = keepstep.state.take.take(
+            {"model": self.twin, "optimizer": self.optimizers[1], "extra": self.extra}
+        )
+        with torch.utils._python_dispatch._disable_current_modes():
+            expected = {leaf.name: _bytes(leaf.tensor) for leaf in twin.tensors}
+            # of these there is no twin
+            expected["extra.on"] = expected["extra.host"]
+            expected["extra.wave"] = _bytes(torch.tensor([1 - 2j, 3 + 4j]))
+        return expected
+
+    def end(self) -> None:
+        """The training ends in the middle of whatever there is."""
+        self.agent._begin_closing()
+        self.device.turns.wait_for(lambda: self.gone, 600)
+        assert self.gone, "the agent thread does not end"
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().resolve_conj().contiguous().numpy().tobytes()
+
+
+EXAMPLES = int(os.environ.get("KEEPSTEP_EXAMPLES", "0")) or 30
+
+ACTIONS = [
+    *["train", "train", "train", "save", "save", "save", "wait", "train_beside", "drain", "mutate"],
+    *["change", "change_data", "offload", "save_without_memory", "save_interrupted"],
+]
+
+
+@contextlib.contextmanager
+def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator[Trainer]:
+    """A trainer on a device whose schedule is `seed`'s; checks what was wrong at any moment."""
+    chance = random.Random(seed)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        slots = Slots(Path(folder))
+        device = Device(chance.randrange, slots.watch, pace)
+        patch.setattr(accelerator, "_HERE", Simulated(device))
+        patch.setattr(
+            wakeups.Changes,
+            "wait_for",
+            lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
+        )
+        patch.setenv("KEEPSTEP_SOCKET", "/nowhere")
+        trainer = Trainer(slots, device, lazy=lazy)
+        try:
+            with device:
+                yield trainer
+            assert not slots.wrong, slots.wrong
+        finally:
+            device.turns.stop()
+            trainer.agent._thread.join(60)
+            trainer.checkpointer._end.detach()
+            checkpointers._LIVE.discard(trainer.checkpointer)
+
+
+@given(
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=20),
+    pace=st.sampled_from(["late", "any", "early"]),
+    seed=st.integers(0, 1 << 32),
+    lazy=st.booleans(),
+)
+@settings(max_examples=EXAMPLES)
+def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions, pace, seed, lazy):
+    with training(pace=pace, seed=seed, lazy=lazy) as trainer:
+        trainer.save()
+        for action in actions:
+            getattr(trainer, action)()
+        trainer.end()
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
+    """Else the property would hold for code that discards everything."""
+    with training(lazy=lazy) as trainer:
+        for action in [*["train", "save", "train_beside", "save"] * 3, "mutate", "save", "drain"]:
+            getattr(trainer, action)()
+    assert trainer.slots.staged == list(range(1, 8))
+    assert trainer.checkpointer.stats.discarded == 0
+
+
+# --- what it found, each alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_image_of_two_devices_waits_for_both(seed):
+    """One stream was used for all; a copy from another device is queued on that one's own."""
+    with training(pace="late", seed=seed) as trainer:
+        for action in ["save", "train", "save", "train", "drain"]:
+            getattr(trainer, action)()
+    assert trainer.slots.staged == [1, 2]
+
+
+@pytest.mark.parametrize("failure", ["save_without_memory", "save_interrupted"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, failure):
+    """The host erased the slot at once, with copies into it under way."""
+    with training(pace="late", seed=seed) as trainer:
+        for action in [
+            "save",
+            "drain",
+            "save",
+            "drain",
+            "train",
+            failure,
+            "train",
+            "save",
+            "drain",
+        ]:
+            getattr(trainer, action)()
+    assert trainer.slots.staged == [1, 2, 4]
+
+
+def test_what_is_conjugated_by_a_flag_is_kept_as_what_it_is(monkeypatch):
+    """`copy_` conjugates its target before the bytes come (pytorch#146286)."""
+    with training(pace="late") as trainer:
+        trainer.save()
+        trainer.drain()
+        monkeypatch.setattr(
+            Simulated,
+            "copy",
+            lambda _, targets, sources: [
+                one.copy_(other, non_blocking=True)
+                for one, other in zip(targets, sources, strict=True)
+            ],
+        )
+        trainer.save()
+        trainer.drain()
+        wrong, trainer.slots.wrong = trainer.slots.wrong, []
+    assert any("step 2" in one and "extra.wave" in one for one in wrong), "it is simulated"
+    assert not any("step 1" in one for one in wrong)
+
+
+# --- the seam over torch, as far as it can be seen without a device ------------------------------
+
+
+def test_what_is_called_on_streams_and_events_is_in_torchs_generic_interface():
+    for made, real in ((Stream, torch.Stream), (Event, torch.Event)):
+        called = {name for name in vars(made) if not name.startswith("_")}
+        ours = {"add", "can_run", "run"}
+        assert {name for name in called - ours if not hasattr(real, name)} == set()
+
+
+def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(monkeypatch):
+    class One:
+        def __init__(self, at: int) -> None:
+            self.device = _PLACES[at]
+
+    now, current = {one: One(at) for at, one in enumerate(_PLACES)}, [_PLACES[0]]
+
+    def put(stream: One) -> None:
+        now[stream.device], current[0] = stream, stream.device
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device=None: now[device or current[0]]
+    )
+    monkeypatch.setattr(torch.accelerator, "set_stream", put)
+    before, side = dict(now), One(1)
+    with contextlib.suppress(KeyError), accelerator.Accelerator().on(side):
+        assert (now[_PLACES[1]], current) == (side, [_PLACES[1]])
+        raise KeyError
+    assert (now, current) == (before, [_PLACES[0]])
+
+
+def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
+    monkeypatch.setattr(devices, "kind", lambda: "cuda")
+    one = accelerator.Accelerator()
+    assert one.current_device() is None
+    assert not one.is_capturing()
+    one.synchronize()
+    one.quiesce()
+    assert "cuda" not in rng.capture()
+
+
+# --- devices of a state --------------------------------------------------------------------------
+
+
+def test_tensors_of_a_device_that_cannot_be_kept_are_refused_with_what_to_do():
+    with pytest.raises(UsageError, match=r"model\.w: tensors on 'mps' .*one stream.*CUDA.*CPU"):
+        devices.check_device(torch.device("mps"), "model.w")
+    with pytest.raises(UsageError, match=r"model\.w: tensors on 'xpu' .*accelerator here is none"):
+        devices.check_device(torch.device("xpu", 1), "model.w")
+    devices.check_device(torch.device("cpu"), "model.w")
+
+
+class FakeDevices:
+    """`torch.xpu` with so many devices, of which the second is this thread's."""
+
+    def __init__(self, count: int) -> None:
+        self.states = [torch.tensor([at, 7], dtype=torch.uint8) for at in range(count)]
+        self.get_rng_state = self.states.__getitem__
+        self.set_rng_state = lambda state, at=1: self.states.__setitem__(at, state)
+        self.device_count = self.states.__len__
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def has(kind: str, count: int) -> FakeDevices:
+        made = FakeDevices(count)
+        monkeypatch.setattr(devices, "kind", lambda: kind)
+        monkeypatch.setattr(devices, "module", lambda _: made)
+        return made
+
+    return has
+
+
+def test_the_generators_of_all_devices_are_kept(fake, caplog):
+    fake("xpu", 3)
+    kept = rng.capture()
+    assert kept["xpu"] == [b"\0\7", b"\1\7", b"\2\7"]
+    other = fake("xpu", 3)
+    for state in other.states:
+        state.zero_()
+    rng.apply(kept)
+    assert [one.tolist() for one in other.states] == [[0, 7], [1, 7], [2, 7]]
+    assert not caplog.records
+    fewer = fake("xpu", 2)
+    rng.apply(kept)
+    assert [one.tolist() for one in fewer.states] == [[0, 7], [1, 7]]
+    assert "3 devices (xpu) were kept, and there are 2 here" in caplog.text
+
+
+def test_generators_of_another_kind_of_device_are_told_and_left(fake, caplog):
+    here = fake("xpu", 1)
+    rng.apply({"cuda": [b"\1\2"]})
+    assert here.states[0].tolist() == [0, 7]
+    assert "1 devices (cuda) were kept, and there are 0 here" in caplog.text
+
+
+def test_a_device_is_named_by_what_it_is_to_the_process(fake):
+    fake("xpu", 3)
+    assert devices.device_name(torch.device("xpu", 1)) == "xpu"
+    assert devices.device_name(torch.device("xpu", 2)) == "xpu:2"
+    assert devices.device_name(torch.device("cpu")) == "cpu"
+    assert devices.device_of("xpu") == torch.device("xpu", 1)
+    assert devices.device_of("xpu:2") == torch.device("xpu", 2)
+    assert devices.device_of("xpu:9") == torch.device("xpu", 1)
+    assert [devices.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3
