@@ -128,7 +128,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ParameterList(
-            [torch.zeros(8), torch.zeros(6, 2).t(), torch.zeros(4), torch.zeros(())]
+            [torch.zeros(8), torch.zeros(16, 4).t(), torch.zeros(4), torch.zeros(())]
         )
         for at in range(2):
             self.register_buffer(f"seen{at}", torch.zeros(4))
@@ -240,10 +240,10 @@ class Trainer:
         self.agent.submit = submit  # type: ignore[method-assign]
 
     def change(self) -> None:
-        """Behind everybody's back; version counters tell."""
+        """Behind everybody's back, between the samples of a fingerprint; version counters tell."""
         for model in (self.model, self.twin):
             with torch.no_grad():
-                model.layers[1].add_(1)
+                model.layers[1][1, 0].add_(1)
 
     def change_data(self) -> None:
         """The same, and no version counter tells."""
