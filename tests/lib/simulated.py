@@ -255,7 +255,7 @@ class Simulated(Accelerator):
 
     def copying(self, place: torch.device) -> Any:
         if place not in self._copying:
-            self._copying[place] = Stream(self.device, place)  # type: ignore[assignment]
+            self._copying[place] = Stream(self.device, place)
         return self._copying[place]
 
     def on(self, stream: Any) -> Any:

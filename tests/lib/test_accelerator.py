@@ -123,7 +123,7 @@ class Slots:
 
 
 class Model(nn.Module):
-    """Layers on both devices, one of a dtype and one of strides of its own; a buffer each."""
+    """Layers on both devices, one of them with strides of its own; a buffer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ class Trainer:
         self.optimizers = [self._optimizer(one) for one in (self.model, self.twin)]
         for one in self.optimizers:
             one.step()  # makes its state
-        self.extra = {"on": torch.zeros(3), "host": torch.zeros(3), "wave": torch.zeros(2) + 0j}
-        self.extra["wave"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+        wave = torch.tensor([1 + 2j, 3 - 4j]).conj()
+        self.extra = {"on": torch.zeros(3), "host": torch.zeros(3), "wave": wave, "step": 0}
         state = [part["momentum_buffer"] for part in self.optimizers[0].state.values()]
         kept = [*self.model.parameters(), *self.model.buffers(), *state]
         for at, one in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
@@ -154,12 +154,11 @@ class Trainer:
             device.made(parameter.grad, device.place(parameter))
         for at, one in enumerate(state):
             device.made(one, device.place(self.model.layers[at]))
-        self.extra["step"] = 0
         parts = {"model": self.model, "optimizer": self.optimizers[0], "extra": self.extra}
         self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False)
         self.checkpointer._epoch = Epoch(EpochId(1, "00c0ffee"), None)
         agent = self.agent = self.checkpointer._agent
-        agent.session = agent._client = slots  # type: ignore[assignment]
+        agent.session = agent._client = slots
         take = agent.await_slot
 
         def taken(**options: Any) -> Any:
@@ -167,7 +166,7 @@ class Trainer:
             slots.taken[slot.grant.slot] = self.step
             return slot
 
-        agent.await_slot = taken  # type: ignore[method-assign]
+        agent.await_slot = taken
         work = agent._work
 
         def turn() -> None:
@@ -176,7 +175,7 @@ class Trainer:
             self.gone = True
             device.turns.leave()
 
-        agent._work = turn  # type: ignore[method-assign]
+        agent._work = turn
         agent._ensure_thread()
         device.turns.joined(agent._thread)
 
@@ -200,14 +199,11 @@ class Trainer:
         """The optimizer's step in streams of its own."""
         with contextlib.ExitStack() as stack:
             for place in _PLACES:
-                side, own = self.side(place), self.device.computing(place)
+                side, own = Stream(self.device, place), self.device.computing(place)
                 side.wait_stream(own)
                 stack.callback(own.wait_stream, side)
                 stack.enter_context(self.device.on(side))
             self.train()
-
-    def side(self, place: torch.device) -> Any:
-        return Stream(self.device, place)
 
     def save(self) -> None:
         self.step += 1
@@ -231,13 +227,12 @@ class Trainer:
         submit = self.agent.submit
 
         def interrupted(_: object) -> None:
-            self.agent.submit = submit  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        self.agent.submit = interrupted  # type: ignore[method-assign]
+        self.agent.submit = interrupted
         with contextlib.suppress(KeyboardInterrupt):
             self.save()
-        self.agent.submit = submit  # type: ignore[method-assign]
+        self.agent.submit = submit
 
     def change(self) -> None:
         """Behind everybody's back, between the samples of a fingerprint; version counters tell."""
