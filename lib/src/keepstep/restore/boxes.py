@@ -75,7 +75,8 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """What the images of a step hold. `absent`: saved ranks of which there is no image.
+    """What the images of a step hold. `absent`: saved ranks of which there is no image. `left_out`:
+    those of which there is one, but only a twin's was read.
 
     `aliases`: other names of tied tensors. `conflicts`: names that do not mean the same tensor in
     all shards, with what they mean where.
@@ -85,6 +86,7 @@ class Index:
     tensors: Mapping[str, Saved]
     aliases: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Saved | None:
@@ -123,13 +125,14 @@ class IndexBuilder:
             else:
                 self._conflict(saved, spec.dtype, shape, layout.rank)
 
-    def build(self) -> Index:
+    def build(self, left_out: tuple[int, ...] = ()) -> Index:
         """The index; nothing may be added afterwards."""
         return Index(
             world=self._world,
             tensors=self._tensors,
             aliases=self._aliases,
-            absent=tuple(sorted(set(range(self._world)) - self._present)),
+            absent=tuple(sorted(set(range(self._world)).difference(self._present, left_out))),
+            left_out=left_out,
             conflicts=self._conflicts,
         )
 

@@ -149,7 +149,7 @@ class Images:
             # most ranks have the same: one object for all of them
             last = last if last == layout.parameters else layout.parameters
             self._parameters[layout.rank] = last
-        self.index: Index = builder.build()
+        self.index: Index = builder.build(found.left_out)
 
     @classmethod
     def of_slot(cls, link: Session, slot: SlotMapping, control: ControlPage) -> Images:
@@ -176,12 +176,14 @@ class Images:
         id: StepId,
         timeout_s: float = CHUNKS_S,
         tensors_of: TensorsOf = lambda _: {},
+        *,
+        every: bool = False,
     ) -> Images:
         """Ask the sidecar where they are. One in memory that does not verify is left out: it comes
-        from the next place. Raises CoverageError, SidecarError."""
+        from the next place. `every`: of twins all. Raises CoverageError, SidecarError."""
         bad: tuple[str, ...] = ()
         while True:
-            request = SourcesRequest(lease=link.lease, id=id, bad=bad)
+            request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
             found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
             try:
                 return cls(link, found, timeout_s, tensors_of)

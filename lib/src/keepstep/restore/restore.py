@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from keepstep.client.session import RESTORE_S, Session
 from keepstep.client.slot import SlotMapping
 from keepstep.core.vote import Decision
-from keepstep.errors import ForeignError, ImageError, MismatchError, RestoreError, SidecarError
+from keepstep.errors import CoverageError, ForeignError, ImageError, MismatchError, RestoreError, SidecarError
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused
@@ -154,18 +154,30 @@ class Restore:
         """Returns the names that this rank has no place for."""
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
-        self._loader = loader = Loader(
+        images = self._all_images() if slot is None else self._own_image(slot)
+        try:
+            self._plan_from(images, taken, kept=None if slot is None else self._kept)
+        except CoverageError:
+            if not images.index.left_out:
+                raise
+            # whether boxes contradict each other shows where all of them were read
+            self._plan_from(self._all_images(every=True), taken)
+        self._partial.check(self._id, self._lasting(taken), self._loader.targets)
+        return self._loader.unused()
+
+    def _plan_from(
+        self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None
+    ) -> None:
+        self._loader = Loader(
             self._components,
             taken,
-            self._all_images() if slot is None else self._own_image(slot),
+            images,
             rank=self._rank,
             reader=self._reader,
             trusted=self._trusted,
-            kept=None if slot is None else self._kept,
+            kept=kept,
         )
-        loader.plan()
-        self._partial.check(self._id, self._lasting(taken), loader.targets)
-        return loader.unused()
+        self._loader.plan()
 
     def _lasting(self, taken: Taken) -> Iterator[Tensor]:
         """Tensors of modules. All else lives on only where it is filled: it gives way to what the
@@ -181,8 +193,8 @@ class Restore:
         accelerator.here().pin(slot)
         return Images.of_slot(self._link, slot, self._control)
 
-    def _all_images(self) -> Images:
-        images = Images.find(self._link, self._id, self._timeout_s)
+    def _all_images(self, *, every: bool = False) -> Images:
+        images = Images.find(self._link, self._id, self._timeout_s, every=every)
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         return images
 

@@ -68,16 +68,21 @@ class Topology:
             return ()
         distinct = set(groups)
         common = set.intersection(*map(set, distinct)) if distinct else set()
-        return tuple(
-            one
-            for one in sorted(common)
-            if self.nodes[one] != self.nodes[self.rank]
-            and all(self._place(one, group) == self._place(self.rank, group) for group in distinct)
-        )
+        for group in distinct:
+            places = self._places(group)
+            common = {one for one in common if places[one] == places[self.rank]}
+        return tuple(one for one in sorted(common) if self.nodes[one] != self.nodes[self.rank])
 
-    def _place(self, rank: int, group: tuple[int, ...]) -> tuple[int, int]:
-        together = [one for one in group if self.nodes[one] == self.nodes[rank]]
-        return together.index(rank), len(together)
+    def _places(self, group: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+        """Of each rank of the group: which of those of its node it is, and of how many."""
+        together: dict[int, list[int]] = {}
+        for one in group:
+            together.setdefault(self.nodes[one], []).append(one)
+        return {
+            one: (number, len(those))
+            for those in together.values()
+            for number, one in enumerate(those)
+        }
 
 
 ALONE = Topology()

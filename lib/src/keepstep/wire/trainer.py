@@ -11,6 +11,7 @@ added with a default; nothing may be removed or change its meaning within `PROTO
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -228,12 +229,13 @@ class SourcesRequest:
     """POST /v1/sources: where are the images of this step, of all ranks that were there then?
 
     What it names stays where it is until `RestoredRequest` or the end of the lease. `bad`: paths of
-    earlier answers that did not verify.
+    earlier answers that did not verify. `every`: also those whose twin is named.
     """
 
     lease: str
     id: StepId
     bad: tuple[str, ...] = ()
+    every: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +257,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """One source for each rank of `world` that has one; the missing ones have twins here."""
+    """One source for each rank of `world` that has one; the missing ones have twins here.
+
+    `left_out`: ranks that have one, of which it is not named, as a twin is.
+    """
 
     id: StepId
     world: int
     sources: tuple[Source, ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -425,6 +431,12 @@ def from_json(kind: type[T], data: bytes | str) -> T:
         raise ProtocolError(f"not a {kind.__name__}: {e}", code="protocol") from e
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Of a message's fields; to work them out takes longer than a small message."""
+    return typing.get_type_hints(kind)
+
+
 def _build(kind: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -436,7 +448,7 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is dict:
         return {key: _build(arguments[1], one) for key, one in value.items()}
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
         return typing.cast(Any, kind)(**known)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -439,6 +439,22 @@ class CopyLocator:
         """Saved ranks of which a shard lies somewhere beyond memory."""
         return sorted({*self._shards.get(id, {}), *self._remotes.of(id)})
 
+    def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
+        """Those of `ranks`, in their order, that hold a box which neither `known` nor one before
+        them holds. Of images beyond memory."""
+        reading, needed = set(known), list[int]()
+        for rank in ranks:
+            if reading.isdisjoint(self._twins(id, rank)):
+                needed.append(rank)
+                reading.add(rank)
+        return needed
+
+    def _twins(self, id: StepId, rank: int) -> tuple[int, ...]:
+        """Of its image beyond memory."""
+        if (local := self._shards.get(id, {}).get(rank)) is not None:
+            return local.twins
+        return next((one.shard.twins for one in self._remotes.of(id).get(rank, ())), ())
+
     def ids(self) -> set[StepId]:
         """Every step of which something is within reach."""
         sealed = (id for slots in self._pool.ranks.values() for id in slots.sealed())
@@ -463,14 +479,16 @@ class CopyLocator:
     def _offer(self, id: StepId) -> Offer | None:
         if (world := self.world_of(id)) is None:
             return None
-        nearest: dict[int, Tier] = {}
+        reached: dict[Tier, set[int]] = {}
         for tier, rank, twins in self._copies(id):
-            for covered in (rank, *twins):
-                nearest[covered] = min(nearest.get(covered, tier), tier, key=NEAREST_FIRST.index)
-        if not set(range(world)).issubset(nearest):
-            return None
-        farthest = max((nearest[rank] for rank in range(world)), key=NEAREST_FIRST.index)
-        return Offer(id=id, tier=farthest, world=world)
+            # one call for all twins: a large world has as many for each of its ranks
+            reached.setdefault(tier, {rank}).update((rank, *twins))
+        left = set(range(world))
+        for tier in NEAREST_FIRST:
+            left -= reached.get(tier, set())
+            if not left:
+                return Offer(id=id, tier=tier, world=world)
+        return None
 
     def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, tuple[int, ...]]]:
         """(tier, rank, twins) of all copies."""

@@ -84,7 +84,6 @@ class Fetcher:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
 
-    async def control(self, id: StepId, saved: int) -> tuple[ShardSource, ControlPage]:
+    async def shown(self, id: StepId, saved: int) -> tuple[ShardSource, Manifest]:
         """Of the saved rank's shard, and the place that showed it. Raises as `ask` does."""
-        source, manifest = await self.ask(id, saved, self.manifest)
-        return source, manifest.control
+        return await self.ask(id, saved, self.manifest)

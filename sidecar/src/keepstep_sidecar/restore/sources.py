@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from keepstep.errors import ImageError, StorageError
-from keepstep.steps import StepId
+from keepstep.image import Layout
+from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import few_at_once
@@ -48,12 +49,17 @@ class ImageSources:
         self._leases = leases
         self._fetcher = fetcher
         self._readings: dict[int, _Reading] = {}
-        self._headers: dict[str, str] = {}
+        self._beyond_memory: dict[tuple[StepId, int], Source] = {}
+        self._headers: dict[tuple[StepId, int], str] = {}
+        """Kept while a rank reads: all ranks of the node ask for the same."""
+        self._asking = asyncio.Lock()
 
     # --- sources -----------------------------------------------------------------------------
 
     async def sources(self, request: SourcesRequest) -> Sources:
-        """One source for each saved rank that has one, memory first.
+        """One source for each saved rank that has one, memory first; but of twins beyond this
+        machine's memory only one, which is a page and a header less to read for each other node.
+        This rank's own image is always among them.
 
         Raises SidecarError `unknown-step` when there is none at all, `starting` before the scan.
         """
@@ -63,13 +69,12 @@ class ImageSources:
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
-        others = [one for one in self._committer.locator.ranks_with(id) if one not in found]
-        told = await few_at_once([partial(self._told, id, one) for one in others], most=_AT_ONCE)
-        found |= {one.rank: one for one in told if one is not None}
+        async with self._asking:
+            left = await self._find_beyond(found, id, own=rank, every=request.every)
         world = self._committer.locator.world_of(id)
         if not found or world is None:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
-        return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)))
+        return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)), left_out=left)
 
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
         """Images in slots, pinned before anything else can run."""
@@ -90,17 +95,44 @@ class ImageSources:
             )
         return found
 
+    async def _find_beyond(
+        self, found: dict[int, Source], id: StepId, *, own: int, every: bool
+    ) -> tuple[int, ...]:
+        """Adds what is needed besides; while a copy turns out to be none, its twins are tried.
+        Returns the ranks that were left out."""
+        locator = self._committer.locator
+        world = locator.world_of(id) or 1
+        # each node begins its search at itself, so that not all read the same copies
+        here = min(self._committer.ranks(), default=own)
+        left = [one for one in locator.ranks_with(id) if one not in found]
+        left.sort(key=lambda one: (_far(locator.nearest(id, one)), (one - here) % world))
+        while left:
+            asked = left if every else locator.one_of_twins(id, left, known=found)
+            if own % world in left and own % world not in asked:
+                asked.append(own % world)
+            if not asked:
+                break
+            told = await few_at_once([partial(self._told, id, one) for one in asked], most=_AT_ONCE)
+            tried = set(asked)
+            found.update((one.rank, one) for one in told if one is not None)
+            left = [one for one in left if one not in tried]
+        return tuple(sorted(left))
+
     async def _told(self, id: StepId, saved: int) -> Source | None:
         """From the nearest place that can show the shard's control page; None: from nowhere."""
+        if (known := self._beyond_memory.get((id, saved))) is not None:
+            return known
         with suppress(ImageError, StorageError):
-            source, control = await self._fetcher.control(id, saved)
-            return Source(
+            source, manifest = await self._fetcher.shown(id, saved)
+            self._headers[id, saved] = await _packed(manifest.layout)
+            told = self._beyond_memory[id, saved] = Source(
                 rank=saved,
                 tier=source.tier,
                 bytes=source.shard.size_bytes,
-                extras_bytes=control.extras_bytes,
+                extras_bytes=manifest.control.extras_bytes,
                 twins=source.shard.twins,
             )
+            return told
         return None
 
     # --- headers -----------------------------------------------------------------------------
@@ -116,10 +148,9 @@ class ImageSources:
         return Headers(headers=tuple(texts))
 
     async def _header(self, id: StepId, saved: int) -> str:
-        layout = await self._fetcher.layout(id, saved)
-        if (text := self._headers.get(layout.id)) is None:
-            packed = await asyncio.to_thread(zlib.compress, layout.header, 1)
-            text = self._headers[layout.id] = base64.b64encode(packed).decode()
+        if (text := self._headers.get((id, saved))) is None:
+            text = await _packed(await self._fetcher.layout(id, saved))
+            self._headers[id, saved] = text
         return text
 
     # --- the end -----------------------------------------------------------------------------
@@ -139,4 +170,14 @@ class ImageSources:
             slot.unpin()
         self._committer.opening(reading.id, on=False)
         if not self._readings:
+            self._beyond_memory.clear()
             self._headers.clear()
+
+
+def _far(tier: Tier | None) -> int:
+    return len(NEAREST_FIRST) if tier is None else NEAREST_FIRST.index(tier)
+
+
+async def _packed(layout: Layout) -> str:
+    packed = await asyncio.to_thread(zlib.compress, layout.header, 1)
+    return base64.b64encode(packed).decode()
