@@ -85,21 +85,23 @@ def choose(
     """
     number = max((vote.highest_epoch for vote in votes), default=0) + 1
     allowed = _allowed(excluded, limit, exact=exact)
-    ways = [_ways(vote, len(votes), allowed) for vote in votes]
-    common = _common(ways)
+    distinct = {id(vote): vote for vote in votes}  # most ranks of a large world say the same
+    made = {at: _ways(vote, len(votes), allowed) for at, vote in distinct.items()}
+    ways = [made[id(vote)] for vote in votes]
+    common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
     if common:
-        left = common if limit is not None else _doubt(votes).left(common)
-        id = _preferred(ways, left)
-        taken = [each[id] for each in ways]
+        left = common if limit is not None else _doubt(list(distinct.values())).left(common)
+        chosen = _preferred(ways, left)
+        taken = [each[chosen] for each in ways]
         tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
         return Decision(
-            id,
+            chosen,
             tiers,
             number,
             direct=direct,
             world=taken[0].world,
-            suspects=tuple(sorted(one for one in common - left if one > id)),
+            suspects=tuple(sorted(one for one in common - left if one > chosen)),
         )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)

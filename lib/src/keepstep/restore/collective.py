@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import platform
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -76,10 +78,11 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Ballot:
-    """`without`: the name of a machine without a sidecar, as admission did not answer when its pod
-    was made."""
+    """`said`: the rank's `Candidates`, packed: most ranks say the very same, which is read once.
+    `without`: the name of a machine without a sidecar, as admission did not answer when its pod was
+    made."""
 
-    candidates: Candidates | None
+    said: bytes | None
     nonce: str
     error: str = ""
     without: str = ""
@@ -117,7 +120,7 @@ class Collective:
         if all(ballot.without for ballot in ballots):
             return Unkept()
         self._raise_errors(ballots)
-        votes = [ballot.candidates for ballot in ballots if ballot.candidates is not None]
+        votes = _votes(ballots)
         if reason := _without(ballots):
             if nothing_is_kept(votes):
                 return Unkept(reason)
@@ -225,7 +228,7 @@ class Collective:
         if self._session is None:
             return arrival
         try:
-            return replace(arrival, candidates=ask_candidates(self._session))
+            return replace(arrival, said=_packed(ask_candidates(self._session)))
         except SidecarError as error:
             return replace(arrival, error=str(error))
 
@@ -240,6 +243,19 @@ class Collective:
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, mine)
         return everyone
+
+
+def _packed(said: Candidates) -> bytes:
+    return zlib.compress(pickle.dumps(said), 1)
+
+
+def _votes(ballots: list[_Ballot]) -> list[Candidates]:
+    """Of the ranks that have a sidecar."""
+    texts = [ballot.said for ballot in ballots if ballot.said is not None]
+    read: dict[bytes, Candidates] = {
+        one: pickle.loads(zlib.decompress(one)) for one in dict.fromkeys(texts)
+    }
+    return [read[one] for one in texts]
 
 
 def _without(ballots: list[_Ballot]) -> str:

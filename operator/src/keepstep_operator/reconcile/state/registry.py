@@ -21,9 +21,9 @@ from keepstep_operator.reconcile.state.actions import Action
 from keepstep_operator.reconcile.state.run import Run
 
 REPORT_S = 0.0015
-RANK_S = 0.000012
-"""CPU time of one report with its connection, and more for each rank of its run (measured by
-tests/operator/reconcile/load.py)."""
+POD_S = 0.000012
+"""CPU time of one report with its connection, and more for each pod of its run, which the reply
+names (measured by tests/operator/reconcile/load.py and bench/scale.py)."""
 BUDGET = 0.3
 """Of a core, for reports; each run has an equal part of it, and reports as often as that allows."""
 LONGEST_GAP_S = 30.0
@@ -188,7 +188,7 @@ class Registry:
 
     def least_gap_s(self, run: Run) -> float:
         """The shortest time between two reports of one pod, so that all can be taken in."""
-        all_pods_s = len(run.pods) * (REPORT_S + RANK_S * (run.ledger.world or 0))
+        all_pods_s = len(run.pods) * (REPORT_S + POD_S * len(run.pods))
         return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self._living) / BUDGET))
 
     # --- time ----------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""`bench.scale` runs, and what it counts does not grow faster than it has to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench import scale, scale_operator
+from keepstep.core import vote
+from keepstep.state.topology import Topology
+
+
+@pytest.mark.parametrize("kind", scale.KINDS)
+def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
+    found = {part: scale.run_one(part, kind, 32) for part in ("vote", "gossip", "plan")}
+    assert all(one >= 0 for each in found.values() for one in each.values())
+    shown = scale.table({(part, kind, 32): one for part, one in found.items()}, [32])
+    assert "| heard_bytes |" in shown
+    assert found["plan"]["images"] == (scale.NODE if kind == "ddp" else 32)
+
+
+def test_growth_is_the_power_that_fits() -> None:
+    assert scale.exponent([(256, 3.0), (1024, 48.0)]) == pytest.approx(2.0)
+    assert math.isnan(scale.exponent([(256, 3.0)]))
+
+
+def test_a_pod_tells_of_its_ranks_and_of_the_copies_that_it_keeps() -> None:
+    told = scale_operator.whole_report("ddp", 1, 32)
+    assert [one["rank"] for one in told["ranks"]] == [*range(8, 16), *range(8)]
+    assert told["ranks"][0]["memory"][0]["twins"] == [0, 16, 24]
+
+
+# --- what was mended for it --------------------------------------------------------------------
+
+
+def heard_bytes(world: int) -> float:
+    return scale.vote("ddp", world)["heard_bytes"] / world
+
+
+def test_a_rank_says_no_more_in_a_larger_world() -> None:
+    """Two kilobytes, where a hundred steps are archived; as objects they would be fourteen."""
+    assert heard_bytes(128) < 2048
+    assert heard_bytes(128) == pytest.approx(heard_bytes(32), rel=0.1)
+
+
+def test_ranks_that_say_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    ways = vote._ways
+    monkeypatch.setattr(vote, "_ways", lambda one, *rest: looked.append(one) or ways(one, *rest))
+    scale.vote("ddp", 64)
+    assert len(looked) == 1
+
+
+class Counted(tuple[int, ...]):
+    """Nodes of ranks, that count how often they are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: object) -> int:  # type: ignore[override]
+        Counted.looks += 1
+        return super().__getitem__(at)  # type: ignore[index, return-value]
+
+
+def test_twins_are_found_in_one_look_at_each_rank() -> None:
+    world = 1024
+    topology = Topology(world=world, nodes=Counted(one // 8 for one in range(world)))
+    Counted.looks = 0
+    assert topology.twins([tuple(range(world))] * 600) == tuple(range(8, world, 8))
+    assert Counted.looks <= 4 * world
