@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -115,14 +116,14 @@ def _rows(kind: str, world: int) -> list[Callable[[int], tuple[int, int]]]:
         return [
             lambda rank, rows=shape[0] if shape else 1: chunk(rows, world, rank) for shape in shapes
         ]
-    bulks = tuple(Bulk(shape, 4) for shape in shapes if shape)
-    cuts = iter(cut(bulks, NODE))
-    return [
-        (lambda rank, at=next(cuts): (at[rank % NODE], at[rank % NODE + 1] - at[rank % NODE]))
-        if shape
-        else lambda rank: (0, 1)
-        for shape in shapes
-    ]
+    cuts = iter(cut(tuple(Bulk(shape, 4) for shape in shapes if shape), NODE))
+    rows = [next(cuts) if shape else None for shape in shapes]
+
+    def part(at: tuple[int, ...] | None, rank: int) -> tuple[int, int]:
+        place = rank % NODE
+        return (0, 1) if at is None else (at[place], at[place + 1] - at[place])
+
+    return [partial(part, at) for at in rows]
 
 
 def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
@@ -446,10 +447,14 @@ def table(results: dict[tuple[str, str, int], dict[str, float] | str], worlds: l
     rows.append("| --- " * (4 + len(worlds)) + "|")
     for part, kind in dict.fromkeys((part, kind) for part, kind, _ in results):
         each = {world: results.get((part, kind, world), "-") for world in worlds}
-        names = dict.fromkeys(name for one in each.values() if isinstance(one, dict) for name in one)
+        names = dict.fromkeys(
+            name for one in each.values() if isinstance(one, dict) for name in one
+        )
         for name in names:
             told = [one.get(name) if isinstance(one, dict) else one for one in each.values()]
-            points = [(w, v) for w, v in zip(worlds, told, strict=True) if isinstance(v, float | int)]
+            points = [
+                (w, v) for w, v in zip(worlds, told, strict=True) if isinstance(v, float | int)
+            ]
             power = exponent(points)
             shown = " | ".join(_shown(name, one) for one in told)
             grows = "-" if math.isnan(power) else f"n^{power:.1f}"
@@ -502,7 +507,9 @@ def main() -> None:
                 print(part, kind, world, found, flush=True)
     print(text := table(results, options.worlds))
     if options.write:
-        about = "; ".join(f"{name}: {told}" for name, told in machine.describe(Path("/tmp")).items())
+        about = "; ".join(
+            f"{name}: {told}" for name, told in machine.describe(Path("/tmp")).items()
+        )
         command = f"python -m bench.scale {' '.join(sys.argv[1:])}"
         (_RESULTS / f"{machine.slug()}-scale{_suffix(options.parts)}.md").write_text(
             f"# A restart of thousands of ranks\n\n{about}\n\n{text}\n\n    {command}\n"

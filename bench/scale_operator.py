@@ -26,12 +26,12 @@ import msgspec
 
 from bench.operator_load import Apart
 from keepstep_sidecar.report.reporter import Rhythm
+from tests.harness import until
 from tests.operator.promises.surface import (
     PREFIX,
     Body,
     Cluster,
     Operator,
-    epoch,
     held,
     pod,
     policy,
@@ -179,11 +179,7 @@ async def _restart(kind: str, world: int, cluster: Cluster, directory: Path) -> 
         )  # fmt: skip
     sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of many connections else
     async with reconciler(cluster, directory, "--host-path", PREFIX) as operator:
-        async def all_seen() -> None:
-            while not await operator.knows(len(pods)):
-                await asyncio.sleep(0.2)
-
-        await asyncio.wait_for(all_seen(), 60)
+        await until(lambda: operator.knows(len(pods)), within_s=60, what="all pods are seen")
         return await _measured(operator, pods, trusting((directory / "tls.crt").read_bytes()))
 
 

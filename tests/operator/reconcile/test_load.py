@@ -35,3 +35,9 @@ def test_thousands_of_ranks_in_one_run_report_less_often_and_leave_room_for_othe
     print(cost)
     assert cost["cores"] <= 0.5
     assert cost["least_gap_s"] <= 30
+
+
+def test_a_run_reports_as_often_as_its_pods_allow_however_many_ranks_they_have() -> None:
+    """What a report costs besides follows the pods, which each reply names."""
+    few, many = simulate(1, 64, 1, seconds=5), simulate(1, 64, 8, seconds=5)
+    assert few["least_gap_s"] == many["least_gap_s"] <= 1.0

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from keepstep.client.session import RESTORE_S, Session
 from keepstep.client.slot import SlotMapping
 from keepstep.core.vote import Decision
-from keepstep.errors import CoverageError, ForeignError, ImageError, MismatchError, RestoreError, SidecarError
+from keepstep.errors import (
+    CoverageError,
+    ForeignError,
+    ImageError,
+    MismatchError,
+    RestoreError,
+    SidecarError,
+)
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused

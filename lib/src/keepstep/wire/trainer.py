@@ -448,7 +448,7 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is dict:
         return {key: _build(arguments[1], one) for key, one in value.items()}
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)
+        hints = _hints(typing.cast(typing.Hashable, kind))
         known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
         return typing.cast(Any, kind)(**known)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -74,7 +74,9 @@ class ImageSources:
         world = self._committer.locator.world_of(id)
         if not found or world is None:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
-        return Sources(id=id, world=world, sources=tuple(found[one] for one in sorted(found)), left_out=left)
+        return Sources(
+            id=id, world=world, sources=tuple(found[one] for one in sorted(found)), left_out=left
+        )
 
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
         """Images in slots, pinned before anything else can run."""

@@ -1,0 +1,69 @@
+"""Of twins one image is read; all of them only where these seem not to make up the tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keepstep.core.vote import Decision
+from keepstep.errors import CoverageError
+from keepstep.restore import restore
+from keepstep.restore.boxes import IndexBuilder
+from keepstep.steps import EpochId, StepId, Tier
+
+ID = StepId(EpochId(1, "aaaaaaaa"), 4)
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[bool]:
+    """Whether every image was asked for, each time that a plan is made; the first one fails."""
+    asked: list[bool] = []
+
+    def find(*_: object, every: bool) -> Any:
+        asked.append(every)
+        index = IndexBuilder(2).build(() if every else left_out)
+        return SimpleNamespace(index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0)
+
+    class Loader:
+        targets = ()
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def plan(self) -> None:
+            if len(asked) == 1:
+                raise CoverageError("w: these boxes overlap")
+
+        def unused(self) -> bytes:
+            return b""
+
+    monkeypatch.setattr(restore.Images, "find", find)
+    monkeypatch.setattr(restore, "Loader", Loader)
+    one = restore.Restore(
+        {},
+        None,  # type: ignore[arg-type]
+        Decision(ID, (Tier.PEER,), 2, direct=(False,), world=2),
+        rank=0,
+        take=lambda: SimpleNamespace(by_path={}),  # type: ignore[arg-type,return-value]
+        rng=False,
+        trusted=False,
+        partial=restore.PartialRestore(),
+    )
+    one._plan(())
+    return asked
+
+
+def test_what_twins_that_were_left_out_may_say_is_read_before_a_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert plan(monkeypatch, left_out=(1,)) == [False, True]
+
+
+def test_where_all_was_read_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CoverageError, match="overlap"):
+        plan(monkeypatch, left_out=())
+
+
+def test_what_was_left_out_is_not_absent() -> None:
+    index = IndexBuilder(4).build((1, 3))
+    assert (index.absent, index.left_out) == ((0, 2), (1, 3))
