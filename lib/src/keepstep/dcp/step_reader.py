@@ -40,7 +40,9 @@ class StepReader:
     def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = Images.find(link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes)
+        images = Images.find(
+            link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
+        )
         return cls(images, id, where=f"step {id}", rank=link.rank)
 
     @classmethod
