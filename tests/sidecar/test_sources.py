@@ -360,10 +360,11 @@ class Node:
         committer = SimpleNamespace(
             scanned=True,
             locator=CopyLocator({}, pool, remotes, None),  # type: ignore[arg-type]
-            ranks=lambda: range(8, 12),
             opening=lambda id, on: None,
         )
-        leases = SimpleNamespace(require=lambda lease: SimpleNamespace(rank=int(lease)))
+        leases = SimpleNamespace(
+            require=lambda lease: SimpleNamespace(rank=int(lease)), ranks=range(8, 12)
+        )
         self.sources = ImageSources(pool, committer, leases, self)  # type: ignore[arg-type]
 
     async def shown(self, id: StepId, saved: int) -> tuple[Any, Any]:
@@ -384,6 +385,7 @@ async def test_of_twins_a_node_reads_one_and_the_image_of_each_of_its_ranks() ->
     node = Node()
     told = await node.told(8)
     assert [one.rank for one in told.sources] == [8, 9, 10, 11]
+    assert (await node.told(11)).sources == told.sources
     assert told.left_out == tuple({*range(32)} - {8, 9, 10, 11})
     assert [one.rank for one in (await node.told(17)).sources] == [8, 9, 10, 11, 17]
 

@@ -15,7 +15,7 @@ import base64
 import binascii
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
@@ -63,6 +63,11 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._by_rank)
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those with a live lease."""
+        return self._by_rank.keys()
 
     def of(self, rank: int) -> Lease | None:
         """The live lease of a rank."""

@@ -104,8 +104,9 @@ class ImageSources:
         Returns the ranks that were left out."""
         locator = self._committer.locator
         world = locator.world_of(id) or 1
-        # each node begins its search at itself, so that not all read the same copies
-        here = min(self._committer.ranks(), default=own)
+        # each node begins its search at its first rank: not all read the same copies, and yet all
+        # ranks of a node do
+        here = min(self._leases.ranks)
         left = [one for one in locator.ranks_with(id) if one not in found]
         left.sort(key=lambda one: (_far(locator.nearest(id, one)), (one - here) % world))
         while left:
