@@ -20,8 +20,10 @@ import asyncio
 import base64
 import json
 import math
+import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -419,15 +421,17 @@ def run_one(part: str, kind: str, world: int) -> dict[str, float]:
 def _apart(part: str, kind: str, world: int) -> dict[str, float] | str:
     """The same in a process of its own, or why not."""
     command = [sys.executable, "-m", "bench.scale", "--one", part, kind, str(world)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"not within {_LIMIT_S} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["it was killed"])[-1]
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        try:
+            told, complaint = child.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it has started
+            return f"not within {_LIMIT_S} s"
+    if child.returncode:
+        return (complaint.strip().splitlines() or ["it was killed"])[-1]
+    found: dict[str, float] = json.loads(told.splitlines()[-1])
     return found
 
 
