@@ -2,7 +2,8 @@
 
 Duties of the script: call `restore()` once, before the first step and on every rank (it is a
 collective when torch.distributed is up); call `save(step)` after `optimizer.step()`; call `close()`
-at the end. Everything else happens beside the training thread.
+at the end. Everything else happens beside the training thread. Where a framework draws random
+numbers between the two: `restore(rng="later")`, and `restore_rng()` when the first batch is there.
 
 No error of ours reaches `save` unless `strict=True`; `restore`, `wait` and `close` always say the
 truth.
@@ -20,15 +21,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.client.session import restore_timeout_s
+from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
@@ -49,6 +51,10 @@ from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 log = logging.getLogger("keepstep")
 
 _CONNECT_S = 30.0
+_NO_RNG = (
+    'restore(rng="later") was called, but restore_rng() was not before the first save(): random'
+    " numbers are not those of an undisturbed run"
+)
 _STEPS = 10**18  # the name of a step has at most so many digits
 
 
@@ -68,16 +74,19 @@ class Checkpointer:
 
     def __init__(
         self,
-        components: Mapping[str, Any],
+        components: Mapping[str, Any] | None = None,
         *,
         lazy: bool = True,
         strict: bool = False,
         rng: bool = True,
         trusted: bool = False,
         replicated: str = "PerNode",
+        **named: Any,
     ) -> None:
         """Name what to keep: modules, optimizers, schedulers, plain dicts.
 
+        In a dict, or as keywords, `Checkpointer(model=model, optimizer=optimizer)`, or both; a
+        component that is called as one of the options below goes into the dict.
         `lazy`: copy parameters and optimizer state during the next forward and backward pass.
         `strict`: let `save` raise. `rng`: keep the states of random generators. `trusted`: pickle
         what JSON cannot hold, and unpickle it at restore (only for checkpoints you wrote).
@@ -88,7 +97,14 @@ class Checkpointer:
         """
         if replicated not in ("PerNode", "Spread"):
             raise UsageError(f'replicated={replicated!r}: it is "PerNode" or "Spread"')
-        self._components = check_components(components)
+        options = {"lazy": lazy, "strict": strict, "rng": rng, "trusted": trusted}
+        for option, value in options.items():
+            if isinstance(value, dict) or hasattr(value, "state_dict"):
+                raise UsageError(
+                    f"{option}= is an option, True or False; name a component so in the dict:"
+                    f' Checkpointer({{"{option}": ...}})'
+                )
+        self._components = check_components(_joined(components, named))
         self._spread = replicated == "Spread"
         self._topology = ALONE
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
@@ -100,6 +116,8 @@ class Checkpointer:
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = False
+        # what `restore_rng` is to set: None before restore(rng="later"), {} once it is set
+        self._rng_later: dict[str, Any] | None = None
         # C code throughout, so that no exception comes between taking it and having it
         self._turn = threading.RLock()
         self._saving = False
@@ -129,8 +147,24 @@ class Checkpointer:
 
     # --- restore -----------------------------------------------------------------------------
 
-    def restore(self) -> Restored | None:
+    def latest_step(self) -> int | None:
+        """The newest of `all_steps`; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Steps of this run that could be restored as far as this rank's sidecar knows, in order:
+        committed ones, and those of which it knows the images of all ranks, in shared memory too.
+
+        No collective, and only a look: steps come and go meanwhile, other ranks may see others,
+        and `restore` is what they agree by. Empty without a sidecar (KEEPSTEP_SOCKET is not set).
+        Waits until the sidecar has looked at its volumes. Raises SidecarAbsent, SidecarError.
+        """
+        return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
+
+    def restore(self, *, rng: Literal["now", "later"] = "now") -> Restored | None:
         """Bring back the newest step that every rank holds, in place; None if there was none.
+
+        `rng="later"` leaves the random generators to `restore_rng`.
 
         A collective: every rank must call it. Starts a new epoch. Raises RestoreError (with
         ranks, steps, tiers and what to do) when something is there but cannot be restored, also as
@@ -142,6 +176,12 @@ class Checkpointer:
         started = time.perf_counter()
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
+        if rng not in ("now", "later"):
+            raise UsageError(f'restore(rng={rng!r}): it is "now" or "later"')
+        if rng == "later":
+            if not self._rng:
+                raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
+            self._rng_later = {}
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world)
         try:
@@ -157,6 +197,7 @@ class Checkpointer:
         seconds = time.perf_counter() - started
         parent, restoring = agreed.epoch.parent, agreed.restoring
         if restoring is not None:
+            self._rng_later = None if self._rng_later is None else restoring.rng
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
@@ -175,6 +216,24 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
+
+    def restore_rng(self) -> bool:
+        """Set the random generators to where the restored step had left them; whether it did.
+
+        After `restore(rng="later")`, when whatever draws random numbers on the way to the first
+        batch (a loader's iterator, its sampler and workers) has done so. Only the first call sets
+        anything, so that it may stand in the loop; nor is there anything to set where no step was
+        restored, or one without the random states of this rank: then it returns False. Raises
+        UsageError where `restore(rng="later")` was not called.
+        """
+        if self._rng_later is None:
+            raise UsageError(
+                'there is no random state to set: call restore(rng="later") first (a plain'
+                " restore() has set it already)"
+            )
+        state, self._rng_later = self._rng_later, {}
+        rng.apply(state)
+        return bool(state)
 
     def _connect(self) -> LeaseGranted:
         assert self._agent is not None
@@ -221,6 +280,7 @@ class Checkpointer:
             rank=self._rank,
             take=self._take,
             rng=self._rng,
+            rng_later=self._rng_later is not None,
             trusted=self._trusted,
             partial=partial,
             reader=self._topology.first_here,
@@ -229,14 +289,28 @@ class Checkpointer:
 
     # --- save --------------------------------------------------------------------------------
 
+    def should_save(self, step: int) -> bool:
+        """Whether `save(step)` would stage it: a sidecar is there, not every step is staged
+        (`--stage-every`) and this is one of those that are, and it is newer than the last.
+
+        For what is costly to bring together for a step. Call `save` for the others, too: it
+        returns at once, and `close` makes the very last one durable.
+        """
+        number = _whole(step)
+        if self._agent is None or self._epoch is None or number is None:
+            return False
+        return number > self._last_step and number % self._stage_every == 0
+
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
 
         Call it after `optimizer.step()`, in the thread that trains, on every rank, with steps
         (whole numbers from 0) that only grow. True: it will be staged, or its loss is logged and
-        counted in `stats`. `healthy=False`, as for a loss or gradients that are not finite: it is
-        not kept, and held against the step that this life went on from, as an error that ends the
-        script is. After two such failures within 20 steps the next restore goes further back.
+        counted in `stats`. The last step again, if it is kept or on its way, is True and nothing
+        more: what is kept stays as it is. `healthy=False`, as for a loss or gradients that are
+        not finite: it is not kept, and held against the step that this life went on from, as an
+        error that ends the script is. After two such failures within 20 steps the next restore goes
+        further back.
         """
         agent = self._agent
         if agent is None:
@@ -246,6 +320,8 @@ class Checkpointer:
         if healthy and number is not None and number % self._stage_every:
             self._off_grid, self._moved = max(number, self._off_grid), False
             return False
+        if healthy and number == self._last_step and self._has(agent, number):
+            return True
         try:
             if number is None:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
@@ -266,6 +342,16 @@ class Checkpointer:
                 torch.set_grad_enabled(grad)
             self._count_blocked(started)
             agent.stats.saves += 1
+
+    def _has(self, agent: Agent, step: int) -> bool:
+        """Whether the step that came last is kept, or on its way."""
+        parent = self._epoch.parent if self._epoch is not None else None
+        pending = agent.pending
+        return (
+            agent.outcome(step) == ""
+            or (pending is not None and pending.step == step)
+            or (parent is not None and parent.step == step)
+        )
 
     def _refuse_unhealthy(self, agent: Agent, step: int) -> bool:
         if self._epoch is None:
@@ -309,9 +395,14 @@ class Checkpointer:
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         if step <= self._last_step:
-            raise UsageError(
-                f"step {step} comes after step {self._last_step}: steps only grow within an epoch"
-            )
+            only_grow = "steps only grow within an epoch"
+            if self._strict:
+                raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
+            # one reason for all of them, without their numbers: it is counted and logged by kind
+            agent.skip(step, f"a newer one, or itself, came before: {only_grow}")
+            return False
+        if self._rng_later:
+            agent.warn("rng-later", _NO_RNG)
         self._last_step = step
         agent.settle()
         taken = self._take()
@@ -541,6 +632,18 @@ class Checkpointer:
         stats, seconds = self._stats, time.perf_counter() - started
         stats.blocked_s += seconds
         stats.last_blocked_s = seconds if new else stats.last_blocked_s + seconds
+
+
+def _joined(components: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One view of both: an entry that is replaced later is seen. Raises UsageError."""
+    if components is None:
+        return named
+    if not named or not isinstance(components, Mapping):
+        return components
+    if twice := sorted(components.keys() & named.keys()):
+        raise UsageError(f"{', '.join(twice)}: named in the dict and as a keyword")
+    # it only reads what it is given
+    return ChainMap(dict(named), cast("MutableMapping[str, Any]", components))
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -189,6 +189,23 @@ def _ancestors() -> tuple[int, ...]:
     return tuple(found)
 
 
+def held_steps(path: str, *, timeout_s: float) -> set[int]:
+    """Steps that the sidecar at this socket knows to be whole: committed, or with the images of all
+    ranks in its reach. Waits until it has looked at its volumes. Raises SidecarError."""
+    from keepstep.wire.status import Status  # few ask, and every import would pay for it
+
+    deadline = time.monotonic() + timeout_s
+    with contextlib.closing(Client(path)) as client:
+        while not (status := client.get("/v1/status", Status)).scanned:
+            if time.monotonic() >= deadline:
+                raise SidecarError(
+                    f"the sidecar is still looking at its volumes after {timeout_s:.0f} s",
+                    code="starting",
+                )
+            time.sleep(_PAUSE_S)
+    return {one.id.step for one in status.steps if one.whole and not one.dead}
+
+
 RESTORE_S = 600.0
 
 

@@ -65,7 +65,8 @@ def _without_collections() -> Iterator[None]:
 
 class Restore:
     """`stages` in this order, each with what all ranks returned from the one before. `tier` and
-    `bytes`: where the image came from (the farthest, of several) and what was copied."""
+    `bytes`: where the image came from (the farthest, of several) and what was copied. `rng`: the
+    random states of this rank, {} where the step has none."""
 
     def __init__(
         self,
@@ -78,19 +79,23 @@ class Restore:
         rng: bool,
         trusted: bool,
         partial: PartialRestore,
+        rng_later: bool = False,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
     ) -> None:
         """`timeout_s`: for fetching this rank's image, or one window of others'. `partial`: what
-        earlier attempts have changed. `reader`: the first rank of this node."""
+        earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: whoever
+        calls sets the random generators, from `rng`."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
+        self.rng: dict[str, Any] = {}
         self._timeout_s = timeout_s
         self._components, self._link, self._take = components, link, take
         self._id: StepId = decision.id
         self._direct = decision.direct[rank]
         self._rank, self._rng, self._trusted = rank, rng, trusted
+        self._rng_later = rng_later
         self._partial, self._reader = partial, reader
         self._slot: SlotMapping | None = None
         self._control: ControlPage
@@ -215,9 +220,10 @@ class Restore:
     def _finish(self, _: Sequence[Any]) -> None:
         self._loader.finish()
         after_loading(self._components)
-        if self._rng:
-            rng.apply(self._loader.rng or {})
-        if self._rng and not self._loader.rng and not self._direct:
+        self.rng = self._loader.rng or {}
+        if self._rng and not self._rng_later:
+            rng.apply(self.rng)
+        if self._rng and not self.rng and not self._direct:
             log.warning(
                 "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
                 " random generators is out of reach, they stay as they are",

@@ -34,7 +34,8 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not isinstance(state, Mapping) or not state:
         raise UsageError(
-            'Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}'
+            'Checkpointer takes a dict such as {"model": model, "optimizer": optimizer}, or the'
+            " same as keywords"
         )
     for name, component in state.items():
         if not isinstance(name, str) or not name or name == "keepstep":

@@ -131,6 +131,12 @@ class StepStatus:
     suspect: bool = False
     proven: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank's image of it is known here."""
+        known = {*self.memory_ranks, *self.local_ranks, *self.peer_ranks, *self.archive_ranks}
+        return self.committed or len(known) == self.world
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
@@ -140,7 +146,8 @@ class Status:
     make the run faster. `reported_at`: when the operator last answered a report, None without one.
     `evicted`: steps that were deleted because the volumes were full. `persist_interval`: what was
     chosen from `persist_measured`, None where a person chose or it is too early; `persist_every` is
-    more where a drive does not keep up.
+    more where a drive does not keep up. `scanned`: it has looked at its volumes, so that `steps`
+    are all that lie there.
     """
 
     run: str
@@ -168,6 +175,7 @@ class Status:
     volumes: tuple[VolumeStatus, ...] = ()
     depots: tuple[TierStatus, ...] = ()
     steps: tuple[StepStatus, ...] = ()
+    scanned: bool = True
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     window_bytes: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -62,6 +62,7 @@ async def status(service: Service) -> Status:
         volumes=volumes,
         depots=service.remote_tiers.statuses(),
         steps=tuple(_steps(service)),
+        scanned=committer.scanned,
         survives=survives(marks),
         warnings=warnings(service),
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},

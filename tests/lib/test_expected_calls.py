@@ -1,0 +1,204 @@
+"""What people know of other checkpoint managers, and try first."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import keepstep
+from tests.lib.training import begun, keep
+
+SAID = "restore_rng() was not before"
+
+
+def draw():
+    return torch.rand(()).item(), random.random()
+
+
+def test_random_states_wait_for_restore_rng_and_are_set_once(sidecar, caplog):
+    torch.manual_seed(7)
+    keep({"m": nn.Linear(2, 2)})
+    expected = draw()
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+        torch.manual_seed(8)
+        untouched = torch.get_rng_state()
+        assert checkpointer.restore(rng="later").step == 0
+        assert torch.equal(torch.get_rng_state(), untouched)
+        draw()  # as a loader's iterator does
+        assert checkpointer.restore_rng() is True
+        assert draw() == expected
+        after = draw()
+        assert checkpointer.restore_rng() is False
+        assert draw() != after
+        checkpointer.save(1)
+        checkpointer.close()
+    assert SAID not in caplog.text
+
+
+def test_a_save_before_restore_rng_is_told_once(sidecar, caplog):
+    keep({"m": nn.Linear(2, 2)})
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    checkpointer.restore(rng="later")
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        assert checkpointer.save(1)
+        assert checkpointer.save(2)
+    assert caplog.text.count(SAID) == 1
+    checkpointer.close()
+
+
+def test_a_beginning_has_no_random_state_to_set(sidecar):
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    assert checkpointer.restore(rng="later") is None
+    before = torch.get_rng_state()
+    assert checkpointer.restore_rng() is False
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpointer.close()
+
+
+def test_restore_rng_needs_restore_later(sidecar):
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    with pytest.raises(keepstep.UsageError, match=r'restore\(rng="later"\) first'):
+        checkpointer.restore_rng()
+    with pytest.raises(keepstep.UsageError, match='"now" or "later"'):
+        checkpointer.restore(rng="soon")
+    checkpointer.restore()
+    with pytest.raises(keepstep.UsageError, match=r'restore\(rng="later"\) first'):
+        checkpointer.restore_rng()
+    checkpointer.close()
+    without = keepstep.Checkpointer({"m": nn.Linear(2, 2)}, rng=False)
+    with pytest.raises(keepstep.UsageError, match="made with rng=False"):
+        without.restore(rng="later")
+    without.close()
+
+
+def test_components_may_be_keywords(sidecar):
+    state, model = {"n": 1}, nn.Linear(2, 2)
+    with begun({"state": state}, model=model) as checkpointer:
+        checkpointer.save(0)
+    other, progress = nn.Linear(2, 2), {}
+    again = keepstep.Checkpointer(model=other, state=progress)
+    again.restore()
+    again.close()
+    assert torch.equal(other.weight, model.weight)
+    assert progress == {"n": 1}
+
+
+def test_an_entry_of_the_dict_that_is_replaced_is_seen_beside_keywords(sidecar):
+    components = {"state": {"n": 1}}
+    with begun(components, model=nn.Linear(2, 2)) as checkpointer:
+        components["state"] = {"n": 2}
+        checkpointer.save(0)
+    state = {}
+    again = keepstep.Checkpointer(state=state, model=nn.Linear(2, 2))
+    again.restore()
+    again.close()
+    assert state == {"n": 2}
+
+
+def test_wrong_components_are_named(monkeypatch):
+    monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
+    model = nn.Linear(2, 2)
+    for wrong, text in (
+        (lambda: keepstep.Checkpointer(), "as keywords"),
+        (lambda: keepstep.Checkpointer(model, state={}), "as keywords"),
+        (lambda: keepstep.Checkpointer({"m": model}, m=model), "m: named in the dict and"),
+        (lambda: keepstep.Checkpointer(m=model, stric=True), "'stric' is a bool"),
+        (lambda: keepstep.Checkpointer(m=model, rng={"seed": 1}), "rng= is an option"),
+    ):
+        with pytest.raises(keepstep.UsageError, match=text):
+            wrong()
+
+
+def test_steps_are_listed_before_restore_and_after(sidecar):
+    components = {"m": nn.Linear(2, 2)}
+    fresh = keepstep.Checkpointer(components)
+    assert (fresh.latest_step(), fresh.all_steps()) == (None, [])
+    assert not fresh.should_save(0)
+    fresh.restore()
+    for step in (0, 4):
+        assert fresh.should_save(step)
+        assert fresh.save(step)
+        fresh.wait(step)
+        assert not fresh.should_save(step)
+    fresh.close()
+    assert not fresh.should_save(9)
+    again = keepstep.Checkpointer(components)
+    assert (again.latest_step(), again.all_steps()) == (4, [0, 4])
+    assert again.restore().step == 4
+    assert again.all_steps() == [0, 4]
+    again.close()
+
+
+def test_a_step_in_shared_memory_alone_is_listed(sidecars, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--persist-every", "100").socket))
+    checkpointer = begun({"m": nn.Linear(2, 2)})
+    checkpointer.save(3)
+    checkpointer.wait(3, "staged")
+    assert checkpointer.all_steps() == [3]
+    checkpointer.close()
+
+
+def test_without_a_sidecar_there_are_no_steps(monkeypatch, tmp_path):
+    monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
+    assert keepstep.Checkpointer(m=nn.Linear(2, 2)).all_steps() == []
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(tmp_path / "none"))
+    with pytest.raises(keepstep.SidecarAbsent):
+        keepstep.Checkpointer(m=nn.Linear(2, 2)).latest_step()
+
+
+def test_only_steps_of_the_grid_should_be_saved(sidecars, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--stage-every", "3").socket))
+    checkpointer = begun({"m": nn.Linear(2, 2)})
+    due = [checkpointer.should_save(step) for step in range(5)]
+    assert due == [True, False, False, True, False]
+    assert due == [checkpointer.save(step) for step in range(5)]
+    checkpointer.close()
+
+
+def test_the_same_step_again_is_quietly_true_and_keeps_what_was_kept(sidecar, caplog):
+    state = {"n": 1}
+    checkpointer = begun({"state": state}, strict=True)
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        for step in range(48):
+            state["n"] = step
+            assert checkpointer.save(step)
+            state["n"] = -1
+            assert checkpointer.save(step)
+    assert not caplog.records
+    assert checkpointer.stats.saves == 48
+    assert not checkpointer.stats.reasons
+    checkpointer.close()
+    again = keepstep.Checkpointer({"state": state})
+    assert again.restore().step == 47
+    assert state == {"n": 47}
+    assert again.save(47), "it is the step that was restored"
+    again.close()
+
+
+def test_a_step_that_is_not_kept_is_not_true_when_it_comes_again(sidecar, caplog):
+    state = {"n": object()}
+    kept = {"n": 1}
+    components = {"state": kept}
+    checkpointer = begun(components)
+    components["state"] = state
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        assert not checkpointer.save(0)
+        components["state"] = kept
+        assert not checkpointer.save(0)
+    checkpointer.close(timeout=5) if checkpointer.save(1) else pytest.fail("step 1 is not kept")
+
+
+def test_steps_that_go_back_are_one_reason_and_one_line(sidecar, caplog):
+    checkpointer = begun({"m": nn.Linear(2, 2)})
+    assert checkpointer.save(100)
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        for step in range(48):
+            assert not checkpointer.save(step)
+    assert len(caplog.records) == 1
+    assert [*checkpointer.stats.reasons.values()] == [48]
+    checkpointer.close()
