@@ -13,10 +13,13 @@ JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 # end-to-end tests side by side, 0 for one after the other: they share one cluster
 E2E_JOBS ?= 3
 
-.PHONY: demo test check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+# the frameworks of training that the library goes into
+FRAMEWORKS := .venv-frameworks
+
+.PHONY: demo test test-frameworks check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(READY): requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
 	@echo "setting up $(VENV) (some minutes the first time)"
@@ -29,8 +32,19 @@ demo: $(READY) ## train a small GPT, kill it four times, compare the loss curves
 	$(BIN)/python examples/demo.py
 
 test: check ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+	$(BIN)/python -m pytest tests --ignore tests/frameworks -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
+
+$(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyproject.toml
+	@echo "setting up $(FRAMEWORKS) (some minutes the first time)"
+	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check -r requirements-frameworks.txt
+	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks -n 2 --dist worksteal \
+		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 
 check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -73,7 +87,7 @@ fuzz: $(READY) ## fuzz every parser for MINUTES=5; adds its counts to docs/fuzz.
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 clean: ## remove the virtual environment and whatever tests left
-	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 build/peers/.ready: $(READY) bench/setup_peers.py
 	-$(BIN)/python -m bench.setup_peers

@@ -1,0 +1,26 @@
+"""keepstep in frameworks that own the training loop: one module each, imported by who uses it.
+
+Nothing else in keepstep imports them, or a framework. They stand on what the frameworks call
+private, which moves: each is for a range of versions that its tests ran with, and says so outside
+of it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from keepstep.errors import UsageError
+
+
+def require(package: str, version: str, *, at_least: str, below: str) -> None:
+    """Raises UsageError for a version that was never tested."""
+    if not _numbers(at_least) <= _numbers(version) < _numbers(below):
+        raise UsageError(
+            f"{package} {version} was never tested with this keepstep: it takes {package}"
+            f" >= {at_least}, < {below}; install one of those, or another keepstep"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release: a candidate of it counts as it, having what it has."""
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,381 @@
+"""Hugging Face's Trainer, and what derives from it: every step is kept, a killed run goes on.
+
+    trainer = keepstep.integrations.transformers.attach(Trainer(...))
+
+or `class MyTrainer(KeepstepTrainerMixin, Seq2SeqTrainer)`. Callbacks cannot do this: Trainer
+decides where to begin before the model is wrapped, and hands that on as arguments; what it logs,
+evaluates and adds up comes after the last callback of a step.
+
+What must stay true: a step is kept when Trainer is through with it, log, evaluation and its own
+checkpoint included; the last of an epoch when the epoch is over. Random states are set where
+Trainer would set them, behind the batches that are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import accelerate
+import torch
+import transformers
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from keepstep.checkpointer import Checkpointer, Restored
+from keepstep.client.session import held_steps
+from keepstep.errors import RestoreError, UsageError
+from keepstep.integrations import require
+from keepstep.state import rng
+from keepstep.wire.trainer import SOCKET_ENV
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T", bound=Trainer)
+
+require("transformers", transformers.__version__, at_least="5.19", below="5.24")
+require("accelerate", accelerate.__version__, at_least="1.15", below="1.16")
+
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Of TrainerState; all else in it follows from the arguments, or is of this process."""
+
+_RESUMED = "keepstep"
+"""In the place of the checkpoint's directory, for Trainer's epoch."""
+
+_SCAN_S = 30.0
+
+
+def attach(trainer: T, **options: Any) -> T:
+    """The same trainer, every step of whose `train()` is kept; `options`: of `Checkpointer`.
+
+    Raises UsageError for a trainer that has a training loop of its own.
+    """
+    if isinstance(trainer, KeepstepTrainerMixin):
+        raise UsageError("this trainer is attached already, or has KeepstepTrainerMixin")
+    kind = type(trainer)
+    for name in ("_inner_training_loop", "_run_epoch"):
+        if getattr(kind, name) is not getattr(Trainer, name):
+            raise UsageError(
+                f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
+            )
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    trainer.__class__ = type(kind.__name__, (KeepstepTrainerMixin, kind), names)
+    trainer.keepstep_options = options
+    return trainer
+
+
+@dataclasses.dataclass
+class _Training:
+    """One `train()`. `kept`: what goes into each step beside Trainer's objects, refilled in place
+    by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
+    moment; `stopped`: the step count to which training was to go when it stopped."""
+
+    kept: dict[str, Any]
+    checkpointer: Checkpointer | None = None
+    loader: Any = None
+    prepared: Any = None
+    at: Restored | None = None
+    left_alone: Any = None
+    """A checkpoint of Trainer's that was asked for while the run holds a step."""
+    taken_up: bool = False
+    epoch_over: bool = False
+    updates_per_epoch: int = 0
+    seconds_before: float = 0.0
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    logged: int = 0
+    """Entries of the log that are in `kept`."""
+
+
+class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker without transformers: Any
+    """`class MyTrainer(KeepstepTrainerMixin, Trainer)`; see the module.
+
+    `keepstep_options`: for `Checkpointer`. `checkpointer`: while and after `train()`, for
+    `stats`, `wait` and `mutating`.
+    """
+
+    keepstep_options: dict[str, Any] = {}  # noqa: RUF012
+    _keepstep: _Training | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """That of the last `train()`."""
+        return self._keepstep.checkpointer if self._keepstep is not None else None
+
+    def keepstep_components(self) -> dict[str, Any]:
+        """What is kept, by name, once all is prepared; override it to add what else the next step
+        depends on. Raises UsageError for an optimizer that is none of torch's."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
+                " torch.optim.Optimizer"
+            )
+        components = {"model": self.model_wrapped, "optimizer": optimizer}
+        others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        return components | {name: one for name, one in others.items() if one is not None}
+
+    # --- Trainer's own, in the order in which it calls them ------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """As Trainer's, going on from the run's newest step. `resume_from_checkpoint` counts only
+        where the run holds no step."""
+        _refuse(self)
+        socket_path = os.environ.get(SOCKET_ENV, "")
+        if socket_path and self._keepstep is not None:
+            raise UsageError(
+                "train() was called already: a run keeps one training. Begin the next one in a"
+                " process and a run of its own (keepstep run --run NAME)"
+            )
+        self._keepstep = training = _Training(_nothing_yet(self.args.device))
+        if resume_from_checkpoint and socket_path:
+            held = held_steps(socket_path, timeout_s=_SCAN_S)
+            if held:
+                log.warning(
+                    "keepstep: resume_from_checkpoint=%r is left alone: this run holds step %d",
+                    *(resume_from_checkpoint, max(held)),
+                )
+                training.left_alone, resume_from_checkpoint = resume_from_checkpoint, None
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        self._now.loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Where to begin: known once all that is restored exists, so that comes first."""
+        if trial is not None:
+            raise UsageError("keepstep keeps one training, and no search of hyperparameters")
+        begin: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._prepare_for_training(max_steps, self._now.loader, resume_from_checkpoint)
+        training, kept = self._now, self._now.kept
+        components = {**self.keepstep_components(), "trainer": kept}
+        training.checkpointer = Checkpointer(components, **self.keepstep_options)
+        training.at = training.checkpointer.restore(rng="later")
+        if training.at is None:
+            if training.left_alone is not None:
+                raise RestoreError(
+                    f"resume_from_checkpoint={training.left_alone!r} was left alone for a step of"
+                    " this run that not all ranks hold; start this job again, or a new run"
+                )
+            kept.update(epoch=begin[0], begun_at=begin[0] * num_update_steps_per_epoch)
+            return begin
+        self._take_up_state()
+        step = self.state.global_step
+        if step >= max_steps or kept["stopped"] == max_steps:
+            return num_train_epochs, 0
+        if self.args.ignore_data_skip:
+            kept["begun_at"] = step
+        return kept["epoch"], (step - kept["begun_at"]) * self.args.gradient_accumulation_steps
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        if self._now.prepared is None:
+            self._now.prepared = super()._prepare_for_training(*args, **options)
+        return self._now.prepared
+
+    def _evaluate(self, *args: Any, **options: Any) -> Any:
+        if self._now.at is not None and not self._now.taken_up:
+            return None  # `eval_on_start`: this training started long ago
+        return super()._evaluate(*args, **options)
+
+    def _run_epoch(
+        self,
+        *,
+        epoch: int,
+        epochs_trained: int,
+        resume_from_checkpoint: Any,
+        steps_trained_in_current_epoch: int,
+        num_update_steps_per_epoch: int,
+        **others: Any,
+    ) -> None:
+        self._take_up_sums()
+        training, kept = self._now, self._now.kept
+        first, skipped = epoch == epochs_trained, steps_trained_in_current_epoch
+        if first and training.at is not None:
+            resume_from_checkpoint = _RESUMED
+        if first and skipped and training.at is not None:
+            # samplers and workers draw their seeds as they did when this epoch began
+            rng.apply(kept["epoch_rng"])
+        else:
+            if first and not skipped:
+                self._load_rng_state(resume_from_checkpoint)  # as Trainer does again
+            kept["epoch_rng"] = rng.capture()
+        training.epoch_over = False
+        training.updates_per_epoch = num_update_steps_per_epoch
+        super()._run_epoch(
+            epoch=epoch,
+            epochs_trained=epochs_trained,
+            resume_from_checkpoint=resume_from_checkpoint,
+            steps_trained_in_current_epoch=skipped,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **others,
+        )
+        if training.epoch_over:
+            kept.update(epoch=epoch + 1, begun_at=self.state.global_step)
+        self._keep()
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint != _RESUMED:
+            super()._load_rng_state(checkpoint)
+        elif (checkpointer := self.checkpointer) is not None:
+            checkpointer.restore_rng()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **options)
+        training, control = self._now, self.control
+        training.epoch_over |= (
+            self.accelerator.gradient_state.end_of_dataloader
+            or self.state.global_step - training.kept["begun_at"] >= training.updates_per_epoch
+            or control.should_epoch_stop
+        )
+        # what ends the epoch is kept when it is over: its log and evaluation are still to come
+        if not (training.epoch_over or control.should_training_stop):
+            self._keep()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """The last step is made durable before `load_best_model_at_end` changes the weights; where
+        it is not, that is raised once Trainer is through."""
+        self._take_up_sums()
+        self._load_rng_state(_RESUMED if self._now.at is not None else None)
+        self._note()
+        try:
+            if (checkpointer := self.checkpointer) is not None:
+                checkpointer.close()
+        finally:
+            start_time -= self._now.seconds_before
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        return output
+
+    # --- what is kept beside model and optimizer -----------------------------------------------
+
+    @property
+    def _now(self) -> _Training:
+        if self._keepstep is None:
+            raise UsageError("a Trainer with keepstep trains by train()")
+        return self._keepstep
+
+    def _keep(self) -> None:
+        checkpointer, step = self.checkpointer, self.state.global_step
+        if checkpointer is not None:
+            if checkpointer.should_save(step):
+                self._note()
+            checkpointer.save(step)
+
+    def _note(self) -> None:
+        """Write into `kept` what Trainer has now. Nothing here waits for a GPU."""
+        training, state = self._now, self.state
+        entries = state.log_history
+        if len(entries) < training.logged:
+            training.logged, training.kept["log"] = 0, ""
+        # only what is new: to write all of a long log anew would cost more with every step
+        new = "".join(f"{json.dumps(one, default=_plain)}\n" for one in entries[training.logged :])
+        training.logged = len(entries)
+        training.kept.update(
+            log=training.kept["log"] + new,
+            state={name: getattr(state, name) for name in _PROGRESS},
+            callbacks=[[_name(one), one.state()] for one in self._stateful_callbacks()],
+            stopped=state.max_steps if self.control.should_training_stop else 0,
+            loss=self._tr_loss,
+            total_loss=self._total_loss_scalar,
+            logged_at=self._globalstep_last_logged,
+            began_at=self._initial_global_step,
+            flos=self.current_flos,
+            seconds=training.seconds_before + time.monotonic() - training.started,
+        )
+
+    def _stateful_callbacks(self) -> list[Any]:
+        """Trainer takes them up only when asked, and makes them anew: here they stay who they are,
+        with the arguments of the script."""
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def _take_up_state(self) -> None:
+        training, kept = self._now, self._now.kept
+        for name, value in kept["state"].items():
+            setattr(self.state, name, value)
+        self.state.log_history = [json.loads(line) for line in kept["log"].splitlines()]
+        training.logged = len(self.state.log_history)
+        left = list(kept["callbacks"])
+        for one in self._stateful_callbacks():
+            named = next((entry for entry in left if entry[0] == _name(one)), None)
+            if named is not None:
+                left.remove(named)
+                for attribute, value in named[1].get("attributes", {}).items():
+                    setattr(one, attribute, value)
+        self.current_flos = kept["flos"]
+        training.seconds_before = kept["seconds"]
+
+    def _take_up_sums(self) -> None:
+        """What Trainer begins anew in each `train()`, once it has."""
+        training, kept = self._now, self._now.kept
+        if training.at is not None and not training.taken_up:
+            self._tr_loss += kept["loss"]
+            self._total_loss_scalar = kept["total_loss"]
+            self._globalstep_last_logged = kept["logged_at"]
+            self._initial_global_step = kept["began_at"]
+        training.taken_up = True
+
+
+def _nothing_yet(device: Any) -> dict[str, Any]:
+    """`_Training.kept` before the first step: the tensor's place is in the layout from then on."""
+    return {
+        "epoch": 0,
+        "begun_at": 0,
+        "epoch_rng": {},
+        "stopped": 0,
+        "log": "",
+        "state": {},
+        "callbacks": [],
+        "loss": torch.tensor(0.0, device=device),
+        "total_loss": 0.0,
+        "logged_at": 0,
+        "began_at": 0,
+        "flos": 0.0,
+        "seconds": 0.0,
+    }
+
+
+def _name(callback: Any) -> str:
+    return type(callback).__name__
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch in the log."""
+    item: Callable[[], Any] | None = getattr(value, "item", None)
+    return item() if item is not None else str(value)
+
+
+def _refuse(trainer: Any) -> None:
+    """Raises UsageError for what was never tried, or cannot be followed."""
+    if trainer.is_deepspeed_enabled:
+        raise UsageError(
+            "keepstep cannot keep DeepSpeed's partitions: use FSDP2 (fsdp_version: 2), or DDP"
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
+    if trainer.args.auto_find_batch_size:
+        raise UsageError(
+            "auto_find_batch_size begins anew within a process, which keepstep cannot follow: set"
+            " per_device_train_batch_size"
+        )

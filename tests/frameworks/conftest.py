@@ -1,0 +1,123 @@
+"""One training undisturbed, and the same under `keepstep run`, killed on its way.
+
+These tests run in an environment of their own: `make test-frameworks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.cli.conftest import Keepstep
+from tests.harness import ROOT
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Lives:
+    """Trainings of one script: `undisturbed`, and `killed`, which may take several lives."""
+
+    def __init__(self, home: Path, script: Path, modules: tuple[str, ...]) -> None:
+        self.keepstep = Keepstep(home)
+        self._home, self._script, self._modules = home, script, modules
+
+    @property
+    def _python(self) -> str:
+        return warm.python((*self._modules, *warm.TRAINER))
+
+    def _command(self, out: str, settings: dict[str, Any], ranks: int) -> list[str]:
+        (self._home / out).mkdir(exist_ok=True)
+        python = self._python
+        words = [str(self._script), out, json.dumps(settings)]
+        if ranks == 1:
+            return [python, *words]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [python, *launch, *words]
+
+    def undisturbed(self, *, ranks: int = 1, out: str = "plain", **settings: Any) -> Path:
+        """Without keepstep. Returns its folder."""
+        done = subprocess.run(
+            self._command(out, {**settings, "bare": True}, ranks),
+            cwd=self._home,
+            env=self._variables(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return self._home / out
+
+    def kept(
+        self, *, ranks: int = 1, out: str = "kept", code: int = 0, **settings: Any
+    ) -> tuple[Path, str]:
+        """Under `keepstep run`. Returns its folder, and what was said."""
+        command = self._command(out, settings, ranks)
+        with self.keepstep.start(
+            *("run", "--run", "trainer", "--restarts", "3", "--", *command),
+            env=self._variables(),
+            stderr=subprocess.STDOUT,
+        ) as process:
+            said, _ = process.communicate(timeout=200)
+        assert process.returncode == code, said[-5000:]
+        return self._home / out, said
+
+    def _variables(self) -> dict[str, str]:
+        mark = {"KEEPSTEP_TEST_CLI": str(self._home)}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        found = {"PYTHONPATH": paths, "PYTHON_EXEC": self._python}  # the latter for torchrun
+        return {**os.environ, **_ENVIRONMENT, **mark, **found}
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Callable[..., Lives]]:
+    """Makes `Lives` of a script beside these tests; ends whatever they leave."""
+    made: list[Lives] = []
+
+    def make(script: str, *modules: str) -> Lives:
+        made.append(Lives(tmp_path, Path(__file__).with_name(script), modules))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.keepstep.end()
+
+
+def losses(folder: Path, rank: int = 0) -> dict[int, set[tuple[str, ...]]]:
+    """By step: the losses of its micro-batches, once for each time that it was done."""
+    found: dict[int, set[tuple[str, ...]]] = {}
+    lines = (folder / f"losses-{rank}").read_text().splitlines()
+    for step, run in _runs([json.loads(line) for line in lines]):
+        found.setdefault(step, set()).add(run)
+    return found
+
+
+def _runs(lines: list[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """A step that was done again begins where the number of the steps does not grow."""
+    at, run, life = -1, [], None
+    for step, loss, number in lines:
+        if run and (step, number) != (at, life):
+            yield at, tuple(run)
+            run = []
+        at, life = step, number
+        run.append(loss)
+    if run:
+        yield at, tuple(run)
+
+
+def result(folder: Path, rank: int = 0) -> Any:
+    return json.loads((folder / f"result-{rank}").read_text())
+
+
+def assert_same(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
+    """Every loss of every life, and all that there is at the end, bit by bit."""
+    assert len(list(kept.glob("killed-*"))) == kills
+    for rank in range(ranks):
+        assert losses(kept, rank) == losses(plain, rank)
+        assert result(kept, rank) == result(plain, rank)

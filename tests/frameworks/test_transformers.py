@@ -1,0 +1,109 @@
+"""Hugging Face's Trainer with one line more: killed where it hurts, it ends as if nothing was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.frameworks.conftest import Lives, assert_same, losses, result
+
+EPOCH = 15
+"""Steps: 60 rows in batches of 4."""
+
+
+@pytest.fixture
+def trainer(lives) -> Lives:
+    return lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
+
+
+def drawn(*ranges: range) -> list[int]:
+    """A step of each range to be killed in; the output of a failed test has them."""
+    steps = [random.choice(one) for one in ranges]
+    print("killed before the steps after", steps)
+    return steps
+
+
+def test_two_kills_in_two_epochs_change_nothing(trainer):
+    plain = trainer.undisturbed()
+    kept, said = trainer.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert "restored step" in said
+    assert_same(plain, kept, kills=2)
+    again, said = trainer.kept(out="again")
+    assert not (again / "losses-0").exists(), "what is over is not trained again"
+    over, expected = result(again), result(plain)
+    assert over["log"] == expected["log"]
+    assert over["train_loss"] == expected["train_loss"]
+    assert over["weights"] == expected["weights"]
+
+
+def test_an_end_of_an_epoch_with_its_log_and_evaluation_is_kept_whole(trainer):
+    arguments = {
+        "logging_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "eval_on_start": True,
+        "load_best_model_at_end": True,
+        "num_train_epochs": 3,
+    }
+    plain = trainer.undisturbed(arguments=arguments, patience=5)
+    kept, _ = trainer.kept(
+        arguments=arguments, patience=5, kill=[EPOCH - 1, EPOCH, *drawn(range(2 * EPOCH, 44))]
+    )
+    assert_same(plain, kept, kills=3)
+
+
+def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
+    arguments = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
+    plain = trainer.undisturbed(arguments=arguments)
+    kept, _ = trainer.kept(arguments=arguments, kill=drawn(range(1, 8), range(8, 16)))
+    assert_same(plain, kept, kills=2)
+    assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
+
+
+def test_a_sampler_that_draws_from_the_global_generator(trainer):
+    options = {"arguments": {"train_sampling_strategy": "group_by_length"}, "lengths": True}
+    plain = trainer.undisturbed(**options)
+    kept, _ = trainer.kept(**options, kill=drawn(range(1, EPOCH), range(EPOCH, 30)))
+    assert_same(plain, kept, kills=2)
+
+
+def test_a_stream_of_unknown_length(trainer):
+    arguments = {"max_steps": 40}
+    plain = trainer.undisturbed(arguments=arguments, stream=True)
+    kept, _ = trainer.kept(
+        arguments=arguments, stream=True, kill=drawn(range(1, 15), range(15, 40))
+    )
+    assert_same(plain, kept, kills=2)
+
+
+def test_a_mixin_for_seq2seq(trainer):
+    plain = trainer.undisturbed(seq2seq=True)
+    kept, _ = trainer.kept(seq2seq=True, kill=drawn(range(1, EPOCH), range(EPOCH, 30)))
+    assert_same(plain, kept, kills=2)
+
+
+def test_two_ranks(trainer):
+    arguments = {"ddp_backend": "gloo", "dataloader_num_workers": 1}
+    plain = trainer.undisturbed(ranks=2, arguments=arguments)
+    kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=drawn(range(1, 8), range(8, 16)))
+    assert_same(plain, kept, kills=2, ranks=2)
+
+
+def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(trainer):
+    arguments = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 1}
+    plain = trainer.undisturbed(arguments=arguments)
+    first = trainer.undisturbed(arguments={**arguments, "max_steps": 10}, out="seed")
+    kept, said = trainer.kept(
+        arguments={**arguments, "output_dir": str(first / "hf")},
+        resume=str(first / "hf" / "checkpoint-10"),
+        kill=[25],
+    )
+    assert "checkpoint-10' is left alone: this run holds step 25" in said
+    assert sorted(losses(kept)) == list(range(10, 30))
+    assert {step: losses(plain)[step] for step in range(15, 30)}.keys() <= losses(kept).keys()
+
+
+def test_what_cannot_be_followed_is_refused(trainer):
+    _, said = trainer.kept(arguments={"auto_find_batch_size": True}, code=1)
+    assert "auto_find_batch_size begins anew" in said

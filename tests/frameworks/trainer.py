@@ -1,0 +1,179 @@
+"""A tiny training with Hugging Face's Trainer: `python trainer.py OUT [SETTINGS as JSON]`.
+
+Writes into OUT: the loss of every micro-batch as it comes (with step and process), and, at the end,
+all that must be the same in an undisturbed run. Kills itself before the optimizer's steps that
+`kill` names, once each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+
+from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
+
+OUT = Path(sys.argv[1])
+SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
+RANK = int(os.environ.get("RANK", "0"))
+TIMES = ("runtime", "per_second")
+ROWS = 60
+
+
+class Rows(Dataset[Any]):
+    """Text of several lengths, so that a sampler may group it."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> Any:
+        if at >= ROWS:
+            raise IndexError(at)
+        length = 1 + at * 7 % 8 if SETTINGS.get("lengths") else 8
+        ids = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(at))
+        return {"input_ids": ids, "labels": ids}
+
+
+def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+    ids = [one["input_ids"] for one in rows]
+    batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    return {"input_ids": batch, "labels": batch}
+
+
+class Stream(IterableDataset[Any]):
+    """The same, of a length that nobody knows."""
+
+    def __iter__(self) -> Any:
+        return (Rows()[at] for at in range(ROWS))
+
+
+class Losses(TrainerCallback, ExportableState):
+    """Counts what it sees, and kills between backward and the optimizer's step."""
+
+    def __init__(self, evaluations: int = 0, steps: int = 0) -> None:
+        self.evaluations, self.steps = evaluations, steps
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"evaluations": self.evaluations, "steps": self.steps}}
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.evaluations += 1
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        mark = OUT / f"killed-{state.global_step}"
+        if state.global_step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recorded(kind: Any) -> Any:
+    """The same Trainer, which writes its losses."""
+
+    class Recorded(kind):  # type: ignore[misc]
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            loss = super().training_step(*args, **options)
+            line = [self.state.global_step, loss.item().hex(), os.getpid()]
+            with (OUT / f"losses-{RANK}").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            return loss
+
+    return Recorded
+
+
+def made() -> Any:
+    torch.manual_seed(0)
+    wanted = SETTINGS.get("arguments", {})
+    options: dict[str, Any] = {
+        "output_dir": str(OUT / "hf"),
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 3,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **wanted,
+    }
+    rows: Any = Stream() if SETTINGS.get("stream") else Rows()
+    callbacks: list[Any] = [Losses()]
+    if SETTINGS.get("patience"):
+        callbacks.append(EarlyStoppingCallback(SETTINGS["patience"]))
+    common: dict[str, Any] = {"train_dataset": rows, "eval_dataset": Rows(), "callbacks": callbacks}
+    common["data_collator"] = padded
+    if SETTINGS.get("seq2seq"):
+        small = T5Config(
+            vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+            decoder_start_token_id=0, dropout_rate=0.1,
+        )  # fmt: skip
+        bases: Any = (recorded(Seq2SeqTrainer),)
+        if not SETTINGS.get("bare"):
+            bases = (KeepstepTrainerMixin, *bases)
+        kind = type("Mine", bases, {})
+        model: Any = T5ForConditionalGeneration(small)
+        return kind(model=model, args=Seq2SeqTrainingArguments(**options), **common)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    )
+    trainer = recorded(Trainer)(model=model, args=TrainingArguments(**options), **common)
+    return trainer if SETTINGS.get("bare") else attach(trainer)
+
+
+def digest(model: Any) -> str:
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        hashed.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    trainer = made()
+    output = trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
+    log = [
+        {key: value for key, value in entry.items() if not key.endswith(TIMES)}
+        for entry in trainer.state.log_history
+    ]
+    (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Losses))
+    result = {
+        "step": output.global_step,
+        "train_loss": output.training_loss.hex(),
+        "log": log,
+        "weights": digest(trainer.model),
+        "rate": trainer.lr_scheduler.get_last_lr(),
+        "flos": trainer.state.total_flos,
+        "epoch": trainer.state.epoch,
+        "best": [trainer.state.best_metric, trainer.state.best_global_step],
+        "callback": [callback.evaluations, callback.steps],
+        "random": torch.rand(()).item().hex(),
+    }
+    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

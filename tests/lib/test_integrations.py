@@ -1,0 +1,58 @@
+"""Integrations are no part of the core: nobody pays for them, and each names what it was tested
+with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from setuptools import find_packages
+
+import keepstep
+from keepstep.integrations import require
+from tests.harness import ROOT
+
+SOURCES = sorted((ROOT / "lib/src/keepstep/integrations").glob("[a-z]*.py"))
+RANGE = re.compile(r'require\("(\w+)", \S+, at_least="([\d.]+)", below="([\d.]+)"\)')
+
+
+def ranges():
+    return [found for one in SOURCES for found in RANGE.findall(one.read_text())]
+
+
+def test_importing_keepstep_imports_no_integration():
+    code = (
+        "import keepstep, sys; keepstep.Checkpointer;"
+        "print([one for one in sys.modules if one.split('.')[0] in ('transformers', 'accelerate')"
+        " or one.startswith('keepstep.integrations')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_they_are_in_the_package():
+    assert "keepstep.integrations" in find_packages(str(ROOT / "lib/src"))
+
+
+@pytest.mark.parametrize("version", ["5.18.9", "4.60.0", "5.24.0.dev0", "6.0"])
+def test_a_version_outside_of_the_range_is_refused_and_the_range_is_named(version):
+    with pytest.raises(keepstep.UsageError, match=rf"x {version} was never .*x >= 5.19, < 5.24"):
+        require("x", version, at_least="5.19", below="5.24")
+
+
+@pytest.mark.parametrize("version", ["5.19.0", "5.23.4", "5.23", "5.20.0rc1"])
+def test_a_version_in_the_range_is_taken(version):
+    require("x", version, at_least="5.19", below="5.24")
+
+
+def test_what_is_tested_is_in_the_range_and_on_the_page():
+    pinned = dict(
+        re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements-frameworks.txt").read_text(), re.M)
+    )
+    page = (ROOT / "docs/frameworks.md").read_text()
+    assert ranges()
+    for package, at_least, below in ranges():
+        require(package, pinned[package], at_least=at_least, below=below)
+        assert f"{package} >= {at_least}, < {below}" in page
