@@ -1,0 +1,86 @@
+"""What `attach` takes, leaves alone and refuses; in this process, without training."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+
+import keepstep
+from keepstep.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def made(tmp_path, kind=transformers.Trainer, **arguments):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], **arguments}
+    rows = [{"x": torch.zeros(2)}] * 4
+    return kind(
+        model=torch.nn.Linear(2, 2),
+        args=transformers.TrainingArguments(**options),
+        train_dataset=rows,
+    )
+
+
+def test_the_trainer_stays_who_it_is(tmp_path):
+    trainer = made(tmp_path)
+    assert integration.attach(trainer, trusted=True) is trainer
+    assert type(trainer).__name__ == "Trainer"
+    assert isinstance(trainer, transformers.Trainer)
+    assert trainer.keepstep_options == {"trusted": True}
+    assert trainer.checkpointer is None
+    assert integration.KeepstepTrainerMixin.keepstep_options == {}
+    with pytest.raises(keepstep.UsageError, match="attached already"):
+        integration.attach(trainer)
+
+
+def test_a_loop_of_its_own_is_refused(tmp_path):
+    class Looping(transformers.Trainer):
+        def _inner_training_loop(self, *args, **options):
+            pass
+
+    with pytest.raises(keepstep.UsageError, match="Looping has a _inner_training_loop of its own"):
+        integration.attach(made(tmp_path, Looping))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("is_deepspeed_enabled", True, "DeepSpeed"),
+        ("is_fsdp_enabled", True, "fsdp_version: 2"),
+        ("args.auto_find_batch_size", True, "auto_find_batch_size"),
+    ],
+)
+def test_what_was_never_tried_is_refused_by_name(tmp_path, attribute, value, text):
+    trainer = integration.attach(made(tmp_path))
+    place, _, name = f"trainer.{attribute}".rpartition(".")
+    setattr(trainer.args if place.endswith("args") else trainer, name, value)
+    with pytest.raises(keepstep.UsageError, match=text):
+        trainer.train()
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
+    trainer = integration.attach(made(tmp_path))
+    trainer.optimizer = types.SimpleNamespace(optimizer=object())
+    with pytest.raises(keepstep.UsageError, match="state of a object: it is no torch"):
+        trainer.keepstep_components()
+
+
+def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
+    trainer = integration.attach(made(tmp_path))
+    trainer._keepstep = integration._Training({})
+    with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
+        trainer.train()
+
+
+def test_a_version_that_was_never_tested_is_named(monkeypatch):
+    # not `transformers`: it has put another module in its place since
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(keepstep.UsageError, match=r"transformers 4.57.1 .* >= 5.\d+, < 5.\d+"):
+        importlib.reload(integration)
+    monkeypatch.undo()
+    importlib.reload(integration)
