@@ -38,13 +38,13 @@ def test_the_trainer_stays_who_it_is(tmp_path):
         integration.attach(trainer)
 
 
-def test_a_loop_of_its_own_is_refused(tmp_path):
-    class Looping(transformers.Trainer):
-        def _inner_training_loop(self, *args, **options):
-            pass
-
-    with pytest.raises(keepstep.UsageError, match="Looping has a _inner_training_loop of its own"):
-        integration.attach(made(tmp_path, Looping))
+@pytest.mark.parametrize("name", ["_inner_training_loop", "_run_epoch"])
+def test_a_loop_of_its_own_is_refused(tmp_path, name):
+    own = type("Looping", (transformers.Trainer,), {name: lambda self, *args, **options: None})
+    mixed = type("Mixed", (integration.KeepstepTrainerMixin, own), {})
+    for trainer in (integration.attach(made(tmp_path, own)), made(tmp_path, mixed)):
+        with pytest.raises(keepstep.UsageError, match=rf"(Looping|Mixed) has a {name} of its own"):
+            trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -61,16 +61,11 @@ _SCAN_S = 30.0
 def attach(trainer: T, **options: Any) -> T:
     """The same trainer, every step of whose `train()` is kept; `options`: of `Checkpointer`.
 
-    Raises UsageError for a trainer that has a training loop of its own.
+    Raises UsageError for one that is attached already.
     """
     if isinstance(trainer, KeepstepTrainerMixin):
         raise UsageError("this trainer is attached already, or has KeepstepTrainerMixin")
     kind = type(trainer)
-    for name in ("_inner_training_loop", "_run_epoch"):
-        if getattr(kind, name) is not getattr(Trainer, name):
-            raise UsageError(
-                f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
-            )
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     trainer.__class__ = type(kind.__name__, (KeepstepTrainerMixin, kind), names)
     trainer.keepstep_options = options
@@ -367,6 +362,16 @@ def _plain(value: Any) -> Any:
 
 def _refuse(trainer: Any) -> None:
     """Raises UsageError for what was never tried, or cannot be followed."""
+    kind: Any = type(trainer)
+    beneath: Any = super(KeepstepTrainerMixin, trainer)
+    for name, own in {
+        "_inner_training_loop": kind._inner_training_loop,
+        "_run_epoch": beneath._run_epoch.__func__,
+    }.items():
+        if own is not getattr(Trainer, name):
+            raise UsageError(
+                f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
+            )
     if trainer.is_deepspeed_enabled:
         raise UsageError(
             "keepstep cannot keep DeepSpeed's partitions: use FSDP2 (fsdp_version: 2), or DDP"
