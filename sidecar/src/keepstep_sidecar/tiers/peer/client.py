@@ -30,15 +30,13 @@ from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.peers import split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read
 
 T = TypeVar("T")
 
 _THREADS = 16
-STREAMS = 2
-"""One waits for the drive and for digests while the other one moves bytes."""
-
 CONNECT_S = 5.0
 QUIET_S = 30.0
 """A peer that sends nothing for so long is away."""
@@ -262,17 +260,12 @@ def _path(what: str, shard: Shard) -> str:
 
 
 def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
-    """The next bytes of the body. All but what came with the head goes from OpenSSL straight into
-    the buffer: a record is 16 KiB, and the layers of http.client cost as much as its decryption."""
+    """`into` from the body."""
     left = response.length or 0
-    done = min(len(response.fp.peek()) if left else 0, len(into), left)
-    into[:done] = response.fp.read(done)
-    while done < len(into):
-        with into[done:] as rest:
-            count = secure.recv_into(rest, len(rest))
-        if not count:
-            raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
-        done += count
+    if len(into) > left:
+        raise http.client.HTTPException(f"a body that ends {len(into) - left} bytes too early")
+    if (done := receive(response.fp, secure, into)) < len(into):
+        raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
     response.length = left - done
 
 
@@ -376,9 +369,9 @@ class PeerSource:
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     """Told of bytes and seconds."""
 
+    streams: int
     tier: Tier = Tier.PEER
-    streams: int = STREAMS
-    run_chunks: int = 8
+    run_chunks: int = 4
     """Enough that the round trip of a request does not show."""
     verified_loads: bool = True
     adopted_by: str = ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from mmap import mmap
 from typing import Any, Final
@@ -27,6 +28,7 @@ from keepstep.steps import StepId, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Identity
@@ -46,13 +48,46 @@ _PIECE_BYTES: Final = 1 << 20
 _STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
 
 
+class Buffers:
+    """A chunk of aligned memory each, for a request at a time: connections may be many, and what
+    they take stays bounded. Those that are idle are kept, as new memory costs as much as TLS."""
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(_MOST_BUFFERS)
+        self._idle: deque[mmap] = deque()
+
+    @contextmanager
+    def taken(self) -> Iterator[memoryview]:
+        """One that nobody else has meanwhile. Raises NoSpaceError when none comes free."""
+        if not self._places.acquire(timeout=_BUFFER_WAIT_S):
+            raise NoSpaceError(f"{_MOST_BUFFERS} requests are being served here; try again")
+        try:
+            buffer = self._pop() or aligned_buffer(CHUNK_BYTES)
+            with memoryview(buffer) as view:
+                yield view
+            self._idle.append(buffer)
+        finally:
+            self._places.release()
+
+    def trim(self) -> None:
+        """Give back what nobody uses."""
+        while (buffer := self._pop()) is not None:
+            buffer.close()
+
+    def _pop(self) -> mmap | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+
 class ServerContext:
-    """What every request needs. `buffers`: of one chunk each, so that memory stays bounded."""
+    """What every request needs."""
 
     def __init__(self, shards: Shards, copies: Copies) -> None:
         self.shards = shards
         self.copies = copies
-        self.buffers = threading.BoundedSemaphore(_MOST_BUFFERS)
+        self.buffers = Buffers()
         self.large = threading.BoundedSemaphore(1)
 
 
@@ -116,9 +151,10 @@ class Handler(BaseHTTPRequestHandler):
         data = self._body(_LARGEST_MANIFEST)
         with memoryview(data) as view:
             part = self.context.copies.begin(name, match[3], view, whose=str(self.sender))
-        self._say(
-            protocol.Begun(sealed=True) if part is None else protocol.Begun(missing=part.missing)
-        )
+        if part is None:
+            self._say(protocol.Begun(sealed=True))
+        else:
+            self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))
 
     def _sealed_before(self, name: ShardName) -> None:
         copy = self.context.copies.find(name.id, name.rank)
@@ -136,8 +172,8 @@ class Handler(BaseHTTPRequestHandler):
         begin, end = part.manifest.bounds(chunk)
         if self._length() != end - begin:
             raise FormatError(f"{self._length()} bytes for a chunk of {end - begin}")
-        with memoryview(self._buffer()) as whole, whole[: end - begin] as data:
-            if self._fill(data) < len(data):
+        with self.context.buffers.taken() as whole, whole[: end - begin] as data:
+            if receive(self.rfile, self.connection, data) < len(data):  # type: ignore[arg-type]
                 raise ConnectionError("it ended within a chunk")
             copies.write(part, chunk, data, whose=str(self.sender))
         self._respond(204, b"")
@@ -156,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         first = begin // PAGE_BYTES * PAGE_BYTES
         try:
-            with memoryview(self._buffer()) as buffer:
+            with self.context.buffers.taken() as buffer:
                 for at in range(first, end, CHUNK_BYTES):
                     pages = min(CHUNK_BYTES, -(-(end - at) // PAGE_BYTES) * PAGE_BYTES)
                     with buffer[:pages] as data:
@@ -168,22 +204,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             warn("not served", path=str(reading.path), peer=str(self.sender), reason=str(error))
 
-    def _buffer(self) -> mmap:
-        """One chunk of aligned memory, for as long as the connection lives."""
-        if self._own is None:
-            if not self.context.buffers.acquire(timeout=_BUFFER_WAIT_S):
-                raise NoSpaceError(f"{_MOST_BUFFERS} transfers are under way here; try again")
-            self._own = aligned_buffer(CHUNK_BYTES)
-        return self._own
-
-    _own: mmap | None = None
-
     def finish(self) -> None:
-        """Also gives the buffer back."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
-            self.context.buffers.release()
+        """Also at the end of the last transfer, whose buffers are of no use to others."""
+        self.context.buffers.trim()
         with suppress(OSError):
             super().finish()
 
@@ -206,16 +229,6 @@ class Handler(BaseHTTPRequestHandler):
                 raise ConnectionError("it ended within a body")
             data += piece
         return data
-
-    def _fill(self, view: memoryview) -> int:
-        done = 0
-        while done < len(view):
-            with view[done:] as rest:
-                count = self.rfile.readinto(rest)
-            if not count:
-                break
-            done += count
-        return done
 
     # --- answers -----------------------------------------------------------------------------
 

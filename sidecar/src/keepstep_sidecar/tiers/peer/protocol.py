@@ -27,7 +27,16 @@ WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
 LARGEST_WANTED_BYTES: Final = 4 << 20
 MOST_RANKS: Final = 65_536
+STREAMS: Final = 4
+"""Connections of one transfer: some wait for a drive, or digest, while the others move bytes."""
+OLDER_STREAMS: Final = 2
+"""To a pod that does not say: there each connection keeps one of eight buffers until it ends."""
 _LARGEST_WORLD: Final = 1 << 31
+
+
+def streams(told: int) -> int:
+    """Connections of one transfer with a pod that has told this number."""
+    return min(max(told, 1), STREAMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +61,25 @@ class Listed(ReportedShard):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """All that a pod holds of the run. `ready`: its volumes could be read."""
+    """All that a pod holds of the run. `ready`: its volumes could be read. `streams`: how many
+    connections of one transfer it has places for."""
 
     run: str
     epochs: tuple[Epoch, ...] = ()
     shards: tuple[Listed, ...] = ()
     ready: bool = True
     reason: str = ""
+    streams: int = OLDER_STREAMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """What is missing of a copy: chunk numbers. `sealed`: nothing, it is durable there."""
+    """What is missing of a copy: chunk numbers. `sealed`: nothing, it is durable there. `streams`:
+    as in a `Listing`."""
 
     missing: tuple[int, ...] = ()
     sealed: bool = False
+    streams: int = OLDER_STREAMS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from keepstep.errors import DigestError, StorageError
 from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.peer.client import STREAMS, Links
+from keepstep_sidecar.tiers.peer import protocol
+from keepstep_sidecar.tiers.peer.client import Links
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace
 from keepstep_sidecar.volume.scan import LocalShard
@@ -37,7 +38,8 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
             with links.taken() as one:
                 one.put(shard, chunk, data)
 
-        transfer.each(source, begun.missing, put, threads=STREAMS, niceness=WRITER_NICENESS)
+        threads = protocol.streams(begun.streams)
+        transfer.each(source, begun.missing, put, threads=threads, niceness=WRITER_NICENESS)
         sealed = link.seal(shard, size=shard.size_bytes)
         if sealed.root != shard.root:
             raise Lied(

@@ -16,7 +16,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
 from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.peer.protocol import STREAMS, Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.direct_io import Engine
 from keepstep_sidecar.volume.filesystem import Filesystem
@@ -64,6 +64,7 @@ class Shards:
             shards=(*own, *copies),
             ready=not reason,
             reason=reason,
+            streams=STREAMS,
         )
 
     def _own(self) -> tuple[list[Listed], str]:

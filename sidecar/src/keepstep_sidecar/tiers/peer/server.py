@@ -27,7 +27,7 @@ from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
 
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
-_MOST_PEERS = 64
+_MOST_PEERS = 128
 _ACCEPT_S = 0.5
 """How long to wait for a connection before those whose time is over are ended."""
 
