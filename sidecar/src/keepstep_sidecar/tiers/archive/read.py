@@ -15,12 +15,12 @@ from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, ImageError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout
 from keepstep.image.headers import read_length
-from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.archive.twin import own_pieces
 from keepstep_sidecar.tiers.source import Cancel, Read
+from keepstep_sidecar.tiers.transfer import Manifests
 
 _FIRST_BYTES = 64 << 10
 """Most headers are shorter."""
@@ -95,24 +95,18 @@ class ArchiveSource:
         return parts
 
     def _own_pieces(self, twin: Twin, get: _Get) -> list[int]:
-        """From both tables. The header is in our first piece, the table at our end."""
+        """From both tables. Our header is in the first piece, our table at the end."""
         left_out = self.shard.size_bytes - twin.stored_bytes
 
-        def own(begin: int, end: int) -> bytes:
-            return _bytes(
-                get, self.name, begin - left_out * (end == self.shard.size_bytes), end - begin
-            )
+        def own(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
+            in_table = begin >= CHUNK_BYTES
+            return _in_a_row(get, self.name, begin - left_out * in_table, into)
 
-        def theirs(begin: int, end: int) -> bytes:
-            return _bytes(get, twin.base.name, begin, end - begin)
+        def theirs(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
+            return _in_a_row(get, twin.base.name, begin, into)
 
-        base = twin.base.shard
-        return own_pieces(
-            Manifest.read(
-                own, self.shard.size_bytes, run=self.run, shard=self.shard, path=self.where
-            ),
-            Manifest.read(theirs, base.size_bytes, run=self.run, shard=base, path=twin.base.where),
-        )
+        manifests = Manifests()
+        return own_pieces(manifests.read(self, own), manifests.read(twin.base, theirs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +124,11 @@ _Part = tuple[str, int, memoryview]
 _Get = Callable[[str, int, memoryview], None]
 
 
-def _bytes(get: _Get, name: str, begin: int, size: int) -> bytes:
-    buffer = bytearray(size)
-    get(name, begin, memoryview(buffer))
-    return bytes(buffer)
+def _in_a_row(get: _Get, name: str, begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
+    for view in into:
+        get(name, begin, view)
+        yield view
+        begin += len(view)
 
 
 def _on_loop(
