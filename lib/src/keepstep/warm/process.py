@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn
 
 from keepstep import processes
 from keepstep.warm.command import Python, parse
+from keepstep.warm.rendezvous import await_new_store
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PAGE: Final = 4096
@@ -182,8 +183,11 @@ def run(job: Job) -> None:
             from keepstep.warm import torchrun
 
             torchrun.run()
+        else:
+            await_new_store()
         runpy._run_module_as_main(python.what)  # type: ignore[attr-defined]  # what `-m` does
         return
+    await_new_store()
     sys.argv = [python.what, *python.arguments]
     if pkgutil.get_importer(python.what) is not None:  # a directory or a zip file
         sys.path[0] = os.path.abspath(python.what)

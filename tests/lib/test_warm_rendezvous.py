@@ -1,0 +1,96 @@
+"""A rank that is back at once does not join what its last life was in."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from keepstep.warm import rendezvous
+from tests.harness import eventually
+
+_SECOND = datetime.timedelta(seconds=1)
+
+# rank 0's process: a store that waits for a second rank, as init_process_group makes it
+_WAITS = """
+import datetime, sys
+from torch.distributed import TCPStore
+TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timeout=datetime.timedelta(seconds=60))
+"""
+
+
+def environment(port: int, **more: str) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def used_store(port: int) -> Any:
+    store = TCPStore("127.0.0.1", port, 1, True, timeout=_SECOND)
+    store.set("default_pg/0//1//cpu//0/rank_1", "an address of a life that has ended")
+    return store
+
+
+def test_a_store_in_which_ranks_have_met_is_waited_out() -> None:
+    port = free_port()
+    old = [used_store(port)]
+    waiting = threading.Thread(target=rendezvous.await_new_store, args=(environment(port),))
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive()
+    old.clear()  # rank 0's process ends
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+
+
+def test_a_store_that_waits_for_its_ranks_is_joined_at_once() -> None:
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", _WAITS, str(port)]) as rank_0:
+        try:
+            eventually(lambda: _answers(port), within_s=60)
+            began = time.monotonic()
+            rendezvous.await_new_store(environment(port))
+            assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
+            TCPStore("127.0.0.1", port, 2, False, timeout=10 * _SECOND)
+            assert rank_0.wait(30) == 0, "both have met there"
+        finally:
+            rank_0.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        TCPStore("127.0.0.1", port, None, False, timeout=_SECOND, wait_for_workers=False)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "different",
+    [{"RANK": "0"}, {"TORCHELASTIC_RUN_ID": "x"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}],
+    ids=str,
+)
+def test_whose_store_it_is_and_who_has_none_do_not_wait(different: dict[str, str]) -> None:
+    port = free_port()
+    store = used_store(port)
+    began = time.monotonic()
+    rendezvous.await_new_store({**environment(port), **different})
+    assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
+    assert store.num_keys() > 1
+
+
+def test_nobody_who_listens_is_not_waited_for() -> None:
+    began = time.monotonic()
+    rendezvous.await_new_store(environment(free_port()))
+    assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
