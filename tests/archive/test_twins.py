@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from keepstep.steps import Answer, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive import browse
 from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf
+from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.scan import LocalShard
@@ -82,6 +84,18 @@ def step_dir(archive_dir: Path) -> Path:
     return archive_dir / RUN / str(step_id(10))
 
 
+@asynccontextmanager
+async def archived(
+    local: Volume, config: ArchiveConfig, **image: Any
+) -> AsyncIterator[tuple[ArchiveTier, dict[int, LocalShard]]]:
+    """All ranks' images of step 10 are there, sent by one sidecar."""
+    async with running(config) as remote_tier:
+        shards = write_replicas(local, 10, **image)
+        commit(remote_tier, shards)
+        assert await remote_tier.drain(timeout_s=60)
+        yield remote_tier, shards
+
+
 async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
     """Every rank's image comes back as it was, whole and in single chunks."""
     held = await remote_tier.look()
@@ -103,10 +117,7 @@ async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> No
 async def test_what_ranks_have_in_common_is_stored_once(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
-    async with running(config) as remote_tier:
-        shards = write_replicas(local, 10)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config) as (remote_tier, shards):
         await brought(remote_tier, shards)
         assert remote_tier.status().sent == WORLD
     sizes = {path.name: path.stat().st_size for path in step_dir.iterdir()}
@@ -120,10 +131,7 @@ async def test_what_ranks_have_in_common_is_stored_once(
 async def test_a_chunk_that_is_a_ranks_own_stays_its_own(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
-    async with running(config) as remote_tier:
-        shards = write_replicas(local, 10, own=[3])
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config, own=[3]) as (remote_tier, shards):
         await brought(remote_tier, shards)
     assert (step_dir / twin_name(1, WORLD, 0)).stat().st_size > 2.5 * CHUNK_BYTES
 
@@ -131,10 +139,7 @@ async def test_a_chunk_that_is_a_ranks_own_stays_its_own(
 async def test_twins_that_have_little_in_common_are_stored_whole(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
-    async with running(config) as remote_tier:
-        shards = write_replicas(local, 10, own=[2, 3, 4])
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config, own=[2, 3, 4]) as (remote_tier, shards):
         await brought(remote_tier, shards)
     names = {shard_name(rank, WORLD) for rank in range(WORLD)}
     assert {path.name for path in step_dir.iterdir()} == {*names, NAME}
@@ -143,13 +148,21 @@ async def test_twins_that_have_little_in_common_are_stored_whole(
 
 
 async def test_a_twin_on_another_machine_is_waited_for(
-    volumes: Any, config: ArchiveConfig, step_dir: Path
+    volumes: Any, config: ArchiveConfig, step_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = volumes("here"), volumes("there")
     async with running(config) as later, running(config) as first:
+        asked, find = asyncio.Event(), later.store.find
+
+        async def seen(name: str) -> Stored | None:
+            if name.endswith(shard_name(0, WORLD)):
+                asked.set()
+            return await find(name)
+
+        monkeypatch.setattr(later.store, "find", seen)
         shards = write_replicas(here, 10)
         commit(later, {rank: shards[rank] for rank in (1, 2)})
-        await asyncio.sleep(0.5)  # long enough to have sent them, if nothing were waited for
+        await asyncio.wait_for(asked.wait(), 20)
         assert not step_dir.exists() or not list(step_dir.iterdir())
         shards[0] = write_replicas(there, 10)[0]
         commit(first, {0: shards[0]})
@@ -181,10 +194,7 @@ async def test_at_the_end_of_a_pod_there_is_time_left_to_send_all(
 async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
-    async with running(config) as remote_tier:
-        shards = write_replicas(local, 10)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config) as (remote_tier, _):
         base = step_dir / shard_name(0, WORLD)
         data = bytearray(base.read_bytes())
         data[3 * CHUNK_BYTES + 5] ^= 1
@@ -200,9 +210,8 @@ async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
 async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
     local: Volume, config: ArchiveConfig, step_dir: Path, which: str
 ) -> None:
-    async with running(config) as remote_tier:
-        commit(remote_tier, write_replicas(local, 10))
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config):
+        pass
     file = step_dir / which
     file.write_bytes(file.read_bytes()[:-PAGE_BYTES])
     async with running(config) as remote_tier:
@@ -218,10 +227,8 @@ async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
 async def test_a_pull_makes_plain_shards_of_them(
     local: Volume, config: ArchiveConfig, step_dir: Path, tmp_path: Path
 ) -> None:
-    async with running(config) as remote_tier:
-        shards = write_replicas(local, 10)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
+    async with archived(local, config) as (_, shards):
+        pass
     async with browse.opened(config, RUN) as holding:
         (step,) = await holding.chosen("10", sound=True)
         assert await holding.verify(step, on_chunk=lambda size: None) == []
@@ -243,10 +250,7 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
 
 
 async def test_through_s3_they_come_back_bit_equal(local: Volume, bucket: Bucket) -> None:
-    async with running(bucket.config()) as remote_tier:
-        shards = write_replicas(local, 10)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=60)
+    async with archived(local, bucket.config()) as (remote_tier, shards):
         await brought(remote_tier, shards)
 
 

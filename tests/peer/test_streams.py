@@ -46,16 +46,21 @@ class Crowd:
         monkeypatch.setattr(Copies, "write", crowded)
 
 
+async def copied(here: Node, buddy: Node) -> None:
+    """A large shard, from one node to the other."""
+    async with running(here, buddy):
+        _, found = here.write(5, rank=0, parameters=BIG)
+        durable(here.remote_tier, found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+
+
 async def test_chunks_of_a_copy_arrive_while_others_are_digested_and_written(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
     crowd = Crowd(monkeypatch, wanted=STREAMS)
-    async with running(here, buddy):
-        _, found = here.write(5, rank=0, parameters=BIG)
-        durable(here.remote_tier, found)
-        await until(lambda: buddy.copies() == [(5, 0)])
+    await copied(here, buddy)
     assert crowd.most == STREAMS
 
 
@@ -73,10 +78,7 @@ async def test_an_older_buddy_is_sent_two_chunks_at_once(
         ),
     )
     crowd = Crowd(monkeypatch, wanted=OLDER_STREAMS)
-    async with running(here, older):
-        _, found = here.write(5, rank=0, parameters=BIG)
-        durable(here.remote_tier, found)
-        await until(lambda: older.copies() == [(5, 0)])
+    await copied(here, older)
     assert crowd.most == OLDER_STREAMS
 
 

@@ -94,6 +94,11 @@ class Grid:
         return replace(self, changes=(*earlier, (start, k))[-_CHANGES_KEPT:])
 
 
+def on_grid(every: int, grid: int) -> int:
+    """`every` so many steps, up to a multiple of `grid`: only what is there can be chosen from."""
+    return -(-every // grid) * grid
+
+
 def stands_in(step: int, *, before: int, commits: Container[int], every: int) -> bool:
     """Whether a commit is archived in the stead of a multiple of `every` that never became one: it
     is the first commit beyond it. `before`: the commit before; `commits`: all that are known."""

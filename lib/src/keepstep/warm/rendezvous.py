@@ -36,8 +36,10 @@ def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
     while _was_used(address, int(port)):
         if time.monotonic() >= deadline:
             log.warning(
-                "keepstep: rank %s: the store at %s:%s is in use for %.0f s; joining it",
-                *(rank, address, port, PATIENCE_S),
+                "keepstep: the store at %s:%s is in use for %.0f s; joining it",
+                address,
+                port,
+                PATIENCE_S,
             )
             return
         time.sleep(_PAUSE_S)

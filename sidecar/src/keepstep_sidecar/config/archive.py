@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from keepstep.core.retention import Retention
+from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -70,4 +71,4 @@ class ArchiveConfig:
 
     def base(self, persist_base: int) -> int:
         """Multiples of this many steps are sent: `every`, up to the grid of what is durable."""
-        return -(-self.every // persist_base) * persist_base
+        return on_grid(self.every, persist_base)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from keepstep.core.retention import Retention
+from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
 from keepstep.wire.reports import PATH as REPORTS_PATH
 from keepstep_sidecar.config.archive import ArchiveConfig
@@ -295,7 +296,7 @@ class Config:
     def persist_base(self) -> int:
         """Every so many steps one is persisted, or more where nobody chose. Only what is staged can
         be, so the persist grid is a multiple of the stage grid."""
-        return -(-(self.persist_every or 1) // self.stage_every) * self.stage_every
+        return on_grid(self.persist_every or 1, self.stage_every)
 
     @cached_property
     def keep(self) -> Retention:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from keepstep.core import ledger
 from keepstep.core.ledger import AlarmKind, is_among
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import stands_in
+from keepstep.core.schedule import on_grid, stands_in
 from keepstep.core.suspicion import Failure, newest
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportReply
@@ -441,8 +441,7 @@ class Run:
         policy = self.policy
         if policy is None or policy.archive is None or id.epoch != before.epoch:
             return False
-        grid = policy.persist_every or policy.stage_every
-        every = -(-policy.archive.every // grid) * grid
+        every = on_grid(policy.archive.every, policy.persist_every or policy.stage_every)
         commits = {one.step for one in self.ledger.commits() if one.epoch == id.epoch}
         return stands_in(id.step, before=before.step, commits=commits, every=every)
 

@@ -54,10 +54,14 @@ def found(files: Mapping[str, Stored], *, world: int) -> dict[int, Found]:
     return ranks
 
 
+def piece_count(image: Manifest) -> int:
+    return -(-image.layout.size_bytes // CHUNK_BYTES)
+
+
 def own_pieces(image: Manifest, base: Manifest) -> list[int]:
     """Which pieces of an image are not in its base's file, ascending. They need not be of one size:
     extras, which come last, differ."""
-    pieces = range(-(-image.layout.size_bytes // CHUNK_BYTES))
+    pieces = range(piece_count(image))
     full = min(image.layout.chunk_count, base.layout.chunk_count) - 1
     common = {at for at in pieces[1:full] if _digest(image, at) == _digest(base, at)}
     return [at for at in pieces if at not in common]
@@ -65,8 +69,7 @@ def own_pieces(image: Manifest, base: Manifest) -> list[int]:
 
 def is_worth_it(image: Manifest, own: list[int]) -> bool:
     """Half of the image at most is its own, and its header can be read without its base."""
-    pieces = -(-image.layout.size_bytes // CHUNK_BYTES)
-    return 2 * len(own) <= pieces and len(image.layout.header) <= CHUNK_BYTES
+    return 2 * len(own) <= piece_count(image) and len(image.layout.header) <= CHUNK_BYTES
 
 
 def _digest(image: Manifest, chunk: int) -> bytes:

@@ -37,7 +37,13 @@ from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
 from keepstep_sidecar.tiers.archive.read import control_page, image_bytes
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.archive.twin import Found, is_worth_it, own_pieces, twin_name
+from keepstep_sidecar.tiers.archive.twin import (
+    Found,
+    is_worth_it,
+    own_pieces,
+    piece_count,
+    twin_name,
+)
 from keepstep_sidecar.tiers.archive.twin import found as found_in
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
@@ -283,7 +289,7 @@ class OpenShard:
 
     @property
     def piece_count(self) -> int:
-        return -(-self.manifest.layout.size_bytes // CHUNK_BYTES)
+        return piece_count(self.manifest)
 
     @property
     def part_bytes(self) -> int:
