@@ -83,3 +83,33 @@ def test_what_names_no_step_is_refused_at_once(keepstep: Keepstep) -> None:
     shown = keepstep("run", "--restore-from", "latest", "--", sys.executable, "-V", code=2)
     assert "--restore-from latest" in shown.stderr
     assert keepstep.sidecars() == []
+
+
+ASKS = PATIENT.replace("checkpointer.restore()", "checkpointer.restore(step=ASKED)")
+
+
+def test_a_script_goes_back_by_itself_and_what_came_later_is_never_restored(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("train.py", PATIENT)
+    keepstep.script("back.py", f"ASKED = 2\n{ASKS}")
+    keep = ("run", "--keep", "9", "--run", "train")
+    keepstep(*keep, "--", warm.python(), "train.py", "6", "-1")
+    first = {one["step"]: one["id"] for one in keepstep.json("steps")["steps"]}
+    assert keepstep(*keep, "--", warm.python(), "back.py", "4", "-1").stdout == "from 2\n"
+    assert keepstep(*keep, "--", warm.python(), "train.py", "5", "-1").stdout == "from 3\n"
+    live = {one["id"] for one in keepstep.json("steps")["steps"] if not one["dead"]}
+    assert {first[step] for step in (0, 1, 2)} <= live
+    assert live.isdisjoint({first[step] for step in (3, 4, 5)})
+
+
+def test_a_script_that_asks_for_what_is_not_there_is_refused_with_what_there_is(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep.script("back.py", f"ASKED = 77\n{TRAIN.replace('restore()', 'restore(step=ASKED)')}")
+    keepstep("run", "--run", "train", "--", warm.python(), "train.py", "3", "-1")
+    shown = keepstep("run", "--run", "train", "--", warm.python(), "back.py", "4", "-1", code=1)
+    assert "going back to step 77 was asked for" in shown.stderr
+    assert "000000002" in shown.stderr
+    assert max(one["step"] for one in keepstep.json("steps")["steps"]) == 2

@@ -103,3 +103,27 @@ def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(
     one: Candidates, nothing: bool
 ) -> None:
     assert nothing_is_kept([Candidates(answer=Answer.NONE), one]) is nothing
+
+
+def test_a_script_may_ask_for_a_number_and_gets_the_newest_step_of_it_that_all_ranks_see() -> None:
+    again = (Candidate(id=step(3, SECOND), tier=Tier.LOCAL, world=2, bytes=1),)
+    one = vote(3, 4)
+    other = Candidates(answer=Answer.STEPS, candidates=(*one.candidates, *again), highest_epoch=2)
+    assert limit_of([one, other], 3) == (step(3), True)
+    assert limit_of([other, other], 3) == (step(3, SECOND), True)
+
+
+def test_a_number_that_only_one_rank_sees_is_refused_by_its_id() -> None:
+    votes = [vote(3, 4), vote(4)]
+    limit, exact = limit_of(votes, 3)
+    with pytest.raises(RestoreError, match=rf"{step(3)} was asked for, but not every rank"):
+        choose(votes, limit=limit, exact=exact)
+
+
+def test_a_number_that_no_rank_sees_is_refused_with_what_there_is() -> None:
+    with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
+        limit_of([vote(3, 4), vote(3, 4)], 7)
+
+
+def test_what_a_person_asks_for_counts_before_what_the_script_does() -> None:
+    assert limit_of([vote(3, 4, **wants(3)), vote(3, 4)], 4) == (step(3), True)

@@ -17,7 +17,8 @@ torch.manual_seed(rank)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
-at = checkpointer.restore()
+asked = os.environ.get("ASKED", "").split()  # by rank
+at = checkpointer.restore(step=int(asked[rank]) if asked else None)
 steps, die_at, log = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 with open(f"{log}.{rank}", "a") as out:
     for step in range(at.step + 1 if at else 0, steps):

@@ -202,3 +202,16 @@ def test_steps_that_go_back_are_one_reason_and_one_line(sidecar, caplog):
     assert len(caplog.records) == 1
     assert [*checkpointer.stats.reasons.values()] == [48]
     checkpointer.close()
+
+
+def test_a_step_to_go_back_to_is_a_number_and_needs_a_sidecar(sidecar, monkeypatch):
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    for wrong in ("3", -1, 1.5, True):
+        with pytest.raises(keepstep.UsageError, match="a step is a whole number"):
+            checkpointer.restore(step=wrong)
+    with pytest.raises(keepstep.RestoreError, match="going back to step 3 was asked for"):
+        checkpointer.restore(step=3)
+    checkpointer.close()
+    monkeypatch.delenv("KEEPSTEP_SOCKET")
+    with pytest.raises(keepstep.RestoreError, match="no rank has a sidecar"):
+        keepstep.Checkpointer({"m": nn.Linear(2, 2)}).restore(step=3)

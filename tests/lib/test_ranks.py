@@ -49,6 +49,22 @@ def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
     assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
+def test_all_ranks_go_back_to_the_same_step_or_none_does(sidecar, tmp_path):
+    reference, log = tmp_path / "reference", tmp_path / "log"
+    assert torchrun(2, SCRIPT, 6, -1, reference, KEEPSTEP_SOCKET="").returncode == 0
+    assert torchrun(2, SCRIPT, 4, -1, log).returncode == 0
+    done = torchrun(2, SCRIPT, 6, -1, log, ASKED="2 3")
+    assert done.returncode != 0
+    text = "all ranks go back to the same step, but it is restore(step=2) on rank 0"
+    assert done.stderr.count(f"UsageError: {text}") >= 2, done.stderr
+    done = torchrun(2, SCRIPT, 6, -1, log, ASKED="2 2")
+    assert done.returncode == 0, done.stderr
+    lines = Path(f"{log}.0").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5]
+    for rank in (0, 1):
+        assert losses(log, rank) == losses(reference, rank)
+
+
 def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
     done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert "random generators" not in done.stderr

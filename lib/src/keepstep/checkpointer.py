@@ -161,29 +161,37 @@ class Checkpointer:
         """
         return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
 
-    def restore(self, *, rng: Literal["now", "later"] = "now") -> Restored | None:
+    def restore(
+        self, *, step: int | None = None, rng: Literal["now", "later"] = "now"
+    ) -> Restored | None:
         """Bring back the newest step that every rank holds, in place; None if there was none.
 
-        `rng="later"` leaves the random generators to `restore_rng`.
+        `step`: go back to this one instead, one of `all_steps`. What came after it is dead from
+        then on: no later restore takes it. It is meant each time that the script comes here, so a
+        script that is started again goes back again; `keepstep run --restore-from` goes back once,
+        and counts before this. `rng="later"` leaves the random generators to `restore_rng`.
 
         A collective: every rank must call it. Starts a new epoch. Raises RestoreError (with
         ranks, steps, tiers and what to do) when something is there but cannot be restored, also as
         some ranks have no sidecar (where nothing is there, all train on and nothing is kept), and
         SidecarAbsent when KEEPSTEP_SOCKET names a sidecar that does not answer: to start over in
-        silence would be to lose the run. Raises UsageError, on every rank, for a component that
-        cannot be kept on one of them; by name, and whether there is anything to restore or not.
+        silence would be to lose the run; and where `step` is not there, or not on every rank.
+        Raises UsageError, on every rank, for a component that cannot be kept on one of them; by
+        name, and whether there is anything to restore or not.
         """
         started = time.perf_counter()
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
         if rng not in ("now", "later"):
             raise UsageError(f'restore(rng={rng!r}): it is "now" or "later"')
+        if step is not None and (step := _whole(asked := step)) is None:
+            raise UsageError(f"restore(step={asked!r}): a step is a whole number, 0 to 10**18 - 1")
         if rng == "later":
             if not self._rng:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
         session = self._agent.session if self._agent is not None else None
-        collective = Collective(session, rank=self._rank, world=self._world)
+        collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             with PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)

@@ -113,9 +113,10 @@ def choose(
     raise _refusal(votes, excluded)
 
 
-def limit_of(votes: Sequence[Candidates]) -> tuple[StepId | None, bool]:
+def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[StepId | None, bool]:
     """`limit` and `exact` of `choose`, as any vote names them: a sidecar that was not told, or not
-    yet, goes along. Raises RestoreError when that cannot be followed."""
+    yet, goes along. `step`: what the script itself asks for, which counts where nobody else asks.
+    Raises RestoreError when that cannot be followed."""
     if runs := {vote.limit_run for vote in votes if vote.limit_run}:
         raise RestoreError(
             f"going back to a step of run {', '.join(sorted(runs))} was asked for, but this version"
@@ -128,12 +129,24 @@ def limit_of(votes: Sequence[Candidates]) -> tuple[StepId | None, bool]:
         )
     if limits:
         return limits.pop(), any(vote.exact for vote in votes)
-    if wanted := next((vote.wanted for vote in votes if vote.wanted), ""):
+    wanted = next((vote.wanted for vote in votes if vote.wanted), "")
+    if not wanted and step is not None:
+        if (id := _of_number(votes, step)) is not None:
+            return id, True
+        wanted = str(step)
+    if wanted:
         raise RestoreError(
             f"going back to step {wanted} was asked for, but no rank knows of one that can be "
             f"restored. {_held(votes, ())}. Choose one that `keepstep steps` shows"
         )
     return None, False
+
+
+def _of_number(votes: Sequence[Candidates], step: int) -> StepId | None:
+    """The newest step of that number that all ranks see; else the newest that one of them sees."""
+    seen = [{one.id for one in _found(vote) if one.id.step == step} for vote in votes]
+    common, some = set.intersection(*seen), set.union(*seen)
+    return max(common or some, default=None)
 
 
 def nothing_is_kept(votes: Sequence[Candidates]) -> bool:

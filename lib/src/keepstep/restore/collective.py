@@ -24,7 +24,14 @@ from keepstep.client.session import Session
 from keepstep.core.candidates import Candidates
 from keepstep.core.suspicion import WITHIN
 from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
-from keepstep.errors import CoverageError, KeepstepError, RestoreError, SidecarError, few
+from keepstep.errors import (
+    CoverageError,
+    KeepstepError,
+    RestoreError,
+    SidecarError,
+    UsageError,
+    few,
+)
 from keepstep.restore.restore import Restore
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.trainer import CandidatesRequest, LeaseGranted, RestoredRequest
@@ -80,20 +87,24 @@ class _Failure:
 class _Ballot:
     """`said`: the rank's `Candidates`, packed: most ranks say the very same, which is read once.
     `without`: the name of a machine without a sidecar, as admission did not answer when its pod was
-    made."""
+    made. `step`: what its script asks for."""
 
     said: bytes | None
     nonce: str
     error: str = ""
     without: str = ""
+    step: int | None = None
 
 
 class Collective:
     """One rank's part in the collective."""
 
-    def __init__(self, session: Session | None, *, rank: int, world: int) -> None:
+    def __init__(
+        self, session: Session | None, *, rank: int, world: int, step: int | None = None
+    ) -> None:
+        """`step`: the one to go back to, None for the newest."""
         self._session = session
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._step = rank, world, step
         self._stage_every = 1
 
     def restore(
@@ -117,12 +128,18 @@ class Collective:
             ballots = [ballot.result()]
         else:
             ballots = self._gather(self._ballot(connect))
+        self._check_same_step(ballots)
         if all(ballot.without for ballot in ballots):
-            return Unkept()
+            if self._step is None:
+                return Unkept()
+            raise RestoreError(
+                f"going back to step {self._step} was asked for, but no rank has a sidecar"
+                " (KEEPSTEP_SOCKET is not set): start the training with `keepstep run -- ...`"
+            )
         self._raise_errors(ballots)
         votes = _votes(ballots)
         if reason := _without(ballots):
-            if nothing_is_kept(votes):
+            if self._step is None and nothing_is_kept(votes):
                 return Unkept(reason)
             raise RestoreError(f"this run may have steps, so it is not begun anew: {reason}")
         if self._world > 1:
@@ -148,7 +165,7 @@ class Collective:
         self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
     ) -> Decision:
         try:
-            limit, exact = limit_of(votes)
+            limit, exact = limit_of(votes, self._step)
             return choose(votes, excluded, limit=limit, exact=exact)
         except RestoreError as error:
             if not failures:
@@ -216,12 +233,12 @@ class Collective:
         """Take this rank's lease."""
         nonce = os.urandom(4).hex()
         if self._session is None:
-            return _Ballot(None, nonce, without=platform.node() or "?")
+            return _Ballot(None, nonce, without=platform.node() or "?", step=self._step)
         try:
             self._stage_every = connect().stage_every
         except SidecarError as error:
-            return _Ballot(None, nonce, error=str(error))
-        return _Ballot(None, nonce)
+            return _Ballot(None, nonce, error=str(error), step=self._step)
+        return _Ballot(None, nonce, step=self._step)
 
     def _asked(self, arrival: _Ballot) -> _Ballot:
         """With what this rank could restore."""
@@ -236,6 +253,12 @@ class Collective:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]
         if errors:
             raise RestoreError("cannot tell what there is to restore: " + "; ".join(errors))
+
+    def _check_same_step(self, ballots: list[_Ballot]) -> None:
+        asked = {ballot.step: rank for rank, ballot in enumerate(ballots)}
+        if len(asked) > 1:
+            said = ", ".join(f"restore(step={step}) on rank {asked[step]}" for step in asked)
+            raise UsageError(f"all ranks go back to the same step, but it is {said}")
 
     def _gather(self, mine: T) -> list[T]:
         if self._world == 1:
