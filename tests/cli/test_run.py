@@ -48,6 +48,49 @@ def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
     assert [read[name] for name in ("keep_last", "persist_every", "slots")] == [9, 7, 3]
 
 
+def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_again(
+    keepstep: Keepstep,
+) -> None:
+    failed = keepstep("run", "--run", "a", "--restarts", "1", "--", "false", code=1).stderr
+    restart, end = failed.splitlines()[-2:]
+    assert "restart 1 of 1; it can go on from the beginning: no trainer has connected" in restart
+    assert "no trainer has connected" in end
+    well = keepstep("run", "--run", "a", "--", "true").stderr
+    assert "ended with 0; no trainer has connected; a script makes a keepstep.Checkpointer" in well
+    keepstep.script("train.py", TRAIN)
+    trained = keepstep("run", "--run", "a", "--", warm.python(), "train.py", "2", "-1").stderr
+    assert "no trainer" not in trained
+
+
+def test_what_the_sidecar_warns_of_is_told_while_the_command_runs_and_once(
+    keepstep: Keepstep,
+) -> None:
+    wait = "until [ -e end ]; do sleep 0.1; done"
+    options = ("--run", "a", "--archive", "nowhere")
+    with keepstep.start("run", *options, "--", "sh", "-c", wait) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "warning" in line)
+        (keepstep.home / "end").touch()
+        _, rest = process.communicate(timeout=60)
+    assert "nowhere is not there; mount it, or make it if it is new" in said
+    assert "warning" not in rest
+
+
+def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
+    options = ("--stage-every", "3", "--persist-every", "10")
+    said = keepstep("run", "--run", "a", *options, "--", "true", code=2).stderr
+    assert "10 is no multiple of --stage-every 3" in said
+    assert "for example --persist-every 12" in said
+    said = keepstep("run", "--run", "a", *options[:3], "21", "--", "true").stderr
+    assert "every 3rd step is staged, every 21st step is made durable" in said
+
+
+@pytest.mark.parametrize("place", ["s3//ckpt/gpt", "s3:/ckpt/gpt", "file:/mnt/archive"])
+def test_what_is_almost_the_url_of_an_archive_is_refused(keepstep: Keepstep, place: str) -> None:
+    said = keepstep("run", "--run", "a", "--archive", place, "--", "true", code=2).stderr
+    assert f"write {place.partition(':')[0].partition('/')[0]}://" in said
+
+
 def test_death_by_signal_is_128_plus_its_number(keepstep: Keepstep) -> None:
     keepstep("run", "--run", "a", "--", "sh", "-c", "kill -USR1 $$", code=128 + signal.SIGUSR1)
 

@@ -233,6 +233,8 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]
+    # pods come and go; an archive that never answered was never one
+    found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
     found += [
         slot_set.failure
         for slots in service.slots.ranks.values()

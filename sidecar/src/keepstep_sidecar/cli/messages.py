@@ -41,7 +41,12 @@ def _of_volumes(keep: Retention) -> str:
 
 def every(steps: int) -> str:
     """`every step`, `every 4th step`."""
-    return "every step" if steps == 1 else f"every {steps}th step"
+    return "every step" if steps == 1 else f"every {steps}{_suffix(steps)} step"
+
+
+def _suffix(number: int) -> str:
+    of_teens = number // 10 % 10 == 1
+    return "th" if of_teens else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
 def _goes_on(held: Holdings) -> str:
@@ -50,6 +55,8 @@ def _goes_on(held: Holdings) -> str:
 
 def _newest(held: Holdings) -> str:
     newest, committed = held.newest, held.committed
+    if newest is None and nobody_came(held):
+        return f"the beginning: {_NOBODY}"
     if newest is None:
         return "the beginning: no step is held by all ranks"
     text = named(newest)
@@ -78,9 +85,23 @@ def memory_removed(kept: RunDir) -> str:
     )
 
 
-def ended(kept: RunDir, held: Holdings | None, *, code: int, freed: bool) -> str:
-    """How the command ended, the newest committed step, and what is left."""
-    parts = [f"the command {ended_how(code)}", _committed(held)]
+_NOBODY = (
+    "no trainer has connected; a script makes a keepstep.Checkpointer and calls its restore(), a"
+    " framework takes the line of docs/frameworks.md"
+)
+
+
+def nobody_came(held: Holdings) -> bool:
+    """Whether the sidecar has seen no trainer, nor anything that one left."""
+    return held.live is not None and not held.live.ranks and not held.steps
+
+
+def ended(
+    kept: RunDir, held: Holdings | None, *, code: int, freed: bool, nobody: bool = False
+) -> str:
+    """How the command ended, the newest committed step, and what is left. `nobody`: no trainer
+    had connected."""
+    parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
     if not freed:
         parts.append(_remains(kept, held))
     return "; ".join(parts)
@@ -90,11 +111,7 @@ def _committed(held: Holdings | None) -> str:
     step = None if held is None else held.committed
     if step is None or not step.path:
         return "no step is committed"
-    return (
-        f"newest committed: step {step.id.step} of epoch {step.id.epoch.number} in {step.path}"
-        " (safetensors files; read them with safetensors.safe_open, or all ranks with"
-        " torch.distributed.checkpoint.HuggingFaceStorageReader)"
-    )
+    return f"newest committed: step {step.id.step} of epoch {step.id.epoch.number} in {step.path}"
 
 
 def _remains(kept: RunDir, held: Holdings | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -50,11 +51,15 @@ from keepstep_sidecar.cli.supervisor_state import (
     Sweep,
 )
 
+_NUMBERS: Final = re.compile(r"\d+")
 _SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
 _SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
 _LOG_CHECK_S: Final = 10.0
+_FIRST_LOOK_S: Final = 2.0
+_LOOK_S: Final = 10.0
+_SAY_AGAIN_S: Final = 600.0
 
 
 def say(text: str) -> None:
@@ -104,6 +109,9 @@ class Supervisor:
         self._sidecar_seen = False
         self._hurry = threading.Event()
         self._log_checked = time.monotonic()
+        self._look_at = self._log_checked + _FIRST_LOOK_S
+        self._said: dict[str, float] = {}
+        self._nobody = False
         self._exit: int | None = None
         self._closed = False
         self._memory: tuple[int, int] | None = None
@@ -164,7 +172,24 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             launcher.bound_log(self._kept.log)
+        if now > self._look_at and self._command_pid:
+            self._look_at = now + _LOOK_S
+            self._in_background("look for warnings", self._look)
         self._watch_memory(now)
+
+    def _look(self) -> None:
+        """Pass on what the sidecar warns of, each kind once in a while; note whether a trainer has
+        come."""
+        held = self._held()
+        if held is None or held.live is None:
+            return
+        self._nobody = messages.nobody_came(held)
+        now = time.monotonic()
+        for warning in held.live.warnings:
+            kind = _NUMBERS.sub("#", warning)
+            if now - self._said.get(kind, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
+                self._said[kind] = now
+                say(f"warning: {warning}")
 
     def _watch_memory(self, now: float) -> None:
         """The sidecar makes again what somebody removed; where it cannot, another one has to."""
@@ -286,6 +311,7 @@ class Supervisor:
     def _close(self) -> Event:
         try:
             launcher.wait_up(self._kept, None, timeout_s=_GRACE_S)
+            self._look()
             self._closed = launcher.end(self._kept)
         except KeepstepError as error:
             say(f"not closed: {error}")
@@ -301,7 +327,13 @@ class Supervisor:
         if action.interrupted:
             say("interrupted: the flush was not awaited")
         held = self._held()
-        say(messages.ended(self._kept, held, code=action.code, freed=self._closed))
+        if not self._closed:
+            self._nobody = held is not None and messages.nobody_came(held)
+        say(
+            messages.ended(
+                self._kept, held, code=action.code, freed=self._closed, nobody=self._nobody
+            )
+        )
 
     def _held(self) -> Holdings | None:
         """What there is; None when it cannot be told. Never in the way of the command."""

@@ -368,10 +368,14 @@ class RemoteInventory:
     @property
     def unknown(self) -> str:
         """Why it is not known what is there; '' when it is."""
+        return "; ".join(filter(None, map(self.why_unknown, self.tiers)))
+
+    def why_unknown(self, tier: Tier) -> str:
+        """The same of one tier."""
         return "; ".join(
             f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
             for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
-            if one.answer is Answer.UNKNOWN
+            if remote_tier.tier is tier and one.answer is Answer.UNKNOWN
         )
 
     def report(self, rank: int) -> RankReport:

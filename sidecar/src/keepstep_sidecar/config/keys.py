@@ -13,6 +13,7 @@ import enum
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,9 +167,16 @@ def _path(value: object) -> Path | None:
     return Path(os.path.abspath(value)) if value else None
 
 
+_ALMOST_A_URL: Final = re.compile("(s3|gs|az|file)(:|//)")
+
+
 def _place(value: object) -> str | None:
     text = _words(value)
-    return text if "://" in text else str(_path(text) or "") or None
+    if "://" in text:
+        return text
+    if typo := _ALMOST_A_URL.match(text):
+        raise ValueError(f"write {typo[1]}://, or ./{text} for a directory of that name")
+    return str(_path(text) or "") or None
 
 
 def _switch(value: object) -> bool:

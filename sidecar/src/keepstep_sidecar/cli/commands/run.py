@@ -90,7 +90,14 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
     for own in ("owner_pid", "restore_since"):
         given.pop(own, None)
     kept = RunDir.of(directory, name, **given)
-    if kept.config.wish is None:
+    config = kept.config
+    if config.persist_every is not None and config.persist_every % config.stage_every:
+        raise UsageError(
+            f"--persist-every {config.persist_every} is no multiple of --stage-every"
+            f" {config.stage_every}, and only a staged step can be made durable; for example"
+            f" --persist-every {config.persist_base}"
+        )
+    if config.wish is None:
         return kept
     # the epoch after which the rollback has come about; a fork needs none
     newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
