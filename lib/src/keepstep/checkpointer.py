@@ -36,6 +36,7 @@ from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, Usage
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.restore import PartialRestore, Restore
+from keepstep.restore.waiting import telling
 from keepstep.save.agent import Agent
 from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
@@ -193,7 +194,8 @@ class Checkpointer:
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
-            with PartialRestore() as partial:
+            waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
+            with waits, PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(self._connect, begin, meet=self._meet)
         finally:

@@ -102,7 +102,8 @@ class Collective:
     def __init__(
         self, session: Session | None, *, rank: int, world: int, step: int | None = None
     ) -> None:
-        """`step`: the one to go back to, None for the newest."""
+        """`step`: the one to go back to, None for the newest. `doing`: what takes its time."""
+        self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
         self._stage_every = 1
@@ -154,6 +155,7 @@ class Collective:
                 self._say_incomplete(decision)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
+            self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
             failures = self._together(restoring)
             if not failures:
                 return Agreed(epoch, self._stage_every, restoring)
@@ -244,6 +246,7 @@ class Collective:
         """With what this rank could restore."""
         if self._session is None:
             return arrival
+        self.doing = "waiting until all ranks know what there is"
         try:
             return replace(arrival, said=_packed(ask_candidates(self._session)))
         except SidecarError as error:
