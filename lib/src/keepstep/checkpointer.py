@@ -30,6 +30,7 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
@@ -82,6 +83,7 @@ class Checkpointer:
         rng: bool = True,
         trusted: bool = False,
         replicated: str = "PerNode",
+        dir: str | os.PathLike[str] | None = None,
         **named: Any,
     ) -> None:
         """Name what to keep: modules, optimizers, schedulers, plain dicts.
@@ -94,6 +96,9 @@ class Checkpointer:
         `replicated`: what all ranks have alike (DistributedDataParallel, the replicas of a mesh) is
         staged in parts, by the ranks of each node ("PerNode": every node has a whole copy), or by
         all of them ("Spread": fewer bytes each, but the loss of a node loses its parts).
+        `dir`: where nobody has started a sidecar (`keepstep run`, a pod's), start one on this
+        machine that keeps the run below this directory, and ends when no trainer was there for
+        five minutes; its settings are those of `keepstep start`, from the environment.
         Raises UsageError for components that can be neither taken nor put back.
         """
         if replicated not in ("PerNode", "Spread"):
@@ -125,7 +130,7 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_said = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = os.environ.get(SOCKET_ENV, "")
+        self._socket = os.environ.get(SOCKET_ENV, "") if dir is None else embedded.start(dir)
         if self._socket:
             self._agent = Agent(self._socket, rank=self._rank, world=self._world)
             self._stats = self._agent.stats
@@ -134,7 +139,7 @@ class Checkpointer:
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
-                " `keepstep run -- ...`",
+                " `keepstep run -- ...`, or say Checkpointer(..., dir=...)",
                 SOCKET_ENV,
             )
         _LIVE.add(self)

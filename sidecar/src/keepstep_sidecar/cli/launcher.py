@@ -31,11 +31,20 @@ _TAIL_BYTES: Final = 2000
 
 
 @contextlib.contextmanager
-def supervising(kept: RunDir) -> Iterator[None]:
-    """Be the one supervisor of the run. Raises UsageError naming the other one."""
+def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
+    """Be the one supervisor of the run, after `timeout_s` at the latest. Raises UsageError naming
+    the other one."""
     fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + timeout_s
     try:
-        _lock(fd, kept)
+        while True:
+            try:
+                _lock(fd, kept)
+                break
+            except UsageError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -115,6 +124,21 @@ def adopt(kept: RunDir) -> Process | None:
     calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
     return None
+
+
+def require_idle_or_same(kept: RunDir) -> None:
+    """Nobody takes a sidecar from a trainer to give it other options. Raises UsageError."""
+    if (pid := trainer_of(kept)) and not _as_recorded(kept):
+        raise UsageError(
+            f"run {kept.run!r} is training with other options (pid {pid}); end it first, or give"
+            " this one another name with --run"
+        )
+
+
+def trainer_of(kept: RunDir) -> int:
+    """The pid of a trainer that its sidecar serves now; 0 for none."""
+    live = calls.status(kept.socket)
+    return next((one.pid for one in live.ranks if one.alive), 0) if live is not None else 0
 
 
 def _as_recorded(kept: RunDir) -> bool:

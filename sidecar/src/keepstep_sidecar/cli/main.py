@@ -9,6 +9,7 @@ from keepstep_sidecar.cli.commands.archive import archive
 from keepstep_sidecar.cli.commands.inspect import inspect_file
 from keepstep_sidecar.cli.commands.rm import rm
 from keepstep_sidecar.cli.commands.run import run
+from keepstep_sidecar.cli.commands.start import start
 from keepstep_sidecar.cli.commands.status import status
 from keepstep_sidecar.cli.commands.steps import steps
 from keepstep_sidecar.cli.commands.stop import stop
@@ -35,5 +36,5 @@ def cli() -> None:
     """
 
 
-for _command in (run, status, steps, verify, inspect_file, archive, rm, stop):
+for _command in (run, status, steps, verify, inspect_file, archive, rm, start, stop):
     cli.add_command(_command)

@@ -148,6 +148,21 @@ def make_memory(memory: Path) -> None:
         directory.chmod(0o700)
 
 
+def make_home(kept: RunDir) -> None:
+    """Make the run's directory. Raises UsageError."""
+    directory = kept.home.parent
+    try:
+        kept.home.mkdir(parents=True, exist_ok=True)
+        if (
+            directory.name == ".keepstep"
+        ):  # in the user's project: its gigabytes are not for commits
+            (directory / ".gitignore").write_text("*\n")
+    except OSError as error:
+        raise UsageError(
+            f"cannot keep a run in {directory} ({error.strerror}); choose --dir DIR"
+        ) from error
+
+
 # --- the record ------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import click
 from keepstep.errors import UsageError
 from keepstep_sidecar.cli import inventory
 from keepstep_sidecar.cli.options import config_options, directory_option
-from keepstep_sidecar.cli.run_dir import RunDir, checked_name, run_name
+from keepstep_sidecar.cli.run_dir import RunDir, checked_name, make_home, run_name
 from keepstep_sidecar.config.sidecar import KEYS
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -128,7 +128,7 @@ def _supervise(
     from keepstep_sidecar.cli import launcher
     from keepstep_sidecar.cli.supervisor import Supervisor, say
 
-    _make_home(kept)
+    make_home(kept)
     with launcher.supervising(kept):
         adopted = launcher.adopt(kept)
         return Supervisor(
@@ -139,17 +139,3 @@ def _supervise(
             adopted=adopted,
             starter=None if modules is None else Starter(program, command, modules, say),
         ).run()
-
-
-def _make_home(kept: RunDir) -> None:
-    directory = kept.home.parent
-    try:
-        kept.home.mkdir(parents=True, exist_ok=True)
-        if (
-            directory.name == ".keepstep"
-        ):  # in the user's project: its gigabytes are not for commits
-            (directory / ".gitignore").write_text("*\n")
-    except OSError as error:
-        raise UsageError(
-            f"cannot keep a run in {directory} ({error.strerror}); choose --dir DIR"
-        ) from error

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.errors import SidecarError
+from keepstep.errors import SidecarError, UsageError
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -46,10 +46,13 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
 
 
 def _stop(kept: RunDir) -> bool:
-    """Slots that a killed sidecar left are adopted first, as they may be the newest steps."""
+    """Slots that a killed sidecar left are adopted first, as they may be the newest steps. Raises
+    UsageError while somebody trains."""
     from keepstep.processes import Process
     from keepstep_sidecar.cli import launcher
 
+    if pid := launcher.trainer_of(kept):
+        raise UsageError(f"run {kept.run!r} is training (pid {pid}); end that first")
     if launcher.end(kept):
         return True
     if not launcher.slots_left(kept):

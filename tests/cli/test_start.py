@@ -1,0 +1,121 @@
+"""`keepstep start` and `Checkpointer(dir=...)`: a sidecar for what nobody started by `run`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests import warm
+from tests.cli.conftest import MARK, TRAIN, Keepstep
+from tests.harness import eventually
+
+OWN = TRAIN.replace('"optimizer": optimizer}', '"optimizer": optimizer}, dir=".keepstep"')
+
+
+def plain(
+    keepstep: Keepstep, *words: str, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A script as people start it without us."""
+    variables = {name: one for name, one in os.environ.items() if name != "KEEPSTEP_SOCKET"}
+    variables |= {MARK: str(keepstep.home), **environment}
+    done = subprocess.run(
+        [warm.python(), *words],
+        cwd=keepstep.home,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_two_lines_in_a_script_are_enough(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", OWN)
+    assert plain(keepstep, "train.py", "6", "3", code=-9).stdout == "from None\n"
+    sidecar = keepstep.sidecar().pid
+    assert plain(keepstep, "train.py", "6", "-1").stdout == "from 3\n"
+    assert keepstep.sidecar().pid == sidecar, "found again, with its memory"
+    assert keepstep.json("status")["run"] == "train", "and by the name that `keepstep run` gives"
+    assert keepstep.json("status")["committed"]["step"] == 5
+    keepstep("stop")
+    assert keepstep.family() == []
+    again = keepstep("run", "--", warm.python(), "train.py", "7", "-1")
+    assert again.stdout == "from 5\n", "its sidecar counts before dir="
+
+
+def test_all_ranks_of_a_machine_have_one_sidecar(keepstep: Keepstep) -> None:
+    keepstep.script(
+        "train.py",
+        "import torch; torch.distributed.init_process_group('gloo')\n"
+        + OWN.replace('print("from"', 'os.write(1, b"from %d\\n" % (at.step if at else -1))#'),
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm.python()}
+    plain(keepstep, *torchrun, "train.py", "3", "-1", **options)
+    assert len(keepstep.sidecars()) == 1
+    done = plain(keepstep, *torchrun, "train.py", "4", "-1", **options)
+    assert done.stdout == "from 2\nfrom 2\n"
+    keepstep("stop")
+
+
+def test_it_ends_by_itself_and_what_it_held_is_on_the_volume(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", OWN)
+    settings = {"KEEPSTEP_LINGER": "1s", "KEEPSTEP_PERSIST_EVERY": "1000"}
+    plain(keepstep, "train.py", "6", "4", code=-9, **settings)
+    eventually(lambda: not keepstep.family(), within_s=30)
+    assert not keepstep.memory("train").exists()
+    assert plain(keepstep, "train.py", "6", "-1").stdout == "from 4\n"
+    keepstep("stop")
+
+
+def test_start_prints_a_socket_and_again_the_same(keepstep: Keepstep) -> None:
+    socket = keepstep("start", "--run", "notebook").stdout.strip()
+    assert Path(socket).is_socket()
+    assert keepstep("start", "--run", "notebook").stdout.strip() == socket
+    assert len(keepstep.sidecars()) == 1
+    keepstep.script("train.py", TRAIN)
+    done = plain(keepstep, "train.py", "2", "-1", KEEPSTEP_SOCKET=socket)
+    assert done.stdout == "from None\n"
+    keepstep("stop")
+
+
+def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -> None:
+    stays = "print(os.getpid(), file=sys.stderr); sys.stdin.read()"
+    held = OWN.replace("checkpointer.close()", stays)
+    keepstep.script("train.py", held)
+    process = subprocess.Popen(
+        [warm.python(), "train.py", "2", "-1"],
+        cwd=keepstep.home,
+        env={**os.environ, MARK: str(keepstep.home)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        pid = next(line for line in process.stderr if line.strip().isdigit()).strip()
+        said = keepstep("start", "--keep", "9", "--", "train.py", code=2).stderr
+        assert f"run 'train' is training with other options (pid {pid})" in said
+        said = keepstep("stop", code=2).stderr
+        assert f"is training (pid {pid}); end that first" in said
+        assert keepstep("start", "--", "train.py").stdout
+    finally:
+        process.kill()
+        process.communicate()
+    keepstep("stop")
+
+
+def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", OWN)
+    (keepstep.home / ".keepstep").write_text("a file")
+    said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
+    assert "UsageError: dir='.keepstep': Invalid value for '--dir'" in said
+    (keepstep.home / ".keepstep").unlink()
+    (keepstep.home / "keepstep_sidecar.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'keepstep_sidecar'\")"
+    )
+    said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
+    assert "pip install 'keepstep[local]'" in said
+    assert "give it one with --run NAME" in keepstep("start", code=2).stderr
