@@ -23,6 +23,7 @@ from keepstep.image.verify import (
     chunk_bounds,
     layout_from,
 )
+from keepstep.image.xxh3 import DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,10 @@ class Manifest:
     def bounds(self, chunk: int) -> tuple[int, int]:
         """`[begin, end)` of a chunk."""
         return chunk_bounds(self.layout, chunk)
+
+    def digest(self, chunk: int) -> bytes:
+        """Of the chunk, as the table has it."""
+        return bytes(self.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
 
     def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
         """That these are the chunk's bytes. Raises DigestError naming `path`."""

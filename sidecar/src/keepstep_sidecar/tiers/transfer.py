@@ -195,12 +195,16 @@ def each(
     *,
     threads: int | None = None,
     niceness: int = 0,
+    still: Callable[[int], bool] = lambda chunk: True,
 ) -> None:
     """`use(chunk, data)` for each of the chunks, verified, on `threads` threads; memory for one
-    chunk a thread. `data` is another chunk's when `use` has returned."""
+    chunk a thread. `data` is another chunk's when `use` has returned. `still`: whether one is
+    wanted at all, asked just before it is read."""
     numbers, own = list(chunks), threading.local()
 
     def take(index: int) -> None:
+        if not still(numbers[index]):
+            return
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(aligned_buffer(CHUNK_BYTES))
         begin, end = open_source.manifest.bounds(numbers[index])

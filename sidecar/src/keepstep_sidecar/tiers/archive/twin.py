@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.archive.store import Stored
 
@@ -63,14 +63,10 @@ def own_pieces(image: Manifest, base: Manifest) -> list[int]:
     extras, which come last, differ."""
     pieces = range(piece_count(image))
     full = min(image.layout.chunk_count, base.layout.chunk_count) - 1
-    common = {at for at in pieces[1:full] if _digest(image, at) == _digest(base, at)}
+    common = {at for at in pieces[1:full] if image.digest(at) == base.digest(at)}
     return [at for at in pieces if at not in common]
 
 
 def is_worth_it(image: Manifest, own: list[int]) -> bool:
     """Half of the image at most is its own, and its header can be read without its base."""
     return 2 * len(own) <= piece_count(image) and len(image.layout.header) <= CHUNK_BYTES
-
-
-def _digest(image: Manifest, chunk: int) -> bytes:
-    return bytes(image.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])

@@ -26,9 +26,11 @@ from keepstep.errors import (
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy, is_part
+from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
@@ -209,6 +211,16 @@ class Copies:
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
             self._drop(id, rank, why="no space")
+
+    def take_from(self, part: IncomingCopy, other: FileSource) -> int:
+        """`IncomingCopy.take_from` an image of the same step; 0 where it cannot be read."""
+        with self._failing(part):
+            try:
+                with transfer.opened(other) as image:
+                    return part.take_from(image)
+            except (ImageError, StorageError) as error:
+                warn("not copied from here", path=other.where, reason=str(error))
+                return 0
 
     def part(self, name: ShardName) -> IncomingCopy | None:
         """The copy that is on its way in."""

@@ -153,8 +153,10 @@ class Handler(BaseHTTPRequestHandler):
             part = self.context.copies.begin(name, match[3], view, whose=str(self.sender))
         if part is None:
             self._say(protocol.Begun(sealed=True))
-        else:
-            self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))
+            return
+        for other in self.context.shards.others(name):
+            self.context.copies.take_from(part, other)
+        self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))
 
     def _sealed_before(self, name: ShardName) -> None:
         copy = self.context.copies.find(name.id, name.rank)

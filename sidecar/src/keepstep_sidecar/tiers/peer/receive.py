@@ -1,7 +1,8 @@
 """One copy on its way in. What is there already is found out by its digests, not by a journal.
 
 Header, digest table and control page come first and are kept in memory; then chunks, in any order,
-over any number of connections, each checked against the table before it is written. A receiver that
+over any number of connections, each checked against the table before it is written. Chunks that an
+image of this machine has alike need not come at all. A receiver that
 was killed reads what its predecessor left: a chunk whose digest is right is there, any other is
 missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`, control page,
 `fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
@@ -18,6 +19,7 @@ from pathlib import Path
 from keepstep.errors import DigestError, FormatError, StorageError
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers.transfer import Opened
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
@@ -83,6 +85,22 @@ class IncomingCopy:
                 with self._lock:
                     self._missing.discard(chunk)
 
+    def take_from(self, other: Opened) -> int:
+        """Write what another image of this machine has alike, as those of replicas do; how many
+        chunks. Each is verified on its way; a copy that rots there is none of ours. From the end
+        on, as what is missing comes from the beginning. Raises OSError, StorageError as `write`."""
+        taken = 0
+        with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+            for chunk in reversed(self.missing):
+                if not _alike(chunk, self.manifest, other.manifest):
+                    continue
+                begin, end = self.manifest.bounds(chunk)
+                with view[: end - begin] as data, contextlib.suppress(DigestError):
+                    for _, read in other.read([(chunk, data)]):
+                        self.write(chunk, read, whose=other.source.where)
+                        taken += 1
+        return taken
+
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
         """The descriptor, which stays open that long: once closed, its number is soon another
@@ -143,6 +161,15 @@ class IncomingCopy:
         fd, self._fd = self._fd, -1
         if fd >= 0 and self._users == 0:  # else the last user does it
             self._filesystem.close(fd)
+
+
+def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:
+    """By place, size and digest."""
+    return (
+        chunk in other.chunks
+        and one.digest(chunk) == other.digest(chunk)
+        and one.bounds(chunk) == other.bounds(chunk)
+    )
 
 
 def part_name(shard: str) -> str:

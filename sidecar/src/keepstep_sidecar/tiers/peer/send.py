@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from keepstep.errors import DigestError, StorageError
+from keepstep.image.manifest import Manifest
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Links
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace
 from keepstep_sidecar.volume.scan import LocalShard
+
+_ASK_AGAIN_S = 1.0
 
 
 class Lied(DigestError):
@@ -26,25 +32,64 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
         links.taken() as link,
     ):
         manifest = source.manifest
-        begun = link.begin(shard, manifest.to_bytes(), size=shard.size_bytes)
+        missing = _Missing(shard, manifest, links)
+        begun = missing.ask()
         if begun.sealed:
             return 0
-        if not set(begun.missing) <= set(manifest.chunks):
-            raise StorageError(f"{link.name} misses chunks that step {shard.step_id} does not have")
+        sent = 0
 
         def put(chunk: int, data: memoryview) -> None:
             # verified: a shard that has rotted here must not travel, the buddy would be blamed
+            nonlocal sent
             pace.wait(len(data))
             with links.taken() as one:
                 one.put(shard, chunk, data)
+            with missing.lock:
+                sent += len(data)
 
         threads = protocol.streams(begun.streams)
-        transfer.each(source, begun.missing, put, threads=threads, niceness=WRITER_NICENESS)
+        transfer.each(
+            source, begun.missing, put, threads=threads, niceness=WRITER_NICENESS, still=missing
+        )
         sealed = link.seal(shard, size=shard.size_bytes)
         if sealed.root != shard.root:
             raise Lied(
                 f"step {shard.step_id}, rank {shard.rank}: {link.name} says that its copy has the"
                 f" root {sealed.root}, not {shard.root}; it gets no copy of this shard again"
             )
-        sizes = (manifest.bounds(chunk) for chunk in begun.missing)
-        return sum(end - begin for begin, end in sizes)
+        return sent
+
+
+class _Missing:
+    """What the buddy lacks. It is asked again in a while, and again, less and less often: an image
+    of its own that is much the same as this one may have become durable there meanwhile."""
+
+    def __init__(self, shard: LocalShard, manifest: Manifest, links: Links) -> None:
+        self.lock = threading.Lock()
+        self._shard, self._manifest, self._links = shard, manifest, links
+        self._left: frozenset[int] = frozenset()
+        self._asking = threading.Lock()
+        self._pause_s = _ASK_AGAIN_S
+        self._ask_at = time.monotonic() + self._pause_s
+
+    def ask(self) -> protocol.Begun:
+        """Raises StorageError."""
+        with self._links.taken() as link:
+            begun = link.begin(self._shard, self._manifest.to_bytes(), size=self._shard.size_bytes)
+            if not set(begun.missing) <= set(self._manifest.chunks):
+                raise StorageError(
+                    f"{link.name} misses chunks that step {self._shard.step_id} does not have"
+                )
+        self._left = frozenset(begun.missing)
+        return begun
+
+    def __call__(self, chunk: int) -> bool:
+        """Whether this one is to be sent still."""
+        if time.monotonic() > self._ask_at and self._asking.acquire(blocking=False):
+            try:
+                self.ask()
+                self._pause_s *= 2
+                self._ask_at = time.monotonic() + self._pause_s
+            finally:
+                self._asking.release()
+        return chunk in self._left

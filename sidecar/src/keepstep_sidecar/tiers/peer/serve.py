@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.shard import Shard
-from keepstep.errors import StorageError, TornError
+from keepstep.errors import ImageError, StorageError, TornError
 from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import STREAMS, Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.direct_io import Engine
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import Tree
-from keepstep_sidecar.volume.scan import survey
+from keepstep_sidecar.volume.paths import ShardName, Tree
+from keepstep_sidecar.volume.scan import opened, read_manifest, survey
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -84,6 +84,23 @@ class Shards:
             run=self._run,
             open=lambda: self._opened(*self._find(shard.step_id, shard.rank, shard.world)),
         )
+
+    def others(self, name: ShardName) -> Iterator[FileSource]:
+        """Shards of the same step, of other ranks of this pod: replicas of one model are alike."""
+        for volume in self._volumes.volumes:
+            tree = Tree(volume.root)
+            for place in (tree.published_step(name.id), tree.pending_step(name.id)):
+                for path in sorted(place.glob("rank-*")):
+                    shard = self._shard(path)
+                    if shard is not None and (shard.world, shard.rank) != (name.world, name.rank):
+                        yield self.source(shard, where=str(path))
+
+    def _shard(self, path: Path) -> Shard | None:
+        try:
+            with opened(path) as fd:
+                return read_manifest(fd, path, run=self._run).shard
+        except (ImageError, OSError):
+            return None
 
     @contextmanager
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:

@@ -1,0 +1,120 @@
+"""Replicas of one model: only what the buddy's own image has not alike goes over the link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers.peer import send
+from keepstep_sidecar.volume.scan import LocalShard
+from tests.harness import until, verify_image
+from tests.peer.nodes import BIG, Node, running, same
+from tests.tiers import reading
+from tests.tiers.local import durable
+from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
+
+Make = Callable[..., Node]
+
+
+def alike(rank: int, step: int = 5) -> Slot:
+    """The same bytes for each rank, behind a header of its own."""
+    one, model = (staged(make_layout(rank=at, parameters=BIG), step) for at in (rank, 0))
+    begin, end = len(one.layout.header), one.layout.digests_begin
+    one.view[begin:end] = model.view[begin:end]
+    return one
+
+
+def write(node: Node, slot: Slot) -> LocalShard:
+    node.volume.write(slot.view, slot.layout, slot.control)
+    return next(one for one in node.volume.scan().shards if one.rank == slot.layout.rank)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> None:
+    """Read back from the buddy, bit by bit."""
+    here.volume.retire(found.step_id)
+    (remote,) = [one for one in (await here.remote_tier.look()).shards if one.rank == 0]
+    view = empty_slot(slot.layout)
+    await reading.load(here.remote_tier, remote, view)
+    assert same(view, slot)
+    verify_image(view, slot.layout, run=RUN, id=found.step_id)
+
+
+async def test_what_the_buddys_own_image_has_alike_is_not_sent(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot = alike(0)
+    async with running(here, buddy):
+        write(buddy, alike(1))
+        found = write(here, slot)
+        durable(here.remote_tier, found)
+        await until(lambda: buddy.copies() == [(5, 0)])
+        await until(lambda: here.remote_tier.status().sent == 1)
+        assert here.remote_tier.status().sent_bytes == CHUNK_BYTES, "the one with the header"
+        await is_whole(here, buddy, slot, found)
+
+
+async def test_what_has_rotted_at_the_buddy_is_sent(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot = alike(0)
+    async with running(here, buddy):
+        flip(write(buddy, alike(1)).path, 2 * CHUNK_BYTES + 77)
+        found = write(here, slot)
+        durable(here.remote_tier, found)
+        await until(lambda: here.remote_tier.status().sent == 1)
+        assert here.remote_tier.status().sent_bytes == 2 * CHUNK_BYTES
+        await is_whole(here, buddy, slot, found)
+
+
+async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(send.protocol, "STREAMS", 1)
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot, own = alike(0), alike(1)
+    put = buddy.remote_tier._copies.write
+
+    def write_own_first(part, chunk, data, *, whose):  # type: ignore[no-untyped-def]
+        put(part, chunk, data, whose=whose)
+        if chunk == 1:
+            write(buddy, own)
+
+    monkeypatch.setattr(buddy.remote_tier._copies, "write", write_own_first)
+    async with running(here, buddy):
+        found = write(here, slot)
+        durable(here.remote_tier, found)
+        await until(lambda: here.remote_tier.status().sent == 1)
+        chunks = -(-slot.layout.digests_begin // CHUNK_BYTES)
+        assert here.remote_tier.status().sent_bytes == 2 * CHUNK_BYTES < chunks * CHUNK_BYTES
+        await is_whole(here, buddy, slot, found)
+
+
+async def test_a_file_there_that_is_no_shard_hinders_nothing(node: Make) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot = alike(0)
+    async with running(here, buddy):
+        own = write(buddy, alike(1))
+        flip(own.path, own.path.stat().st_size - 10)  # its seal
+        found = write(here, slot)
+        durable(here.remote_tier, found)
+        await until(lambda: here.remote_tier.status().sent == 1)
+        assert here.remote_tier.status().sent_bytes == slot.layout.digests_begin
+        await is_whole(here, buddy, slot, found)
