@@ -144,6 +144,8 @@ class SidecarProcess:
     def __init__(self, run: str, memory: Path, volume: Path, log: Path) -> None:
         self.run, self.memory, self.volume, self.log = run, memory, volume, log
         self.program: tuple[str, ...] = PROGRAM
+        self.huge: Path | None = None
+        """A hugetlbfs for its slots, while that has pages."""
         self.process: subprocess.Popen[bytes] | warm.Process | None = None
 
     @property
@@ -161,12 +163,19 @@ class SidecarProcess:
 
     def lose_memory(self) -> None:
         """As a deleted pod does; its sidecar is dead."""
-        for path in self.memory.iterdir():
+        for path in (*self.memory.iterdir(), *(self.huge.iterdir() if self.huge else ())):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def slots(self, rank: int) -> list[Path]:
+        """The rank's slots, on pages of either size."""
+        roots = (self.memory, self.huge) if self.huge else (self.memory,)
+        return [path for root in roots for path in root.glob(f"rank-{rank:05d}/*.slot")]
 
     def start(self, *options: str, **environment: str) -> SidecarProcess:
         command = [*self.program, "--run", self.run]
         command += ["--memory-dir", str(self.memory), "--volume", str(self.volume), *options]
+        if self.huge is not None:
+            command += ["--huge-pages-dir", str(self.huge)]
         with self.log.open("ab") as log:
             variables = {**os.environ, **environment}
             if self.program[0] == sys.executable:

@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import hugetlbfs
 from tests.faults.processes import WORLD, Life
 from tests.faults.soak import Soak
 from tests.harness import SidecarProcess
@@ -33,6 +34,7 @@ RESULTS = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "measured.md"
 BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 _WRITE_EVERY = 25
+_HUGE_PAGES = 64  # eight slots of 6 MiB
 _LIVES_KEPT = 4
 
 
@@ -213,13 +215,36 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir=options.dir))
     memory = Path(tempfile.mkdtemp(prefix="keepstep-soak-", dir="/dev/shm"))
     print(f"seed {seed}, in {directory}", flush=True)
+    with _pages(directory / "pages", huge=options.huge_pages) as pages:
+        code = _slice(options, seed, directory, memory, pages)
+    if not code:
+        shutil.rmtree(directory)
+    return code
+
+
+@contextlib.contextmanager
+def _pages(directory: Path, *, huge: bool) -> Iterator[Path | None]:
+    """A hugetlbfs with room for all slots; None where small pages are asked for."""
+    if not huge:
+        yield None
+        return
+    with hugetlbfs.reserved(_HUGE_PAGES), hugetlbfs.mounted(directory) as mounted:
+        yield mounted
+
+
+def _slice(
+    options: argparse.Namespace, seed: int, directory: Path, memory: Path, pages: Path | None
+) -> int:
     sidecar = SidecarProcess("soak", memory, directory / "volume", directory / "sidecar.log")
+    sidecar.huge = pages
     soak = Soak(sidecar, directory, random.Random(seed))
     began, commit, struck = time.monotonic(), _commit(), Counter[str]()
     broken: list[str] = []
 
     def report(seconds: float) -> None:
-        about = {"command": f"make soak KILLS={options.kills}", "commit": commit, "seed": seed}
+        words = f"make soak KILLS={options.kills}"
+        words += " SOAK_ARGS=--huge-pages" if options.huge_pages else ""
+        about = {"command": words, "commit": commit, "seed": seed}
         done = _described(soak, struck)
         add(
             options.results,
@@ -238,13 +263,13 @@ def main() -> int:
         print(f"BROKEN in life {soak.lives}: {type(error).__name__}: {error}", file=sys.stderr)
         sidecar.end()
         shutil.copytree(memory, directory / "memory", ignore=_sockets)
+        if pages is not None:
+            shutil.copytree(pages, directory / "memory-huge")
     finally:
         sidecar.end()
         shutil.rmtree(memory, ignore_errors=True)
         if soak.lives:
             report(time.monotonic() - began)
-        if not broken:
-            shutil.rmtree(directory)
     return int(bool(broken))
 
 
@@ -342,6 +367,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="default: another one each time")
     parser.add_argument("--only", default="", help="only strikes whose name has this in it")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the drive to use")
+    parser.add_argument("--huge-pages", action="store_true", help="slots on them (root)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--page", action="store_true", help="only write the paragraph of docs/measured.md"

@@ -103,8 +103,7 @@ class Soak:
         self.undisturbed = True
 
     def _memory_is_there(self) -> bool:
-        slots = [any(self.sidecar.memory.glob(f"rank-{rank:05d}/*.slot")) for rank in range(WORLD)]
-        return self.sidecar.socket.exists() and all(slots)
+        return self.sidecar.socket.exists() and all(map(self.sidecar.slots, range(WORLD)))
 
     def _eventually(self, life: Life, condition: Any, *, what: str) -> None:
         try:
@@ -227,11 +226,11 @@ class Soak:
         that `wait` said is staged."""
         for rank in range(WORLD):
             found = [-1]
-            for path in self.sidecar.memory.glob(f"rank-{rank:05d}/*.slot"):
+            for path in self.sidecar.slots(rank):
                 try:
                     layout = layout_of(path)
                     before = control_of(path)
-                    data = memoryview(path.read_bytes())
+                    data = memoryview(path.read_bytes())[: layout.size_bytes]  # of whole pages
                     if control_of(path) != before:
                         continue  # the sidecar fetched something into it meanwhile
                 except (ImageError, FileNotFoundError):
