@@ -34,7 +34,7 @@ RESULTS = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "measured.md"
 BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 _WRITE_EVERY = 25
-_HUGE_PAGES = 64  # eight slots of 6 MiB
+_HUGE_PAGES, _HUGE_WIDTH = 320, 12_000  # eight slots of 74 MB
 _LIVES_KEPT = 4
 
 
@@ -238,6 +238,8 @@ def _slice(
     sidecar = SidecarProcess("soak", memory, directory / "volume", directory / "sidecar.log")
     sidecar.huge = pages
     soak = Soak(sidecar, directory, random.Random(seed))
+    if pages is not None:
+        soak.width = _HUGE_WIDTH
     began, commit, struck = time.monotonic(), _commit(), Counter[str]()
     broken: list[str] = []
 

@@ -17,13 +17,15 @@ WORLD = 2
 @dataclass(frozen=True)
 class Order:
     """What a life of trainers is to do. `steps`: how many before it ends by itself with `close`.
-    `waiting`: how likely it waits for a step that it saved."""
+    `waiting`: how likely it waits for a step that it saved. `width`: of the model's layer; 12,000
+    make an image of 74 MB, which may lie on huge pages."""
 
     socket: str
     meeting: str
     seed: int
     steps: int = 1_000_000
     waiting: float = 0.0
+    width: int = 512
 
 
 @dataclass

@@ -49,6 +49,7 @@ class Soak:
     sidecar: SidecarProcess
     directory: Path
     random: random.Random
+    width: int = 512
     expected: dict[int, str] = field(default_factory=dict)
     epochs: list[str] = field(default_factory=list)
     watermark: int = -1
@@ -68,7 +69,9 @@ class Soak:
         logs = [self.directory / f"life-{self.lives}-{rank}.jsonl" for rank in range(WORLD)]
         meeting = self.directory / f"meeting-{uuid.uuid4().hex}"
         seed = self.random.randrange(1 << 30)
-        life = Life(Order(str(self.sidecar.socket), str(meeting), seed, steps, waiting), logs)
+        life = Life(
+            Order(str(self.sidecar.socket), str(meeting), seed, steps, waiting, self.width), logs
+        )
         try:
             yield life.start()
         finally:

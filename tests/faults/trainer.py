@@ -41,7 +41,8 @@ def train(rank: int, order: Order, log: str) -> None:
         "gloo", init_method=f"file://{order.meeting}", rank=rank, world_size=WORLD
     )
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
+    layers = torch.nn.Linear(256, order.width), torch.nn.Linear(order.width, 256)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
