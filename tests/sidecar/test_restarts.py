@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 from trainer import FakeTrainer
 
-from keepstep.wire.status import Restart
+from keepstep.core.history import Restart
+from keepstep.steps import EpochId, StepId
 from keepstep_sidecar.api.restarts import Restarts
+from keepstep_sidecar.history import History
 from tests.harness import SidecarProcess
+
+STEP = StepId(EpochId(1, "00000001"), 7)
 
 
 class Clock:
@@ -29,16 +33,16 @@ def life(restarts: Restarts, clock: Clock, attempt: str, *, age_s: float) -> Clo
     clock += 3.0
     restarts.restored(0, seconds=2.0)
     clock += 4.0
-    restarts.staged(0)
+    restarts.staged(0, STEP)
     clock += 100.0
-    restarts.staged(0)
+    restarts.staged(0, STEP)
     restarts.ended(0, attempt)
     return clock
 
 
 def test_the_parts_of_a_restart() -> None:
     clock = Clock()
-    restarts = Restarts(clock)
+    restarts = Restarts(History(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
     assert restarts.last == {}, "nothing was there before the first life"
     clock += 20.0
@@ -50,7 +54,7 @@ def test_the_parts_of_a_restart() -> None:
 
 def test_a_process_that_stood_by_took_no_time_to_be_there() -> None:
     clock = Clock()
-    restarts = Restarts(clock)
+    restarts = Restarts(History(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
     clock += 1.0
     life(restarts, clock, "b", age_s=50.0)
@@ -59,7 +63,7 @@ def test_a_process_that_stood_by_took_no_time_to_be_there() -> None:
 
 def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_new_ones() -> None:
     clock = Clock()
-    restarts = Restarts(clock)
+    restarts = Restarts(History(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
     life(restarts, clock, "a", age_s=50.0)
     assert restarts.last == {}
@@ -67,7 +71,7 @@ def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_n
     restarts.ended(0, "a")
     restarts.came(0, "c", age_s=0.0)
     restarts.restored(0, seconds=1.0)
-    restarts.staged(0)
+    restarts.staged(0, STEP)
     assert restarts.last == {}, "b had not ended"
 
 

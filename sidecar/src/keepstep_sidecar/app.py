@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import ssl
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ from keepstep_sidecar.api.listening import listen
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.service import Service
-from keepstep_sidecar.api.status import volume_status
+from keepstep_sidecar.api.status import keep_history, volume_status
 from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
@@ -25,6 +27,7 @@ from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, Reporting
+from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
@@ -40,6 +43,7 @@ from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.tiers.tier import RemoteTier
+from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -97,6 +101,7 @@ async def _serve(config: Config, claim: Claim) -> None:
         service, reports = build(config, volumes, tasks)
         try:
             service.start()
+            tasks.keep(functools.partial(keep_history, service), "keep history")
             if reports is not None:
                 tasks.keep(reports.run, "report")
             await listen(service, tasks, claim)
@@ -114,6 +119,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     trust = _trust(config.reporting)
     operator = OperatorLink(changes, present=trust is not None)
     leases = Leases(changes)
+    history_file = HistoryFile(volumes.history, run=config.run)
+    history = History(history_file.read(now=time.time()))
     slot_directories = SlotDirectories(
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
     )
@@ -139,6 +146,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         pacing=_pacing(config),
         managed=config.reporting is not None,
         wish=config.wish,
+        history=history,
     )
     remote_tiers = RemoteTiers(committer, changes)
     fetcher = Fetcher(slots, committer, readers)
@@ -176,6 +184,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         leases=leases,
         restorer=restorer,
         changes=changes,
+        history=history,
     )
     service = Service(
         config=config,
@@ -206,6 +215,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         step_waits=StepWaits(
             saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
         ),
+        history=history,
+        history_file=history_file,
     )
     if config.reporting is None or trust is None:
         return service, None

@@ -1,4 +1,4 @@
-"""What the sidecar says of itself: the document of GET /v1/status.
+"""What the sidecar says of itself: the documents of GET /v1/status and GET /v1/history.
 
 Apart from `protocol`, because a trainer never reads it and would pay for it at every import.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from keepstep.core.history import Event, Restart
 from keepstep.core.schedule import Interval, Measured
 from keepstep.steps import Epoch, StepId, Tier
 
@@ -20,19 +21,6 @@ class SlotStatus:
     state: str
     id: StepId | None = None
     pinned: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """What a restart cost a rank, in seconds that follow each other, from `at` (unix seconds), when
-    its trainer ended: until there was a process again, until that began to restore, until it had
-    restored, and until its first step was staged."""
-
-    at: float
-    detection_s: float = 0.0
-    start_s: float = 0.0
-    restore_s: float = 0.0
-    first_step_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +168,19 @@ class Status:
     warnings: tuple[str, ...] = ()
     window_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     window_shared_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """GET /v1/history?since=SEQ: what happened since, oldest first; without `since`, all that is
+    still known.
+
+    `last`: the newest sequence, what to ask for next; less than `since` where the history was lost
+    and began anew. `oldest`: the first that is still known; what came between `since` and that one
+    is forgotten.
+    """
+
+    run: str
+    oldest: int
+    last: int
+    events: tuple[Event, ...] = ()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from keepstep.core.candidates import Candidates
+from keepstep.core.history import Kind
 from keepstep.core.readiness import Ready, View, Wait, readiness
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportedRestore
@@ -130,7 +131,9 @@ class Restoring:
         await self._committer.start_epoch(request.epoch)
         lease.training = True
         self._note(lease.rank, request, lost)
-        self._saving.restarts.restored(lease.rank, seconds=request.seconds)
+        self._saving.restarts.restored(
+            lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier
+        )
         self._restorer.release(lease.rank)
         say(
             "restored",
@@ -146,6 +149,9 @@ class Restoring:
         """The script failed by itself. Durable on return."""
         lease = self._saving.leases.require(request.lease)
         warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
+        self._saving.history.note(
+            Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason
+        )
         await self._committer.script_failures.note(request.id)
         self._changes.ring()
 

@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 
+from keepstep.core.history import Kind
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
@@ -31,6 +32,7 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
@@ -60,6 +62,7 @@ class Saving:
         leases: Leases,
         restorer: Restorer,
         changes: Changes,
+        history: History,
     ) -> None:
         self.leases = leases
         self.counters: dict[int, RankCounters] = {}
@@ -74,7 +77,8 @@ class Saving:
         self._last: dict[int, Lease] = {}
         self._sizing = sizing
         self._restorer = restorer
-        self.restarts = Restarts()
+        self.history = history
+        self.restarts = Restarts(history)
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -139,12 +143,12 @@ class Saving:
         self._changes.ring()
         return held
 
-    async def ended(self, lease: Lease) -> None:
-        """A trainer's connection or process is gone."""
+    async def ended(self, lease: Lease, *, released: bool = False) -> None:
+        """A trainer's connection or process is gone; `released`: it said so."""
         if not self.leases.end(lease):
             return
         self.changed_at = time.monotonic()
-        self.restarts.ended(lease.rank, lease.attempt)
+        self.restarts.ended(lease.rank, lease.attempt, released=released)
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
         self._restorer.release(lease.rank)
         self._committer.feed(Died(lease.rank))
@@ -275,7 +279,7 @@ class Saving:
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
         self._committer.see_epoch(request.epoch)
-        self.restarts.staged(slots.rank)
+        self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         self._committer.feed(Sealed(slots.rank, id))
         if self._slots.holds_old_layouts(slots):
@@ -292,6 +296,9 @@ class Saving:
             slot.file.erase()
             slot.release()
             self.of(lease.rank).discarded += 1
+            self.history.lost(
+                Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
+            )
             warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self._changes.ring()
         return self._next(slots)
@@ -300,13 +307,20 @@ class Saving:
         """A clean goodbye: whatever slot it was given holds what it held before."""
         lease = self.leases.require(request.lease)
         lease.died = True
-        await self.ended(lease)
+        await self.ended(lease, released=True)
 
     def skipped(self, request: SkippedRequest) -> None:
         """Saves that could not be staged."""
         lease = self.leases.require(request.lease)
         reasons = self.of(lease.rank).skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
+        self.history.lost(
+            Kind.SKIPPED,
+            rank=lease.rank,
+            step=request.step,
+            reason=request.reason,
+            count=request.count,
+        )
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""

@@ -82,6 +82,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/owner", OwnerRequest, service.own),
             _post("/v1/stop", StopRequest, service.stop),
             web.get("/v1/status", routes.status),
+            web.get("/v1/history", routes.history),
             *metric_routes(service),
         ]
     )
@@ -164,6 +165,13 @@ class _Routes:
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(await status(self._service))
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Raises SidecarError `bad-request`."""
+        since = request.query.get("since", "0")
+        if not (since.isascii() and since.isdigit() and len(since) <= 18):
+            raise refuse("bad-request", f"since={since[:80]!r}: expected an event's sequence")
+        return _json(self._service.history.told(self._service.config.run, int(since)))
 
 
 @web.middleware

@@ -32,6 +32,7 @@ from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
@@ -39,6 +40,7 @@ from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
+from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
@@ -79,6 +81,8 @@ class Service:
     saving: Saving
     restoring: Restoring
     step_waits: StepWaits
+    history: History
+    history_file: HistoryFile
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
@@ -239,6 +243,7 @@ class Service:
         self.chunk_buffers.stop()
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
+        self.history_file.append(self.history.all())
         self.slots.directories.close()
         self.volumes.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import resource
 from collections.abc import Mapping, Sequence
@@ -68,6 +70,20 @@ async def status(service: Service) -> Status:
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
         window_shared_bytes=service.chunk_buffers.shared_bytes,
     )
+
+
+_KEEP_S = 2.0
+"""How often the history goes to its file, and warnings are looked at."""
+
+
+async def keep_history(service: Service) -> None:
+    """Note warnings that come and go, and keep the history beyond this process. Until cancelled."""
+    while True:
+        await asyncio.sleep(_KEEP_S)
+        service.history.warn(warnings(service))
+        events = service.history.since(0)
+        append = functools.partial(service.history_file.append, events)
+        await service.committer.blocking(append)
 
 
 def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
 from keepstep.core.node import (
     Event,
@@ -57,6 +58,7 @@ from keepstep_sidecar.commit.restore_from import Rollback
 from keepstep_sidecar.commit.script_failures import ScriptFailures
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
+from keepstep_sidecar.history import History
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
@@ -103,6 +105,7 @@ class Committer:
         pacing: Pacing | None = None,
         managed: bool = False,
         wish: Wish | None = None,
+        history: History | None = None,
     ) -> None:
         """`names`: of one thread, that changes names on the volumes. `writers`: one for each
         volume, of one thread: a drive writes one image at a time, and none is idle while another
@@ -110,6 +113,7 @@ class Committer:
         `managed`: an operator sees the whole run, and decides what is deleted. `wish`: what to go
         back to."""
         self.volumes = volumes
+        self.history = history or History()
         self.pacing = pacing
         self.local_shards = LocalShards()
         self.shards, self.published = self.local_shards.shards, self.local_shards.published
@@ -407,6 +411,7 @@ class Committer:
         before, interval = self.pacing.interval, self.pacing.durable(id, self.epochs())
         if interval is not None and (before is None or before.steps != interval.steps):
             say("persist interval", steps=interval.steps, limit=interval.limit)
+            self.history.note(Kind.INTERVAL, count=interval.steps, text=interval.limit)
             self.feed(Pace(interval.steps))
 
     async def _persist(self, write: Write) -> LocalShard | None:
@@ -499,6 +504,7 @@ class Committer:
             self.evictions.note(doomed)
             for id in doomed:
                 await self._retire(id)
+                self.history.evicted(id)
             self.evictions.count += len(doomed)
             return bool(doomed)
 
@@ -513,6 +519,7 @@ class Committer:
         if path is None:
             return
         self.local_shards.show(id, path)
+        self.history.committed(id)
         self.committed_at = path.stat().st_mtime  # its last shard got its name then
         self._changes.ring()
 

@@ -3,6 +3,7 @@
     <root>/                                     <dir>/<run>
         .lock                                   held by the sidecar that owns the volume
         run.json                                the run's epochs
+        history.jsonl                           what happened, for people
         <step>/rank-00000-of-00002.safetensors  a committed step: whole, visible to stock readers
         pending/<step>/rank-...                 durable shards of steps not known to be committed
         pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
@@ -22,6 +23,7 @@ from keepstep.steps import StepId, shard_name
 
 LOCK = ".lock"
 RECORD = "run.json"
+HISTORY = "history.jsonl"
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
@@ -57,6 +59,10 @@ class Tree:
     @property
     def record(self) -> Path:
         return self.root / RECORD
+
+    @property
+    def history(self) -> Path:
+        return self.root / HISTORY
 
     @property
     def pending(self) -> Path:

@@ -18,7 +18,7 @@ from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.direct_io import Pace
-from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume.paths import Tree, is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.shard_file import ShardFile
@@ -37,6 +37,11 @@ class VolumeSet:
         self._homes: dict[int, int] = {}
         self._lock = threading.Lock()
         self.pace = Pace(bytes_per_second)
+
+    @property
+    def history(self) -> Path | None:
+        """Where the run's history is kept: on the first volume that can be written."""
+        return next((Tree(one.root).history for one in self._writable), None)
 
     def volume_for(self, rank: int) -> Volume:
         """Where `rank` writes: its own volume, or a healthy one once that has failed.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from keepstep.wire.status import RankStatus, Restart, Status, TierStatus
+from keepstep.core.history import Restart
+from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.messages import every

@@ -1,0 +1,180 @@
+"""The history of the run on this machine: the one place that knows what happened, and when.
+
+To note something appends to a list: nothing here touches a file, so that a save pays nothing for
+it. Of steps, and of what comes as often as steps do, those of about a second become one event. The
+list is bounded; `volume.history_file` keeps it beyond this process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from keepstep.core.history import Event, Kind
+from keepstep.steps import StepId
+from keepstep.wire.status import History as Told
+from keepstep_sidecar import __version__
+
+KEPT: Final = 4096
+"""Events that are known at most; the oldest go, a quarter at a time."""
+
+TEXT_CHARS: Final = 300
+"""Of a reason, which a trainer may have chosen."""
+
+_TOGETHER_S: Final = 1.0
+_OPEN: Final = 64
+"""Kinds of events that are counted at a time; a second with more ends early."""
+
+_WARNINGS: Final = 64
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Events of about a second that will be one."""
+
+    at: float
+    until: float
+    first: int
+    last: int
+    step: StepId | None
+    count: int
+    seconds: float
+
+
+class History:
+    """Not thread-safe: all of it is on the event loop."""
+
+    def __init__(self, events: Iterable[Event] = (), *, clock: Callable[[], float] = time.time):
+        """`events`: what is known from before, oldest first."""
+        self._clock = clock
+        self._events: list[Event] = list(events)[-KEPT:]
+        self._last = self._events[-1].sequence if self._events else 0
+        self._open: dict[tuple[Kind, Any, str], _Counted] = {}
+        self._newest = max(
+            (one.step for one in self._events if one.kind is Kind.STAGED and one.step), default=None
+        )
+        self._warnings: tuple[str, ...] = ()
+        self.note(Kind.STARTED, text=__version__)
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def note(self, kind: Kind, *, text: str = "", **fields: Any) -> None:
+        """One event; `fields` are those of `Event`."""
+        self._close()
+        now = self._clock()
+        self._append(Event(sequence=0, kind=kind, at=now, until=now, text=_cut(text), **fields))
+
+    def staged(self, id: StepId, *, blocked_s: float) -> None:
+        """A rank has this step in memory. Of several ranks the first one counts."""
+        if self._newest is None or id > self._newest:
+            self._newest = id
+            self._count(Kind.STAGED, id.epoch, "", step=id, number=id.step, seconds=blocked_s)
+
+    def committed(self, id: StepId) -> None:
+        """This step is committed, and visible."""
+        self._count(Kind.COMMITTED, id.epoch, "", step=id, number=id.step)
+
+    def evicted(self, id: StepId) -> None:
+        """This step went because the volumes were full."""
+        self._count(Kind.EVICTED, id.epoch, "", step=id, number=id.step)
+
+    def lost(self, kind: Kind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
+        """Saves that were SKIPPED or DISCARDED."""
+        self._count(kind, rank, _cut(reason), step=None, number=step, count=count)
+
+    def warn(self, warnings: Collection[str]) -> None:
+        """All warnings that there are now: those that came are noted, and those that went."""
+        now = tuple(dict.fromkeys(map(_cut, warnings)))[:_WARNINGS]
+        if now == self._warnings:
+            return
+        for text in now:
+            if text not in self._warnings:
+                self.note(Kind.WARNING, text=text)
+        for text in self._warnings:
+            if text not in now:
+                self.note(Kind.CLEARED, text=text)
+        self._warnings = now
+
+    def _count(
+        self,
+        kind: Kind,
+        of: Any,
+        text: str,
+        *,
+        step: StepId | None,
+        number: int,
+        count: int = 1,
+        seconds: float = 0.0,
+    ) -> None:
+        now, key = self._clock(), (kind, of, text)
+        open = self._open.get(key)
+        if open is not None and not 0 <= now - open.at < _TOGETHER_S:
+            self._close()
+            open = None
+        if open is None:
+            if len(self._open) >= _OPEN:
+                self._close()
+            open = self._open[key] = _Counted(now, now, number, number, step, 0, 0.0)
+        open.first, open.last = min(open.first, number), max(open.last, number)
+        open.step = step if open.step is None or (step and step > open.step) else open.step
+        open.until = now
+        open.count += count
+        open.seconds += seconds
+
+    def _close(self, *, before: float | None = None) -> None:
+        """End what is being counted; `before`: only what began by then."""
+        due = [(key, one) for key, one in self._open.items() if before is None or one.at <= before]
+        for key, _ in due:
+            del self._open[key]
+        for (kind, of, text), one in sorted(due, key=lambda pair: pair[1].at):
+            self._append(
+                Event(
+                    sequence=0,
+                    kind=kind,
+                    at=one.at,
+                    until=one.until,
+                    rank=of if isinstance(of, int) else None,
+                    step=one.step,
+                    number=one.last if one.step is None else None,
+                    first=one.first,
+                    count=one.count,
+                    seconds=one.seconds,
+                    text=text,
+                )
+            )
+
+    def _append(self, event: Event) -> None:
+        self._last += 1
+        self._events.append(replace(event, sequence=self._last))
+        if len(self._events) > KEPT:
+            del self._events[: KEPT // 4]
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def since(self, sequence: int) -> list[Event]:
+        """What came after the event of that number and is known; what is still being counted comes
+        a second later."""
+        self._close(before=self._clock() - _TOGETHER_S)
+        return self._after(sequence)
+
+    def all(self) -> list[Event]:
+        """Everything, also of this very second: for the end, and where the order matters most."""
+        self._close()
+        return self._after(0)
+
+    def told(self, run: str, since: int) -> Told:
+        """The answer to GET /v1/history."""
+        events = tuple(self.since(since))
+        oldest = self._events[0].sequence if self._events else 0
+        return Told(run=run, oldest=oldest, last=self._last, events=events)
+
+    def _after(self, sequence: int) -> list[Event]:
+        return self._events[bisect.bisect(self._events, sequence, key=lambda one: one.sequence) :]
+
+
+def _cut(text: str) -> str:
+    """Short, and something that every encoder takes."""
+    return text[:TEXT_CHARS].encode("utf-8", "replace").decode()

@@ -1,0 +1,168 @@
+"""`history.jsonl`: the history of the run on this machine, for a sidecar that comes after this one.
+
+A line of JSON an event, after one that says whose they are. It is appended to and never flushed:
+nothing but what people are shown depends on it, so a power cut may take its end. A line that is
+torn or not ours is passed over. At its bound the file is replaced by what is known now, under
+another name and then by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from keepstep.core.history import Event
+from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
+from keepstep_sidecar.log import warn
+from keepstep_sidecar.volume.scan import opened
+
+FORMAT_VERSION: Final = 1
+_LARGEST_BYTES: Final = 4 << 20
+_LARGEST_LINE: Final = 4096
+_LARGEST_NUMBER: Final = 1 << 53
+_AHEAD_S: Final = 86400.0
+"""An event of the future was written under a clock that was wrong, or by a stranger."""
+
+_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The first line."""
+
+    format_version: int
+    run: str
+
+
+_head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
+
+
+class HistoryFile:
+    """Blocking. `path` None: nothing is read or kept. After an error it is tried again the next
+    time; each kind of error is said once."""
+
+    def __init__(self, path: Path | None, *, run: str) -> None:
+        self._path = path
+        self._head = msgspec.json.encode(_Head(format_version=FORMAT_VERSION, run=run)) + b"\n"
+        self._run = run
+        self._written = 0
+        self._trouble = ""
+
+    def read(self, *, now: float) -> list[Event]:
+        """What is known from before, oldest first. Never raises: what cannot be read is not known,
+        and is replaced, unless a newer keepstep wrote it."""
+        if self._path is None:
+            return []
+        try:
+            events = self._read(self._path, now)
+        except FileNotFoundError:
+            return []
+        except (ImageError, OSError) as error:
+            warn("history not read", path=str(self._path), reason=str(error))
+            if isinstance(error, VersionError):
+                self._path = None
+            else:
+                self._written = -1
+            return []
+        self._written = events[-1].sequence if events else 0
+        return events
+
+    def _read(self, path: Path, now: float) -> list[Event]:
+        with opened(path) as fd:
+            size = os.fstat(fd).st_size
+            self._check(os.pread(fd, _LARGEST_LINE, 0).partition(b"\n")[0])
+            data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
+        events: list[Event] = []
+        for line in data.splitlines()[1:]:  # the first is the head, or cut off
+            if (event := _parse(line)) is None or event.until > now + _AHEAD_S:
+                continue
+            if not events or event.sequence > events[-1].sequence:
+                events.append(event)
+        return events
+
+    def _check(self, line: bytes) -> None:
+        try:
+            head = _head.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"not a history: {error}") from None
+        if head.format_version > FORMAT_VERSION:
+            raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
+        if head.run != self._run:
+            raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Keep of these, which are all that is known, what is not in the file yet. Never raises."""
+        if self._path is None or not events or events[-1].sequence <= self._written:
+            return
+        try:
+            self._append(self._path, events)
+        except (OSError, StorageError) as error:
+            if str(error) != self._trouble:
+                warn("history not kept", path=str(self._path), reason=str(error))
+            self._trouble = str(error)
+        else:
+            self._trouble, self._written = "", events[-1].sequence
+
+    def _append(self, path: Path, events: Sequence[Event]) -> None:
+        if self._written >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                if 0 < _plain_size(path) < _LARGEST_BYTES:
+                    # after a line that was torn, a new one begins
+                    news = (one for one in events if one.sequence > self._written)
+                    _write(path, b"\n" + _lines(news))
+                    return
+        temporary = path.with_name(f".{path.name}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        _write(temporary, self._head + _lines(events))
+        os.rename(temporary, path)
+
+
+def _plain_size(path: Path) -> int:
+    """0 for what is no file of its own: it is replaced, and never written to."""
+    found = os.stat(path, follow_symlinks=False)
+    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    fd = os.open(path, _FLAGS | os.O_CLOEXEC, 0o640)
+    try:
+        if os.write(fd, data) != len(data):
+            raise StorageError(f"{path}: the volume is full")
+    finally:
+        os.close(fd)
+
+
+def _parse(line: bytes) -> Event | None:
+    if not line or len(line) > _LARGEST_LINE:
+        return None
+    try:
+        event = _event.decode(line)
+    except (ValueError, RecursionError):
+        return None
+    sane = 0 < event.sequence < _LARGEST_NUMBER and 0.0 <= event.at <= event.until
+    return event if sane else None
+
+
+def _lines(events: Iterable[Event]) -> bytes:
+    return b"".join(msgspec.json.encode(_told(one)) + b"\n" for one in events)
+
+
+_DEFAULTS: Final = {
+    one.name: one.default
+    for one in dataclasses.fields(Event)
+    if one.default is not dataclasses.MISSING
+}
+
+
+def _told(event: Event) -> dict[str, Any]:
+    """What is not as ever."""
+    told = {one.name: getattr(event, one.name) for one in dataclasses.fields(Event)}
+    return {key: value for key, value in told.items() if _DEFAULTS.get(key, told) != value}

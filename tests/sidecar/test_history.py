@@ -1,0 +1,279 @@
+"""The history of a run: what happened, kept over a sidecar's death, bounded, read with care."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer import FakeTrainer
+
+from keepstep.core.history import Event, Kind
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.status import History as Told
+from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
+from keepstep_sidecar.volume.history_file import HistoryFile
+from tests.harness import SidecarProcess, eventually
+
+EPOCH = EpochId(1, "00000001")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def step(number: int) -> StepId:
+    return StepId(EPOCH, number)
+
+
+def events(sidecar: SidecarProcess, since: int = 0) -> Told:
+    return msgspec.convert(sidecar.get(f"/v1/history?since={since}"), Told)
+
+
+def of(kind: Kind, told: Told) -> list[Event]:
+    return [one for one in told.events if one.kind is kind]
+
+
+# --- one life after the other ----------------------------------------------------------------
+
+
+def test_what_happened_is_told_and_kept_over_the_sidecars_death(
+    sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
+) -> None:
+    first = trainers(sidecar.socket).begin_run(age_s=3.0)
+    for number in range(5):
+        first.stage(number)
+    assert first.wait(step(4), "committed", flush=True).reached
+    first.begin()
+    first.discard(5, "a tensor changed")
+    first.skip(6, "no slot")
+    told = eventually(
+        lambda: of(Kind.SKIPPED, now := events(sidecar)) and now, what="it is told within a second"
+    )
+    assert [one.kind for one in told.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
+    assert (of(Kind.CAME, told)[0].rank, of(Kind.CAME, told)[0].seconds) == (0, 3.0)
+    staged = of(Kind.STAGED, told)
+    assert (staged[0].first, staged[-1].step) == (0, step(4))
+    assert sum(one.count for one in staged) == 5
+    assert sum(one.seconds for one in staged) == 5 * 0.125
+    assert of(Kind.COMMITTED, told)[-1].step == step(4)
+    (discarded,) = of(Kind.DISCARDED, told)
+    assert (discarded.number, discarded.text) == (5, "a tensor changed")
+    assert [one.sequence for one in told.events] == list(range(1, told.last + 1))
+    assert events(sidecar, told.last).events == ()
+    eventually(lambda: sidecar.root.joinpath("history.jsonl").exists(), what="it is kept")
+    kept = eventually(
+        lambda: "no slot" in sidecar.root.joinpath("history.jsonl").read_text(), what="all of it"
+    )
+    assert kept
+    sidecar.kill()
+    sidecar.start()
+    again = events(sidecar)
+    assert again.events[: len(told.events)] == told.events
+    assert len(of(Kind.STARTED, again)) == 2
+    second = trainers(sidecar.socket)
+    second.connect()
+    second.restored(Epoch(EpochId(2, "00000002"), step(4)))
+    assert events(sidecar, told.last).events[-1].epoch == second.epoch
+    second.disconnect()
+    ended = eventually(lambda: of(Kind.ENDED, events(sidecar)), what="the second life ends")
+    assert (ended[0].attempt, ended[0].text) == (second.attempt, "gone")
+    assert sidecar.terminate() == 0
+    lines = sidecar.root.joinpath("history.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines[1:] if line]
+    assert "ended" in kinds, "what came since is kept, too, when the sidecar ends"
+
+
+def test_a_question_that_is_none_is_refused(sidecar: SidecarProcess) -> None:
+    for since in ("-1", "x", "9" * 30, "%D9%A1"):
+        answer = sidecar.get(f"/v1/history?since={since}")
+        assert answer["code"] == "bad-request"
+        assert "since=" in answer["message"]
+
+
+# --- bounded ---------------------------------------------------------------------------------
+
+
+def test_steps_of_a_second_are_one_event(clock: Clock) -> None:
+    history = History(clock=clock)
+    for number in range(640):
+        clock.now += 1 / 64
+        history.staged(step(number), blocked_s=0.001)
+        history.staged(step(number), blocked_s=5.0)  # another rank's
+    staged = [one for one in history.all() if one.kind is Kind.STAGED]
+    assert [one.count for one in staged] == [64] * 10
+    assert (staged[1].first, staged[1].step) == (64, step(127))
+    assert sum(one.seconds for one in staged) == pytest.approx(0.64)
+
+
+def test_what_is_still_counted_comes_before_what_happened_after_it(clock: Clock) -> None:
+    history = History(clock=clock)
+    history.staged(step(1), blocked_s=0.0)
+    history.note(Kind.ENDED, rank=0)
+    history.staged(step(2), blocked_s=0.0)
+    assert [one.kind for one in history.since(0)][1:] == [Kind.STAGED, Kind.ENDED]
+    clock.now += 1.0
+    assert [one.kind for one in history.since(3)] == [Kind.STAGED]
+
+
+def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
+    history = History(clock=clock)
+    for number in range(3 * KEPT):
+        reason = f"{number}\ud800" + "x" * 10_000
+        history.lost(Kind.SKIPPED, rank=number % 9, step=number, reason=reason)
+    assert len(history._open) <= 64
+    found = history.all()
+    assert KEPT // 2 < len(found) <= KEPT
+    assert max(len(one.text) for one in found) == TEXT_CHARS
+    assert msgspec.json.encode(history.told("run", 0))
+    assert history.told("run", 0).oldest == found[0].sequence > 1
+
+
+def test_warnings_come_and_go(clock: Clock) -> None:
+    history = History(clock=clock)
+    for warnings in (["full"], ["full"], ["full", "slow"], ["slow"], []):
+        history.warn(warnings)
+    told = [(one.kind, one.text) for one in history.all()][1:]
+    assert told == [
+        (Kind.WARNING, "full"), (Kind.WARNING, "slow"), (Kind.CLEARED, "full"),
+        (Kind.CLEARED, "slow"),
+    ]  # fmt: skip
+
+
+# --- the file --------------------------------------------------------------------------------
+
+
+def one_of_each(clock: Clock) -> History:
+    history = History(clock=clock)
+    history.note(Kind.RESTORED, rank=0, epoch=Epoch(EPOCH, step(3)), seconds=2.0)
+    for number in range(4, 50):
+        clock.now += 1.0
+        history.staged(step(number), blocked_s=0.5)
+    return history
+
+
+def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clock) -> None:
+    history, path = one_of_each(clock), tmp_path / "history.jsonl"
+    file = HistoryFile(path, run="run")
+    file.append(history.all())
+    size = path.stat().st_size
+    file.append(history.all())
+    assert path.stat().st_size == size
+    history.note(Kind.ENDED, rank=0)
+    file.append(history.all())
+    assert size < path.stat().st_size < size + 200
+    assert HistoryFile(path, run="run").read(now=clock.now) == history.all()
+    path.unlink()  # as when somebody removed the run's directory
+    file.append(history.all())
+    history.note(Kind.CAME, rank=0)
+    file.append(history.all())
+    assert HistoryFile(path, run="run").read(now=clock.now) == history.all()
+
+
+@given(cut=st.integers(1, 3000))
+def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    clock = Clock()
+    path = tmp_path_factory.mktemp("torn") / "history.jsonl"
+    HistoryFile(path, run="run").append((known := one_of_each(clock)).all())
+    os.truncate(path, path.stat().st_size - cut)
+    file = HistoryFile(path, run="run")
+    before = file.read(now=clock.now)
+    assert before == known.all()[: len(before)]
+    again = History(before, clock=clock)
+    again.note(Kind.CAME, rank=0)
+    file.append(again.all())
+    assert HistoryFile(path, run="run").read(now=clock.now) == again.all()
+
+
+def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep_sidecar.volume.history_file._LARGEST_BYTES", 1 << 20)
+    file = HistoryFile(path := tmp_path / "history.jsonl", run="run")
+    history, largest = History(clock=clock), 0
+    for number in range(20_000):
+        history.note(Kind.FAILED, rank=0, step=step(number), text="x" * 100)
+        if number % 100 == 0:
+            file.append(history.all())
+            largest = max(largest, path.stat().st_size)
+    assert (1 << 19) < largest < (1 << 20) + (1 << 16)
+    file.append(history.all())
+    assert HistoryFile(path, run="run").read(now=clock.now)[-1] == history.all()[-1]
+
+
+HEAD = b'{"format_version":1,"run":"run"}\n'
+EVENT = b'{"sequence":1,"kind":"came","at":5.0,"until":5.0,"rank":3}\n'
+BAD = (
+    b"\xff\xfe\n", b"[" * 4000 + b"\n", b"null\n", b'{"sequence":1e999}\n', b"{}\n",
+    EVENT.replace(b"5.0", b"1e300"), EVENT.replace(b"5.0", b"-5.0"), EVENT.replace(b"came", b"x"),
+    EVENT.replace(b":1,", b":9223372036854775807,"), EVENT.replace(b":3}", b':"3"}'),
+    EVENT.replace(b'"rank":3', b'"text":"' + b"x" * 5000 + b'"'),
+    EVENT.replace(b'"rank":3', b'"text":"\\ud800"'),
+    EVENT.replace(b'"rank":3', b'"step":{"epoch":{"number":-1,"nonce":"x"},"step":1}'),
+)  # fmt: skip
+
+
+def test_lines_that_no_keepstep_wrote_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(HEAD + b"".join(BAD) + EVENT + b"".join(BAD))
+    read = HistoryFile(path, run="run").read(now=10.0)
+    assert [(one.kind, one.rank) for one in read] == [(Kind.CAME, 3)]
+    assert msgspec.json.encode(History(read).told("run", 0))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 100, b"[]", HEAD.replace(b'"run"}', b'"other"}') + EVENT, BAD[1]]
+)
+def test_a_foreign_file_is_not_believed_and_is_replaced(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(data)
+    file = HistoryFile(path, run="run")
+    assert file.read(now=10.0) == []
+    history = History()
+    file.append(history.all())
+    assert HistoryFile(path, run="run").read(now=1e10) == history.all()
+
+
+def test_a_newer_format_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(data := HEAD.replace(b"1", b"2") + EVENT)
+    file = HistoryFile(path, run="run")
+    assert file.read(now=10.0) == []
+    file.append(History().all())
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "victim")])
+def test_what_is_no_file_of_its_own_is_never_followed(
+    tmp_path: Path, make: Callable[[Path], Any]
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "history.jsonl"
+    victim.write_bytes(HEAD + EVENT)
+    make(path)
+    file = HistoryFile(path, run="run")
+    assert file.read(now=10.0) == []
+    file.append(History().all())
+    assert victim.read_bytes() == HEAD + EVENT
+    assert path.is_file()
+    assert not path.is_symlink()
+
+
+def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    file = HistoryFile(tmp_path / "gone" / "history.jsonl", run="run")
+    history = History()
+    file.append(history.all())
+    (tmp_path / "gone").mkdir()
+    file.append(history.all())
+    assert (tmp_path / "gone" / "history.jsonl").exists()
