@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer import FakeTrainer
 
+from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Kind
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import History as Told
@@ -169,34 +170,34 @@ def one_of_each(clock: Clock) -> History:
 def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clock) -> None:
     history, path = one_of_each(clock), tmp_path / "history.jsonl"
     file = HistoryFile(path, run="run")
-    file.append(history.all())
+    file.append(history.all(), history.before)
     size = path.stat().st_size
-    file.append(history.all())
+    file.append(history.all(), history.before)
     assert path.stat().st_size == size
     history.note(Kind.ENDED, rank=0)
-    file.append(history.all())
+    file.append(history.all(), history.before)
     assert size < path.stat().st_size < size + 200
-    assert HistoryFile(path, run="run").read(now=clock.now) == history.all()
+    assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
     path.unlink()  # as when somebody removed the run's directory
-    file.append(history.all())
+    file.append(history.all(), history.before)
     history.note(Kind.CAME, rank=0)
-    file.append(history.all())
-    assert HistoryFile(path, run="run").read(now=clock.now) == history.all()
+    file.append(history.all(), history.before)
+    assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
 
 
 @given(cut=st.integers(1, 3000))
 def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     clock = Clock()
     path = tmp_path_factory.mktemp("torn") / "history.jsonl"
-    HistoryFile(path, run="run").append((known := one_of_each(clock)).all())
+    HistoryFile(path, run="run").append((known := one_of_each(clock)).all(), Tally())
     os.truncate(path, path.stat().st_size - cut)
     file = HistoryFile(path, run="run")
-    before = file.read(now=clock.now)
+    before, _ = file.read(now=clock.now)
     assert before == known.all()[: len(before)]
     again = History(before, clock=clock)
     again.note(Kind.CAME, rank=0)
-    file.append(again.all())
-    assert HistoryFile(path, run="run").read(now=clock.now) == again.all()
+    file.append(again.all(), again.before)
+    assert HistoryFile(path, run="run").read(now=clock.now)[0] == again.all()
 
 
 def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +207,55 @@ def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.M
     for number in range(20_000):
         history.note(Kind.FAILED, rank=0, step=step(number), text="x" * 100)
         if number % 100 == 0:
-            file.append(history.all())
+            file.append(history.all(), history.before)
             largest = max(largest, path.stat().st_size)
     assert (1 << 19) < largest < (1 << 20) + (1 << 16)
-    file.append(history.all())
-    assert HistoryFile(path, run="run").read(now=clock.now)[-1] == history.all()[-1]
+    file.append(history.all(), history.before)
+    assert HistoryFile(path, run="run").read(now=clock.now)[0][-1] == history.all()[-1]
+
+
+def test_goodput_goes_on_though_its_events_are_forgotten(tmp_path: Path, clock: Clock) -> None:
+    """Some have left the list, some the file; and another sidecar reads what is left."""
+    path = tmp_path / "history.jsonl"
+    file, history, tally = HistoryFile(path, run="run"), History(clock=clock), Tally()
+    seen = 0
+    for life in range(1, 9):
+        epoch = EpochId(life, f"{life:08x}")
+        parent = StepId(EpochId(life - 1, f"{life - 1:08x}"), life * 700) if life > 1 else None
+        clock.now += 5.0
+        history.note(Kind.CAME, rank=0, seconds=2.0)
+        history.note(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=1.0)
+        for number in range(700 * life + 1, 700 * life + 900):
+            clock.now += 2.0
+            history.staged(StepId(epoch, number), blocked_s=0.25)
+        history.note(Kind.ENDED, rank=0, text="gone")
+        tally = tally.after(history.since(seen))
+        seen = history.all()[-1].sequence
+        file.append(history.all(), history.before)
+        if life == 4:  # another sidecar, and the file at its bound
+            file = HistoryFile(path, run="run")
+            history = History(*file.read(now=clock.now), clock=clock)
+            path.unlink()
+    assert len(history.all()) < seen, "some are forgotten"
+    found = History(*HistoryFile(path, run="run").read(now=clock.now), clock=clock).goodput()
+    assert found == history.goodput() == tally.goodput(clock.now)
+    assert found is not None
+    assert found.interruptions == 7
+
+
+BEFORE = (
+    b'{"mark":-1.0}', b'{"mark":1e300}', b'{"segments":[[5,9,1.0]]}', b'{"segments":[[5,1,-1.0]]}',
+    b'{"since":1e400}', b'{"mark":1e9}', b'{"interruptions":-1}',
+    b'{"badput":{"training_prep":-1.0}}',
+    b'{"segments":[' + b",".join([b"[5,1,1.0]"] * 500) + b"]}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_tally_that_cannot_be_is_not_believed(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(HEAD.replace(b"}", b',"before":' + before + b"}") + EVENT)
+    assert HistoryFile(path, run="run").read(now=10.0)[1] == Tally()
 
 
 HEAD = b'{"format_version":1,"run":"run"}\n'
@@ -228,7 +273,7 @@ BAD = (
 def test_lines_that_no_keepstep_wrote_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(HEAD + b"".join(BAD) + EVENT + b"".join(BAD))
-    read = HistoryFile(path, run="run").read(now=10.0)
+    read, _ = HistoryFile(path, run="run").read(now=10.0)
     assert [(one.kind, one.rank) for one in read] == [(Kind.CAME, 3)]
     assert msgspec.json.encode(History(read).told("run", 0))
 
@@ -240,18 +285,18 @@ def test_a_foreign_file_is_not_believed_and_is_replaced(tmp_path: Path, data: by
     path = tmp_path / "history.jsonl"
     path.write_bytes(data)
     file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == []
+    assert file.read(now=10.0) == ([], Tally())
     history = History()
-    file.append(history.all())
-    assert HistoryFile(path, run="run").read(now=1e10) == history.all()
+    file.append(history.all(), history.before)
+    assert HistoryFile(path, run="run").read(now=1e10)[0] == history.all()
 
 
 def test_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(data := HEAD.replace(b"1", b"2") + EVENT)
     file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == []
-    file.append(History().all())
+    assert file.read(now=10.0) == ([], Tally())
+    file.append(History().all(), Tally())
     assert path.read_bytes() == data
 
 
@@ -263,8 +308,8 @@ def test_what_is_no_file_of_its_own_is_never_followed(
     victim.write_bytes(HEAD + EVENT)
     make(path)
     file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == []
-    file.append(History().all())
+    assert file.read(now=10.0) == ([], Tally())
+    file.append(History().all(), Tally())
     assert victim.read_bytes() == HEAD + EVENT
     assert path.is_file()
     assert not path.is_symlink()
@@ -273,7 +318,7 @@ def test_what_is_no_file_of_its_own_is_never_followed(
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     file = HistoryFile(tmp_path / "gone" / "history.jsonl", run="run")
     history = History()
-    file.append(history.all())
+    file.append(history.all(), history.before)
     (tmp_path / "gone").mkdir()
-    file.append(history.all())
+    file.append(history.all(), history.before)
     assert (tmp_path / "gone" / "history.jsonl").exists()

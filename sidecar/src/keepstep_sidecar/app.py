@@ -120,7 +120,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     operator = OperatorLink(changes, present=trust is not None)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
-    history = History(history_file.read(now=time.time()))
+    history = History(*history_file.read(now=time.time()))
     slot_directories = SlotDirectories(
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
     )

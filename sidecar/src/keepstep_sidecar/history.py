@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from keepstep.core.goodput import Goodput, Tally
 from keepstep.core.history import Event, Kind
 from keepstep.steps import StepId
 from keepstep.wire.status import History as Told
@@ -47,10 +48,21 @@ class _Counted:
 class History:
     """Not thread-safe: all of it is on the event loop."""
 
-    def __init__(self, events: Iterable[Event] = (), *, clock: Callable[[], float] = time.time):
-        """`events`: what is known from before, oldest first."""
+    def __init__(
+        self,
+        events: Iterable[Event] = (),
+        before: Tally | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
+        """`events`: what is known from before, oldest first; `before`: of those that came before
+        them."""
         self._clock = clock
-        self._events: list[Event] = list(events)[-KEPT:]
+        known = list(events)
+        self._events: list[Event] = known[-KEPT:]
+        self.before = (before or Tally()).after(known[:-KEPT])
+        """What the events come to that are not in the list any more."""
+        self._tally = self.before.after(self._events)
         self._last = self._events[-1].sequence if self._events else 0
         self._open: dict[tuple[Kind, Any, str], _Counted] = {}
         self._newest = max(
@@ -149,7 +161,9 @@ class History:
     def _append(self, event: Event) -> None:
         self._last += 1
         self._events.append(replace(event, sequence=self._last))
+        self._tally = self._tally.after([event])
         if len(self._events) > KEPT:
+            self.before = self.before.after(self._events[: KEPT // 4])
             del self._events[: KEPT // 4]
 
     # --- asking ------------------------------------------------------------------------------
@@ -164,6 +178,11 @@ class History:
         """Everything, also of this very second: for the end, and where the order matters most."""
         self._close()
         return self._after(0)
+
+    def goodput(self) -> Goodput | None:
+        """Until now; None before the first restore."""
+        self._close(before=self._clock() - _TOGETHER_S)
+        return self._tally.goodput(self._clock())
 
     def told(self, run: str, since: int) -> Told:
         """The answer to GET /v1/history."""

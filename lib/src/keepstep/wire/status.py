@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from keepstep.core.goodput import Goodput
 from keepstep.core.history import Event, Restart
 from keepstep.core.schedule import Interval, Measured
 from keepstep.steps import Epoch, StepId, Tier
@@ -134,8 +135,9 @@ class Status:
     make the run faster. `reported_at`: when the operator last answered a report, None without one.
     `evicted`: steps that were deleted because the volumes were full. `persist_interval`: what was
     chosen from `persist_measured`, None where a person chose or it is too early; `persist_every` is
-    more where a drive does not keep up. `scanned`: it has looked at its volumes, so that `steps`
-    are all that lie there.
+    more where a drive does not keep up. `goodput`: over all lives of the run on this machine, None
+    before the first restore. `scanned`: it has looked at its volumes, so that `steps` are all that
+    lie there.
     """
 
     run: str
@@ -159,6 +161,7 @@ class Status:
     persist_seconds: float = 0.0
     persist_bytes: int = 0
     evicted: int = 0
+    goodput: Goodput | None = None
     ranks: tuple[RankStatus, ...] = ()
     volumes: tuple[VolumeStatus, ...] = ()
     depots: tuple[TierStatus, ...] = ()

@@ -52,17 +52,20 @@ depot_trouble                   gauge   depot.trouble                 1 when the
 window_read_bytes               counter tier.window_bytes             Bytes read for restores into another layout
 window_shared_bytes             counter status.window_shared_bytes    Bytes that ranks got from the read of another one, instead
 warnings                        gauge   status.warnings               Warnings that `keepstep status` shows
+goodput_ratio                   gauge   goodput.ratio                 Useful step time over wall time, over all lives of the run here
+goodput_seconds                 gauge   bucket.goodput                Wall time of the run here, productive and by bucket of badput
+interruptions                   gauge   goodput.interruptions         Interruptions of the run here
 """  # noqa: E501
 """Name, kind, of what and which attribute, help; docs/metrics.md is made of it."""
 
 _LABELS = {"rank": ("rank",), "volume": ("volume",), "tier": ("tier",), "status": ()}
-_LABELS["depot"] = ("tier", "where")
+_LABELS |= {"depot": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric. `scope`: a sample for each `rank`, `volume`, `depot` or `tier`, or one of the
-    whole `status`; `attribute`: of that."""
+    """One metric. `scope`: a sample for each `rank`, `volume`, `depot`, `tier` or `bucket`, or one
+    of the `goodput`, where there is one, or of the whole `status`; `attribute`: of that."""
 
     name: str
     kind: str
@@ -83,6 +86,12 @@ class Row:
             yield from (((one.path,), _number(get(one))) for one in status.volumes)
         elif self.scope == "depot":
             yield from (((str(one.tier), one.where), _number(get(one))) for one in status.depots)
+        elif self.scope == "bucket":
+            by_bucket = {} if status.goodput is None else status.goodput.seconds
+            yield from (((bucket,), seconds) for bucket, seconds in by_bucket.items())
+        elif self.scope == "goodput":
+            if status.goodput is not None:
+                yield (), _number(get(status.goodput))
         elif self.scope == "tier":
             tiers: Mapping[str, Any] = get(status)
             yield from (((tier,), _number(value)) for tier, value in tiers.items())

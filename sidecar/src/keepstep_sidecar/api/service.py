@@ -243,7 +243,7 @@ class Service:
         self.chunk_buffers.stop()
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
-        self.history_file.append(self.history.all())
+        self.history_file.append(self.history.all(), self.history.before)
         self.slots.directories.close()
         self.volumes.close()
 

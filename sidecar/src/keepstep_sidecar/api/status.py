@@ -60,6 +60,7 @@ async def status(service: Service) -> Status:
         persist_seconds=committer.totals.seconds,
         persist_bytes=committer.totals.bytes,
         evicted=committer.evictions.count,
+        goodput=service.history.goodput(),
         ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
         depots=service.remote_tiers.statuses(),
@@ -82,7 +83,7 @@ async def keep_history(service: Service) -> None:
         await asyncio.sleep(_KEEP_S)
         service.history.warn(warnings(service))
         events = service.history.since(0)
-        append = functools.partial(service.history_file.append, events)
+        append = functools.partial(service.history_file.append, events, service.history.before)
         await service.committer.blocking(append)
 
 

@@ -7,12 +7,14 @@ only a sidecar knows what is in memory. Nothing is locked, moved or repaired her
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from keepstep.core.goodput import Goodput
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
@@ -110,6 +112,20 @@ def read(kept: RunDir) -> Holdings:
         steps=of_shards(shards, epochs(kept), failures(kept)),
         problems=tuple(str(one.error) for one in problems),
     )
+
+
+def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
+    """Of all lives of the run; without a sidecar until the last thing that it noted. None where
+    nothing is known. Never raises."""
+    if held is not None and held.live is not None:
+        return held.live.goodput
+    from keepstep_sidecar.volume.history_file import HistoryFile
+
+    for root in kept.roots:
+        events, before = HistoryFile(Tree(root).history, run=kept.run).read(now=time.time())
+        if events:
+            return before.after(events).goodput(events[-1].until)
+    return None
 
 
 def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 
+from keepstep.core.goodput import Goodput
 from keepstep.core.retention import Retention
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -97,11 +98,19 @@ def nobody_came(held: Holdings) -> bool:
 
 
 def ended(
-    kept: RunDir, held: Holdings | None, *, code: int, freed: bool, nobody: bool = False
+    kept: RunDir,
+    held: Holdings | None,
+    *,
+    code: int,
+    freed: bool,
+    goodput: Goodput | None = None,
+    nobody: bool = False,
 ) -> str:
     """How the command ended, the newest committed step, and what is left. `nobody`: no trainer
     had connected."""
     parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
+    if goodput is not None:
+        parts.append(f"goodput {share(goodput)}")
     if not freed:
         parts.append(_remains(kept, held))
     return "; ".join(parts)
@@ -124,6 +133,29 @@ def _remains(kept: RunDir, held: Holdings | None) -> str:
         f"memory{holds} stays for {format_duration(kept.config.linger_s or 0.0)}:"
         f" run it again to go on, or free it: {stop}"
     )
+
+
+def share(goodput: Goodput) -> str:
+    """`91.3 % of 2h`: of all lives, of the wall time."""
+    return f"{100 * goodput.ratio:.1f} % of {format_duration(goodput.wall_s)}"
+
+
+def badput(goodput: Goodput) -> str:
+    """Where the rest went, the largest part first; '' where nothing is lost."""
+    lost = [(name, seconds) for name, seconds in goodput.badput.items() if seconds >= _WORTH_S]
+    lost.sort(key=lambda one: -one[1])
+    return ", ".join(f"{_BUCKETS[name]} {format_duration(seconds)}" for name, seconds in lost)
+
+
+_WORTH_S = 0.05
+_BUCKETS = {
+    "training_prep": "start of processes",
+    "program_startup": "slow first steps",
+    "checkpoint_save": "waiting for saves",
+    "checkpoint_restore": "restores",
+    "wasted_progress": "steps done again or torn",
+    "infrastructure_recovery": "until a process was there again",
+}
 
 
 def ended_how(code: int) -> str:

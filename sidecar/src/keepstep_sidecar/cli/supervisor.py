@@ -331,7 +331,12 @@ class Supervisor:
             self._nobody = held is not None and messages.nobody_came(held)
         say(
             messages.ended(
-                self._kept, held, code=action.code, freed=self._closed, nobody=self._nobody
+                self._kept,
+                held,
+                code=action.code,
+                freed=self._closed,
+                goodput=inventory.goodput(self._kept, held),
+                nobody=self._nobody,
             )
         )
 

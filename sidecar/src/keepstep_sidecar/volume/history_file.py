@@ -1,9 +1,9 @@
 """`history.jsonl`: the history of the run on this machine, for a sidecar that comes after this one.
 
-A line of JSON an event, after one that says whose they are. It is appended to and never flushed:
-nothing but what people are shown depends on it, so a power cut may take its end. A line that is
-torn or not ours is passed over. At its bound the file is replaced by what is known now, under
-another name and then by rename.
+A line of JSON an event, after one that says whose they are and what those before them come to. It
+is appended to and never flushed: nothing but what people are shown depends on it, so a power cut
+may take its end. A line that is torn or not ours is passed over. At its bound the file is replaced
+by what is known now, under another name and then by rename.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
+from keepstep.core.goodput import Tally
 from keepstep.core.history import Event
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep_sidecar.log import warn
@@ -25,6 +26,7 @@ from keepstep_sidecar.volume.scan import opened
 
 FORMAT_VERSION: Final = 1
 _LARGEST_BYTES: Final = 4 << 20
+_LARGEST_HEAD: Final = 64 << 10
 _LARGEST_LINE: Final = 4096
 _LARGEST_NUMBER: Final = 1 << 53
 _AHEAD_S: Final = 86400.0
@@ -35,10 +37,11 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The first line."""
+    """The first line. `before`: of what came before the events of this file."""
 
     format_version: int
     run: str
+    before: Tally = dataclasses.field(default_factory=Tally)
 
 
 _head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
@@ -50,34 +53,33 @@ class HistoryFile:
 
     def __init__(self, path: Path | None, *, run: str) -> None:
         self._path = path
-        self._head = msgspec.json.encode(_Head(format_version=FORMAT_VERSION, run=run)) + b"\n"
         self._run = run
         self._written = 0
         self._trouble = ""
 
-    def read(self, *, now: float) -> list[Event]:
-        """What is known from before, oldest first. Never raises: what cannot be read is not known,
-        and is replaced, unless a newer keepstep wrote it."""
+    def read(self, *, now: float) -> tuple[list[Event], Tally]:
+        """What is known from before, oldest first, and what came before that. Never raises: what
+        cannot be read is not known, and is replaced, unless a newer keepstep wrote it."""
         if self._path is None:
-            return []
+            return [], Tally()
         try:
-            events = self._read(self._path, now)
+            events, before = self._read(self._path, now)
         except FileNotFoundError:
-            return []
+            return [], Tally()
         except (ImageError, OSError) as error:
             warn("history not read", path=str(self._path), reason=str(error))
             if isinstance(error, VersionError):
                 self._path = None
             else:
                 self._written = -1
-            return []
+            return [], Tally()
         self._written = events[-1].sequence if events else 0
-        return events
+        return events, before
 
-    def _read(self, path: Path, now: float) -> list[Event]:
+    def _read(self, path: Path, now: float) -> tuple[list[Event], Tally]:
         with opened(path) as fd:
             size = os.fstat(fd).st_size
-            self._check(os.pread(fd, _LARGEST_LINE, 0).partition(b"\n")[0])
+            head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
             data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
         events: list[Event] = []
         for line in data.splitlines()[1:]:  # the first is the head, or cut off
@@ -85,9 +87,10 @@ class HistoryFile:
                 continue
             if not events or event.sequence > events[-1].sequence:
                 events.append(event)
-        return events
+        sane = head.before.sane and head.before.mark <= now + _AHEAD_S
+        return events, head.before if sane else Tally()
 
-    def _check(self, line: bytes) -> None:
+    def _checked(self, line: bytes) -> _Head:
         try:
             head = _head.decode(line)
         except (ValueError, RecursionError) as error:
@@ -96,13 +99,15 @@ class HistoryFile:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
+        return head
 
-    def append(self, events: Sequence[Event]) -> None:
-        """Keep of these, which are all that is known, what is not in the file yet. Never raises."""
+    def append(self, events: Sequence[Event], before: Tally) -> None:
+        """Keep of these events, which are all that is known, what is not in the file yet. `before`:
+        of those that came before them. Never raises."""
         if self._path is None or not events or events[-1].sequence <= self._written:
             return
         try:
-            self._append(self._path, events)
+            self._append(self._path, events, before)
         except (OSError, StorageError) as error:
             if str(error) != self._trouble:
                 warn("history not kept", path=str(self._path), reason=str(error))
@@ -110,7 +115,7 @@ class HistoryFile:
         else:
             self._trouble, self._written = "", events[-1].sequence
 
-    def _append(self, path: Path, events: Sequence[Event]) -> None:
+    def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
         if self._written >= 0:
             with contextlib.suppress(FileNotFoundError):
                 if 0 < _plain_size(path) < _LARGEST_BYTES:
@@ -121,7 +126,8 @@ class HistoryFile:
         temporary = path.with_name(f".{path.name}.tmp")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-        _write(temporary, self._head + _lines(events))
+        head = _Head(format_version=FORMAT_VERSION, run=self._run, before=before)
+        _write(temporary, msgspec.json.encode(head) + b"\n" + _lines(events))
         os.rename(temporary, path)
 
 

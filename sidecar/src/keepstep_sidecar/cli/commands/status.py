@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from keepstep.core.goodput import Goodput
 from keepstep.core.history import Restart
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
-from keepstep_sidecar.cli.messages import every
+from keepstep_sidecar.cli.messages import badput, every, share
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.quantities import format_duration, format_size
@@ -51,7 +52,21 @@ def _document(kept: RunDir, held: Holdings) -> dict[str, object]:
         "log": kept.log,
         "volumes": kept.roots,
         "problems": held.problems,
+        "goodput": _told(inventory.goodput(kept, held)),
         "sidecar": held.live,
+    }
+
+
+def _told(goodput: Goodput | None) -> dict[str, object] | None:
+    if goodput is None:
+        return None
+    return {
+        "ratio": goodput.ratio,
+        "wall_s": goodput.wall_s,
+        "seconds": goodput.seconds,
+        "steps": goodput.steps,
+        "interruptions": goodput.interruptions,
+        "newest": goodput.newest,
     }
 
 
@@ -87,9 +102,21 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         facts += [
             ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
         ]
+    facts += [("goodput", text) for text in _goodput(inventory.goodput(kept, held))]
     facts += [("volume", text) for text in _volumes(kept, live)]
     facts.append(("log", str(kept.log)))
     return facts
+
+
+def _goodput(found: Goodput | None) -> list[str]:
+    """Of all lives of the run here, and where the rest went."""
+    if found is None:
+        return []
+    lost = badput(found)
+    times = {0: "", 1: "; interrupted once"}.get(
+        found.interruptions, f"; interrupted {found.interruptions} times"
+    )
+    return [f"{share(found)} were steps that count{times}{lost and f'; lost: {lost}'}"]
 
 
 def _restart(live: Status) -> list[str]:

@@ -1,0 +1,328 @@
+"""Goodput: useful step time over wall time, and where the rest went. Pure: a fold of the events of
+a run's history.
+
+Definitions and names of the buckets are those of Google's ml-goodput-measurement
+(github.com/AI-Hypercomputer/ml-goodput-measurement); docs/goodput.md has the formula, and what of
+it cannot be seen from here. All time from the first process to the newest event is in one bucket,
+and in one only. A step counts when a rank has it in memory; steps that a restore goes back over
+move to `wasted_progress`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from keepstep.core.history import RELEASED, Event, Kind
+from keepstep.steps import EpochId
+
+INTERRUPTIONS: Final = 16
+"""The newest, of which is known what each cost."""
+
+SEGMENTS: Final = 256
+_FIRST_LIFE_S: Final = 3600.0
+"""What the first process was before that is not its preparation: a notebook may be days old."""
+
+_LONGEST_S: Final = 1e10
+_MOST_STEPS: Final = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Badput:
+    """Seconds that were no useful step.
+
+    `training_prep`: from a process's begin to its restore (TRAINING_PREP, with TPU_INITIALIZATION).
+    `program_startup`: by how much the first step after a restore took longer than the next ones.
+    `checkpoint_save`, `checkpoint_restore`: training waited for saves; restores.
+    `wasted_progress`: steps that were done again, and those that had just begun at the end of a
+    life. `infrastructure_recovery`: from a life's end to the begin of the next one's process.
+    """
+
+    training_prep: float = 0.0
+    program_startup: float = 0.0
+    checkpoint_save: float = 0.0
+    checkpoint_restore: float = 0.0
+    wasted_progress: float = 0.0
+    infrastructure_recovery: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(seconds for _, seconds in self.items())
+
+    def items(self) -> list[tuple[str, float]]:
+        """(bucket, seconds)"""
+        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+
+    def plus(self, other: Badput) -> Badput:
+        """Bucket by bucket."""
+        return Badput(**{name: one + getattr(other, name) for name, one in self.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """From `at` (unix seconds) on; `lost_steps` had to be done again. `cost`: of it alone."""
+
+    at: float
+    lost_steps: int = 0
+    cost: Badput = Badput()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Of a run on this machine since `since` (unix seconds). `productive_s`: of `steps` steps that
+    nothing went back over. `interruptions`: how many; `newest`: what the last ones cost."""
+
+    since: float
+    productive_s: float = 0.0
+    badput: Badput = Badput()
+    steps: int = 0
+    interruptions: int = 0
+    newest: tuple[Interruption, ...] = ()
+
+    @property
+    def wall_s(self) -> float:
+        return self.productive_s + self.badput.total_s
+
+    @property
+    def ratio(self) -> float:
+        """0 to 1."""
+        return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By bucket, `productive` the first."""
+        return {"productive": self.productive_s, **dict(self.badput.items())}
+
+
+Segment = tuple[int, int, float]
+"""Newest step, how many, and their seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What the events so far come to.
+
+    `mark`: until then all time is in a bucket. `segments`: steps that count, oldest first, so that
+    it is known what going back costs. `ended`, `process`: when the life ended that had them, and
+    when the process of the next one began. `quiet`: its trainers said goodbye. `starting`: a
+    restore has ended and no step yet; `first`: the newest segment is of the first steps after it.
+    """
+
+    since: float | None = None
+    mark: float = 0.0
+    epoch: EpochId | None = None
+    step: int = -1
+    segments: tuple[Segment, ...] = ()
+    starting: bool = False
+    first: bool = False
+    ended: float | None = None
+    quiet: bool = False
+    process: float | None = None
+    badput: Badput = Badput()
+    interruptions: int = 0
+    newest: tuple[Interruption, ...] = ()
+
+    @property
+    def sane(self) -> bool:
+        """Whether a fold can have come to this: it may be read from a file."""
+        times = [self.since or 0.0, self.mark, self.ended or 0.0, self.process or 0.0]
+        times += [seconds for _, seconds in self.badput.items()]
+        times += [seconds for _, _, seconds in self.segments]
+        times += [seconds for one in self.newest for _, seconds in one.cost.items()]
+        counts = [self.interruptions, *(one.lost_steps for one in self.newest)]
+        ranges = [0 < count <= step + 1 < _MOST_STEPS for step, count, _ in self.segments]
+        return (
+            all(0.0 <= one < _LONGEST_S for one in times)
+            and all(0 <= one < _MOST_STEPS for one in counts)
+            and all(ranges)
+            and -1 <= self.step < _MOST_STEPS
+            and len(self.segments) <= SEGMENTS
+            and len(self.newest) <= INTERRUPTIONS
+        )
+
+    def goodput(self, now: float) -> Goodput | None:
+        """What it comes to; None before the first restore. An interruption that goes on costs until
+        `now`; a step that goes on is not counted."""
+        if self.since is None or self.epoch is None:
+            return None
+        tally = self
+        if self.ended is not None and not self.quiet:
+            tally = self._paid(self.ended, "wasted_progress")._paid(now, "infrastructure_recovery")
+        return Goodput(
+            since=self.since,
+            productive_s=sum(seconds for _, _, seconds in self.segments),
+            badput=tally.badput,
+            steps=sum(count for _, count, _ in self.segments),
+            interruptions=self.interruptions,
+            newest=self.newest,
+        )
+
+    def after(self, events: Iterable[Event]) -> Tally:
+        """With these events, which came after those that are counted."""
+        tally = self
+        for event in events:
+            tally = tally._after(event)
+        return tally
+
+    def _after(self, event: Event) -> Tally:
+        match event.kind:
+            case Kind.CAME:
+                return self._came(event)
+            case Kind.ENDED | Kind.FAILED if self.epoch is not None:
+                quiet = event.text == RELEASED and (self.ended is None or self.quiet)
+                first = event.at if self.ended is None else self.ended
+                return replace(self, ended=first, quiet=quiet)
+            case Kind.RESTORED:
+                return self._restored(event)
+            case Kind.STAGED:
+                return self._staged(event)
+        return self
+
+    def _came(self, event: Event) -> Tally:
+        began = event.at - max(0.0, event.seconds)
+        if self.since is None:
+            began = max(began, event.at - _FIRST_LIFE_S, 0.0)
+            return replace(self, since=began, mark=began, process=began)
+        return replace(self, process=max(began, self.mark, self.process or 0.0))
+
+    # --- restore -----------------------------------------------------------------------------
+
+    def _restored(self, event: Event) -> Tally:
+        epoch = event.epoch
+        if epoch is None or (self.epoch is not None and epoch.id < self.epoch):
+            return self
+        if epoch.id == self.epoch:  # another rank of it: they wait for each other
+            if not self.starting:
+                return self
+            waited = Badput(checkpoint_restore=max(0.0, event.at - self.mark))
+            return replace(self._charged(waited), mark=max(event.at, self.mark))
+        parent = -1 if epoch.parent is None else epoch.parent.step
+        begun = self._gap(event)
+        if self.epoch is not None:
+            begun = begun._interrupted(self, back_to=parent)
+        return replace(
+            begun,
+            epoch=epoch.id,
+            step=parent,
+            starting=True,
+            first=False,
+            ended=None,
+            quiet=False,
+            process=None,
+        )
+
+    def _gap(self, event: Event) -> Tally:
+        """All since the mark is what led to this restore."""
+        since = self.since
+        seconds = max(0.0, event.seconds)
+        if since is None:  # the history begins in the middle
+            since = max(0.0, event.at - min(seconds, _FIRST_LIFE_S))
+            return replace(self, since=since, mark=since)._paid(event.at, "checkpoint_restore")
+        lost = self if self.ended is None else self._paid(self.ended, "wasted_progress")
+        begin = max(event.at - seconds, lost.mark)
+        process = min(begin if self.process is None else self.process, begin)
+        if self.epoch is not None:
+            lost = lost._paid(process, "infrastructure_recovery")
+        return lost._paid(begin, "training_prep")._paid(event.at, "checkpoint_restore")
+
+    def _interrupted(self, before: Tally, *, back_to: int) -> Tally:
+        """One more, and what it cost; steps beyond `back_to` will be done again."""
+        kept, redone_s, redone = _cut(self.segments, back_to)
+        badput = self.badput.plus(Badput(wasted_progress=redone_s))
+        cost = _minus(badput, before.badput)
+        at = before.mark if before.ended is None else max(before.ended, before.mark)
+        one = Interruption(at=at, lost_steps=redone, cost=cost)
+        return replace(
+            self,
+            segments=kept,
+            badput=badput,
+            interruptions=self.interruptions + 1,
+            newest=(*self.newest, one)[-INTERRUPTIONS:],
+        )
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _staged(self, event: Event) -> Tally:
+        id = event.step
+        if id is None or (self.epoch is not None and id.epoch < self.epoch):
+            return self
+        alive = replace(self, ended=None, quiet=False, process=None)
+        if id.epoch != self.epoch:  # its restore is not known: it counts from here on
+            since = event.until if self.since is None else self.since
+            mark = max(self.mark, event.until)
+            return replace(alive, since=since, mark=mark, epoch=id.epoch, step=id.step)
+        if id.step <= self.step:
+            return self
+        first = id.step if event.first is None else min(max(event.first, self.step + 1), id.step)
+        others = max(0, event.count - 1) if id.step > first else 0
+        blocked_s = max(0.0, event.seconds) / (1 + others)
+        tally = alive._stepped(first, event.at if others else event.until, blocked_s)
+        return tally._stepped(id.step, event.until, blocked_s * others)
+
+    def _stepped(self, step: int, at: float, blocked_s: float) -> Tally:
+        """From the mark until `at` the steps up to this one were done."""
+        if step <= self.step:
+            return self
+        steps, whole_s = step - self.step, max(0.0, at - self.mark)
+        save_s = min(blocked_s, whole_s)
+        before = self._settled((whole_s - save_s) / steps) if self.first else self
+        return replace(
+            before,
+            mark=max(at, self.mark),
+            step=step,
+            segments=_fewer((*before.segments, (step, steps, whole_s - save_s))),
+            starting=False,
+            first=self.starting,
+            badput=before.badput.plus(Badput(checkpoint_save=save_s)),
+        )
+
+    def _settled(self, usual_s: float) -> Tally:
+        """What the first steps took beyond the usual was the program's start."""
+        *others, (step, steps, seconds) = self.segments
+        more = Badput(program_startup=max(0.0, seconds - steps * usual_s))
+        left = (step, steps, seconds - more.program_startup)
+        return replace(self._charged(more), segments=(*others, left))
+
+    def _charged(self, more: Badput) -> Tally:
+        """To the newest interruption: every restore but the first one of all ended one."""
+        newest = self.newest
+        if newest:
+            last = newest[-1]
+            newest = (*newest[:-1], replace(last, cost=last.cost.plus(more)))
+        return replace(self, badput=self.badput.plus(more), newest=newest)
+
+    def _paid(self, until: float, bucket: str) -> Tally:
+        """The time from the mark to `until` belongs to this bucket."""
+        more = Badput(**{bucket: max(0.0, until - self.mark)})
+        return replace(self, mark=max(until, self.mark), badput=self.badput.plus(more))
+
+
+def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The older half in pairs, when they are too many: a restore goes back over the newest."""
+    if len(segments) <= SEGMENTS:
+        return segments
+    half = SEGMENTS // 2
+    old = segments[:half]
+    pairs = [
+        (newer[0], older[1] + newer[1], older[2] + newer[2])
+        for older, newer in zip(old[::2], old[1::2], strict=True)
+    ]
+    return (*pairs, *segments[half:])
+
+
+def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float, int]:
+    """Those up to this step; the seconds of those beyond, and how many steps they are."""
+    kept: list[Segment] = []
+    redone_s, redone = 0.0, 0
+    for step, count, seconds in segments:
+        left = min(count, max(0, count - (step - back_to)))
+        share_s = seconds * left / count
+        if left:
+            kept.append((step - (count - left), left, share_s))
+        redone_s, redone = redone_s + seconds - share_s, redone + count - left
+    return tuple(kept), redone_s, redone
+
+
+def _minus(badput: Badput, other: Badput) -> Badput:
+    return Badput(**{name: one - getattr(other, name) for name, one in badput.items()})

@@ -1,0 +1,39 @@
+"""Goodput where people look: over a killed trainer, a killed sidecar, and after the run's end."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import warm
+from tests.cli.conftest import TRAIN, Keepstep
+
+
+def test_goodput_is_shown_over_restarts_and_after_the_end(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    command = ("--", warm.python(), "train.py")
+    done = keepstep("run", "--restarts", "1", *command, "60", "30")
+    last = done.stderr.splitlines()[-1]
+    (share,) = re.findall(r"; goodput ([0-9.]+) % of [0-9.]+", last)
+    told = keepstep.json("status")["goodput"]
+    assert told["interruptions"] == 1
+    assert (told["steps"], told["newest"][0]["lost_steps"]) == (60, 0)
+    assert abs(100 * told["ratio"] - float(share)) < 0.06
+    assert told["wall_s"] == pytest.approx(sum(told["seconds"].values()))
+    assert told["seconds"]["training_prep"] > 0
+    shown = keepstep("status").stdout
+    assert re.search(rf"goodput +{share} % of .* interrupted once; lost: .*0\.[0-9]s", shown)
+    keepstep("run", *command, "70", "-1")  # another sidecar
+    again = keepstep.json("status")["goodput"]
+    assert (again["interruptions"], again["steps"]) == (2, 70)
+    assert again["wall_s"] > told["wall_s"]
+
+
+def test_a_run_without_a_history_has_none(keepstep: Keepstep) -> None:
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", "--", warm.python(), "train.py", "6", "-1")
+    (kept,) = keepstep.directory.glob("**/history.jsonl")
+    kept.unlink()
+    assert keepstep.json("status")["goodput"] is None
+    assert "goodput" not in keepstep("status").stdout

@@ -1,0 +1,258 @@
+"""Goodput: a fold of events, beside a simulation that knows where each second went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.core.goodput import INTERRUPTIONS, SEGMENTS, Badput, Goodput, Tally
+from keepstep.core.history import Event, Kind
+from keepstep.steps import Epoch, EpochId, StepId
+
+# --- a run that is simulated -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """Seconds of its parts. `back`: how many steps before the newest one it went on from.
+    `torn`: of the step that it did not finish. `bundle`: steps in an event."""
+
+    away: float = 4.0
+    prep: float = 3.0
+    restore: float = 2.0
+    lag: float = 0.5
+    startup: float = 5.0
+    step: float = 1.0
+    blocked: float = 0.1
+    steps: int = 10
+    torn: float = 0.3
+    back: int = 2
+    bundle: int = 1
+    known_end: bool = True
+
+
+@dataclass
+class Truth:
+    """Second by second, by what happened, with no look at events."""
+
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(Goodput(since=0).seconds, 0.0)
+    )
+    steps: dict[int, float] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+
+    def add(self, bucket: str, seconds: float) -> None:
+        self.parts[bucket] += seconds
+
+
+def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]:
+    """Events of two ranks, and the truth."""
+    events: list[Event] = []
+    truth = Truth()
+    now, newest = began, -1
+    parent: StepId | None = None
+
+    def say(kind: Kind, until: float | None = None, **fields: object) -> None:
+        at = now if until is None else until
+        events.append(
+            Event(sequence=len(events) + 1, kind=kind, until=now, at=min(at, now), **fields)
+        )  # type: ignore[arg-type]
+
+    for number, life in enumerate(lives, 1):
+        epoch = EpochId(number, f"{number:08x}")
+        if number > 1:
+            now += life.away
+            truth.add("infrastructure_recovery", life.away)
+            back_to = max(-1, newest - life.back)
+            redone = {step: s for step, s in truth.steps.items() if step > back_to}
+            truth.lost.append(len(redone))
+            for step, seconds in redone.items():
+                truth.add("wasted_progress", seconds)
+                del truth.steps[step]
+            parent = (
+                None if back_to < 0 else StepId(EpochId(number - 1, f"{number - 1:08x}"), back_to)
+            )
+            newest = back_to
+        born = now
+        now += life.prep / 2
+        for rank in range(2):
+            say(Kind.CAME, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
+        now += life.prep / 2 + life.restore
+        truth.add("training_prep", life.prep)
+        say(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)
+        now += life.lag
+        say(Kind.RESTORED, rank=1, epoch=Epoch(epoch, parent), seconds=life.restore)
+        truth.add("checkpoint_restore", life.restore + life.lag)
+        bundle: list[tuple[int, float]] = []
+        for count in range(life.steps):
+            startup = life.startup if count == 0 else 0.0
+            now += life.step + life.blocked + startup
+            newest += 1
+            truth.add("checkpoint_save", life.blocked)
+            truth.steps[newest] = life.step
+            if life.steps > 1:
+                truth.add("program_startup", startup)
+            else:  # how long a step takes is never known
+                truth.steps[newest] += startup
+            bundle.append((newest, now))
+            if len(bundle) == life.bundle or count == life.steps - 1:
+                say(
+                    Kind.STAGED, until=bundle[0][1], first=bundle[0][0], step=StepId(epoch, newest),
+                    count=len(bundle), seconds=life.blocked * len(bundle),
+                )  # fmt: skip
+                bundle.clear()
+        now += life.torn
+        truth.add("wasted_progress" if life.known_end else "infrastructure_recovery", life.torn)
+        if life.known_end:
+            say(Kind.ENDED, rank=1, text="gone")
+            say(Kind.ENDED, rank=0, text="gone")
+    if not lives[-1].known_end:  # nobody knows of it yet
+        truth.add("infrastructure_recovery", -lives[-1].torn)
+    truth.parts["productive"] = sum(truth.steps.values())
+    return events, truth
+
+
+seconds = st.floats(0.0, 1e4)
+some_lives = st.lists(
+    st.builds(
+        Life, away=seconds, prep=seconds, restore=seconds, lag=seconds, startup=seconds,
+        step=st.floats(1e-3, 1e3), blocked=seconds, steps=st.integers(1, 12), torn=seconds,
+        back=st.integers(0, 20), bundle=st.integers(1, 12), known_end=st.booleans(),
+    ),
+    min_size=1,
+    max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(lives=some_lives)
+def test_the_fold_finds_where_every_second_of_a_run_went(lives: list[Life]) -> None:
+    """A life's end is told, or it is not, as when its sidecar died with it."""
+    events, truth = simulate(lives)
+    found = Tally().after(events).goodput(events[-1].until)
+    assert found is not None
+    first_life = min(lives[0].prep / 2, 3600.0) - lives[0].prep / 2  # older is not its preparation
+    truth.parts["training_prep"] += first_life
+    assert found.seconds == pytest.approx(truth.parts, abs=1e-3)
+    wall_s = events[-1].until - 1e6 - first_life * -1
+    assert found.wall_s == pytest.approx(wall_s, abs=1e-3)
+    assert found.ratio == pytest.approx(
+        truth.parts["productive"] / wall_s if wall_s else 0.0, abs=1e-6
+    )
+    assert (found.steps, found.interruptions) == (len(truth.steps), len(lives) - 1)
+    assert [one.lost_steps for one in found.newest] == truth.lost
+
+
+@settings(max_examples=100)
+@given(lives=some_lives, cuts=st.lists(st.integers(0, 200), max_size=3))
+def test_a_fold_goes_on_from_wherever_it_was_left(lives: list[Life], cuts: list[int]) -> None:
+    """As when old events are forgotten, and the sidecar begins anew in between."""
+    events, _ = simulate(lives)
+    tally = Tally()
+    for begin, end in pairwise([0, *sorted(cuts), None]):
+        tally = tally.after(events[begin:end])
+        assert tally.sane
+    assert tally == Tally().after(events)
+
+
+def test_what_one_interruption_cost() -> None:
+    events, _ = simulate([Life(), Life(away=7.0, back=4)])
+    found = Tally().after(events).goodput(events[-1].until)
+    assert found is not None
+    (one,) = found.newest
+    assert one.lost_steps == 4
+    assert dict(one.cost.items()) == pytest.approx(
+        Badput(
+            training_prep=3.0, program_startup=5.0, checkpoint_restore=2.5,
+            wasted_progress=4.0 + 0.3, infrastructure_recovery=7.0,
+        ).__dict__
+    )  # fmt: skip
+
+
+# --- what a simulation of failures does not have ---------------------------------------------
+
+
+def happened(kind: Kind, at: float, **fields: object) -> Event:
+    return Event(sequence=1, kind=kind, at=at, until=at, **{"rank": 0, **fields})  # type: ignore[arg-type]
+
+
+def test_an_interruption_that_goes_on_costs_until_now_and_a_goodbye_costs_nothing() -> None:
+    events, _ = simulate([Life()])
+    tally, end = Tally().after(events), events[-1].until
+    before, later = tally.goodput(end), tally.goodput(end + 100)
+    assert before is not None
+    assert later is not None
+    assert later.badput.infrastructure_recovery == 100.0
+    assert later.productive_s == before.productive_s
+    quiet = [
+        *events[:-2],
+        *(happened(Kind.ENDED, end, rank=rank, text="released") for rank in (0, 1)),
+    ]  # fmt: skip
+    closed = Tally().after(quiet)
+    assert closed.goodput(end + 100) == closed.goodput(end)
+    failed = happened(Kind.FAILED, end, text="ValueError")
+    tally = Tally().after([*quiet[:-2], failed, *quiet[-2:]])
+    assert tally.goodput(end + 100) != tally.goodput(end), "an error, and then a goodbye"
+
+
+def test_a_connection_that_breaks_is_no_interruption() -> None:
+    events, _ = simulate([Life(steps=20, torn=0.0)])
+    whole = Tally().after(events[:-2])
+    middle = 10
+    at = events[middle].until + 0.2
+    broken = [happened(one, at, seconds=50.0) for one in (Kind.ENDED, Kind.STARTED, Kind.CAME)]
+    found = Tally().after([*events[: middle + 1], *broken, *events[middle + 1 : -2]])
+    assert found == whole
+    assert found.interruptions == 0
+
+
+def test_a_history_that_begins_in_the_middle_counts_from_there() -> None:
+    events, _ = simulate([Life(steps=20)])
+    staged = [one for one in events if one.kind is Kind.STAGED]
+    found = Tally().after(staged[5:]).goodput(events[-1].until)
+    assert found is not None
+    assert found.since == staged[5].until
+    assert (found.steps, round(found.ratio, 3)) == (14, round(1.0 / 1.1, 3))
+    assert Tally().goodput(5.0) is None
+
+
+def test_a_long_run_takes_no_more_memory_and_no_second_is_lost() -> None:
+    events, truth = simulate([Life(steps=1000, back=100), Life(steps=2000), Life(steps=3)] * 7)
+    tally = Tally().after(events)
+    found = tally.goodput(events[-1].until)
+    assert found is not None
+    assert len(tally.segments) <= SEGMENTS
+    assert len(tally.newest) <= INTERRUPTIONS
+    assert found.wall_s == pytest.approx(events[-1].until - 1e6)
+    assert found.seconds == pytest.approx(truth.parts, rel=1e-6)
+
+
+odd = st.one_of(st.floats(-1e300, 1e300), st.floats(0.0, 1e6))
+ids = st.builds(
+    StepId, st.builds(EpochId, st.integers(0, 5), st.just("0" * 8)), st.integers(0, 10**18 - 1)
+)
+any_events = st.builds(
+    Event,
+    sequence=st.just(1), kind=st.sampled_from(Kind), at=st.floats(0.0, 2e9),
+    until=st.floats(0.0, 2e9), step=st.none() | ids,
+    first=st.none() | st.integers(-(2**62), 2**62), count=st.integers(-9, 2**62),
+    seconds=odd, epoch=st.none() | st.builds(Epoch, ids.map(lambda id: id.epoch), st.none() | ids),
+)  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(events=st.lists(any_events, max_size=40))
+def test_whatever_the_events_say_the_figure_is_one(events: list[Event]) -> None:
+    """They come from a file that anybody may have written, and times from clocks that are set."""
+    tally = Tally().after(events)
+    assert tally.sane
+    found = tally.goodput(2e9)
+    if found is not None:
+        assert 0.0 <= found.ratio <= 1.0
+        assert math.isfinite(found.wall_s)
+        assert all(seconds >= 0.0 for seconds in found.seconds.values())
