@@ -52,6 +52,10 @@ class Changes:
                 self._waiters.discard(waiter)
         return True
 
+    async def after(self, count: int, *, timeout_s: float) -> bool:
+        """Wait until something has changed since `count`; False when nothing did."""
+        return await self.until(lambda: self.count != count, timeout_s=timeout_s)
+
 
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():

@@ -103,9 +103,17 @@ class Holdings:
 def read(kept: RunDir) -> Holdings:
     """Ask the sidecar, else look at the volumes. Raises SidecarError, StorageError."""
     live = calls.status(kept.socket)
-    if live is not None:
-        steps = sorted(live.steps, key=lambda step: step.id)
-        return Holdings(live=live, steps=tuple(steps), problems=live.warnings)
+    return on_volumes(kept) if live is None else of_live(live)
+
+
+def of_live(live: Status) -> Holdings:
+    """As its sidecar says."""
+    steps = sorted(live.steps, key=lambda step: step.id)
+    return Holdings(live=live, steps=tuple(steps), problems=live.warnings)
+
+
+def on_volumes(kept: RunDir) -> Holdings:
+    """Without its sidecar. Raises StorageError."""
     shards, problems = survey(kept)
     return Holdings(
         live=None,

@@ -1,0 +1,125 @@
+"""`keepstep ui`: a page of the runs of this machine, in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli.options import directory_option
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.ui.view import RunView
+
+
+@click.command()
+@directory_option
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on 127.0.0.1 to listen on.  [default: a free one]",
+)
+@click.option("--no-open", is_flag=True, help="Only print the URL; start no browser.")
+def ui(directory: Path, port: int, no_open: bool) -> None:
+    """Show the runs below DIR in a browser, as they change.
+
+    Listens on 127.0.0.1 alone; the URL has a token that lets one in. It reads, and changes nothing.
+    Ctrl-C ends it. On another machine: ssh -L PORT:127.0.0.1:PORT, and --port PORT there.
+
+    \b
+    Examples:
+      keepstep ui
+      keepstep ui --dir /scratch/ckpt --port 8790 --no-open
+    """
+    asyncio.run(_serve(Path(os.path.abspath(directory)), port, browser=not no_open))
+
+
+async def _serve(directory: Path, port: int, *, browser: bool) -> None:
+    from keepstep_sidecar.cli import output
+    from keepstep_sidecar.ui.server import serving
+
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with serving(
+        directory=directory,
+        port=port,
+        names=lambda: run_dir.runs_in(directory),
+        read=_reader(directory),
+        text=output.printable,
+    ) as url:
+        output.echo(f"runs in {directory}: {url}")
+        with _opened(url) if browser and _has_display() else contextlib.nullcontext():
+            output.echo("Ctrl-C ends it", err=True)
+            await ended.wait()
+
+
+def _reader(directory: Path) -> Callable[[str], RunView]:
+    """Reads one run. Steps of one without a sidecar are looked for again when its directories
+    have changed: nobody writes there then, but `keepstep rm`."""
+    from keepstep_sidecar.cli import calls, inventory
+    from keepstep_sidecar.ui.view import RunView
+
+    scans: dict[str, tuple[tuple[int, ...], inventory.Holdings]] = {}
+
+    def held_by(kept: run_dir.RunDir) -> inventory.Holdings:
+        if (live := calls.status(kept.socket)) is not None:
+            return inventory.of_live(live)
+        state = _changed_at(kept)
+        if kept.run not in scans or scans[kept.run][0] != state:
+            scans[kept.run] = state, inventory.on_volumes(kept)
+        return scans[kept.run][1]
+
+    def read(name: str) -> RunView:
+        kept = run_dir.find(directory, name)
+        held = held_by(kept)
+        return RunView(
+            name=kept.run,
+            live=held.live,
+            steps=held.steps,
+            committed=held.committed,
+            newest=held.newest,
+            volumes=tuple(map(str, kept.roots)),
+            log=str(kept.log),
+            problems=held.problems,
+        )
+
+    return read
+
+
+def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
+    """When files came or went in directories that hold steps, of the run as it is."""
+    times = []
+    for root in kept.roots:
+        for path in (kept.record, root, root / "pending"):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime_ns)
+    return tuple(times)
+
+
+def _has_display() -> bool:
+    """Without one, what opens is a browser of text, in the terminal that has the URL."""
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """The page in a browser, led there by a file that is this user's alone: everybody sees the
+    words of a browser's command line, and the URL lets one in."""
+    import webbrowser
+
+    with tempfile.NamedTemporaryFile("w", prefix="keepstep-ui-", suffix=".html") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield

@@ -1,0 +1,105 @@
+"""Who may read the page: the one who was given its URL, from a browser on this machine.
+
+Other users of the machine reach the port, and so do pages of other sites, through the browser of
+the one who looks. So a token that cannot be guessed is asked for; it comes in the URL once, and is
+a cookie from then on, that no script reads and no other site's request carries. A name that an
+attacker's DNS leads to 127.0.0.1 is refused by its Host header. Nothing but GET is answered, no
+other origin is ever allowed to read, and the page runs no script and shows no style that does not
+come from here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+HOST: Final = "127.0.0.1"
+_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Hosts that the page goes by: `ssh -L` may have another port in front, never another name."""
+
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_WELCOME: Final = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>keepstep</title>'
+    '<meta http-equiv="refresh" content="0; url=/"><p><a href="/">keepstep</a></p></html>'
+)
+"""Not a redirect: one that another site's link began would not carry the cookie."""
+
+
+class Access:
+    """One token, made anew for each process."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_urlsafe(32)
+
+    def url(self, port: int) -> str:
+        """What is printed for the person who may look."""
+        return f"http://{HOST}:{port}/?token={self._token}"
+
+    def middleware(self) -> Middleware:
+        """Goes before every route; puts headers on every answer."""
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            answer = self._refusal(request) or self._entry(request)
+            return await handler(request) if answer is None else answer
+
+        return guarded
+
+    async def sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        """Headers of whatever is answered, of the routes' own errors too; see
+        `on_response_prepare`."""
+        response.headers.update(_HEADERS)
+        response.headers.pop("Server", None)
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if request.method != "GET":
+            return _refused(405, "this page is read, nothing else: only GET is answered")
+        if _host_of(request) not in _NAMES:
+            return _refused(421, f"ask for {HOST} or localhost: this page has no other name")
+        return None
+
+    def _entry(self, request: web.Request) -> web.Response | None:
+        """None for who is known; the cookie for who brings the token; else a refusal."""
+        cookie = _cookie_name(request)
+        if self._is_token(request.cookies.get(cookie, "")):
+            return None
+        if not self._is_token(request.query.get("token", "")):
+            return _refused(403, "open the URL that `keepstep ui` printed: it has a token in it")
+        response = web.Response(text=_WELCOME, content_type="text/html")
+        response.set_cookie(cookie, self._token, httponly=True, samesite="Strict", path="/")
+        return response
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(errors="surrogateescape"), self._token.encode())
+
+
+def _host_of(request: web.Request) -> str:
+    """The name in the Host header, without its port."""
+    host = request.headers.get("Host", "")
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+def _cookie_name(request: web.Request) -> str:
+    """Cookies know no ports: two of these processes on one machine must not share a name."""
+    transport = request.transport
+    name = None if transport is None else transport.get_extra_info("sockname")
+    return f"keepstep-ui-{name[1] if name else 0}"
+
+
+def _refused(status: int, why: str) -> web.Response:
+    headers = {"Allow": "GET"} if status == 405 else None
+    return web.Response(status=status, text=f"{why}\n", headers=headers)

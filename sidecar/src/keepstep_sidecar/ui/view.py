@@ -1,0 +1,68 @@
+"""What the page knows of a run at one moment. Values only: who reads them is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.steps import NEAREST_FIRST, Tier
+from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """`live`: what the sidecar says, None without one; then `steps`, ascending, are those of the
+    `volumes`. `problems`: what somebody should look at. `error`: why nothing of it could be read.
+    """
+
+    name: str
+    live: Status | None = None
+    steps: tuple[StepStatus, ...] = ()
+    committed: StepStatus | None = None
+    newest: StepStatus | None = None
+    volumes: tuple[str, ...] = ()
+    log: str = ""
+    problems: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        return () if self.live is None else self.live.ranks
+
+    @property
+    def drives(self) -> tuple[VolumeStatus, ...]:
+        return () if self.live is None else self.live.volumes
+
+    @property
+    def depots(self) -> tuple[TierStatus, ...]:
+        return () if self.live is None else self.live.depots
+
+    @property
+    def state(self) -> str:
+        """In a word: training | waiting | stopped | unreadable."""
+        if self.error:
+            return "unreadable"
+        if self.live is None:
+            return "stopped"
+        return "training" if any(one.alive for one in self.ranks) else "waiting"
+
+    @property
+    def state_text(self) -> str:
+        """In a sentence, without anything that changes at every step: it is read out loud."""
+        if self.live is None or self.error:
+            return {
+                "unreadable": "This run cannot be read.",
+                "stopped": "No sidecar runs: this is what lies on the volumes.",
+            }[self.state]
+        world = max((one.world for one in self.ranks), default=0)
+        if not world:
+            return "A sidecar runs; no trainer has connected yet."
+        alive = sum(one.alive for one in self.ranks)
+        if alive:
+            return f"Training: {alive} of {world} ranks are connected."
+        return "A sidecar runs; no trainer is connected."
+
+
+def ranks_on(step: StepStatus, tier: Tier) -> tuple[int, ...]:
+    """Ranks whose image of `step` lies on `tier`."""
+    held = (step.memory_ranks, step.local_ranks, step.peer_ranks, step.archive_ranks)
+    return dict(zip(NEAREST_FIRST, held, strict=True))[tier]

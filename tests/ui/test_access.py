@@ -1,0 +1,96 @@
+"""Who may read the page, and what a browser is allowed to do with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep_sidecar.ui.view import RunView
+from tests.ui.conftest import site_of
+
+ROUTES = ("/", "/runs/a", "/changes", "/runs/a/changes", "/static/page.js", "/nothing")
+
+
+async def test_without_the_token_nothing_is_told() -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        for route in (*ROUTES, "/?token=", "/?token=wrong", "/?token=%ff", "/runs/a?token=x"):
+            text = await site.text(route, status=403)
+            assert "open the URL that `keepstep ui` printed" in text
+        headers = {"Cookie": f"keepstep-ui-{site.base.rpartition(':')[2]}=wrong"}
+        async with site.client.get(site.base, headers=headers) as answer:
+            assert answer.status == 403
+
+
+async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has() -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        async with site.client.get(site.url) as answer:
+            (cookie,) = answer.cookies.values()
+            assert cookie["httponly"] is True
+            assert cookie["samesite"] == "Strict"
+            assert cookie["domain"] == ""
+            assert len(cookie.value) >= 32
+            # followed from another site, too: what leads on is a page of this one
+            assert 'http-equiv="refresh"' in await answer.text()
+        assert "Runs" in await site.text("/")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+async def test_another_name_for_this_address_is_refused(host: str) -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        await site.enter()
+        async with site.client.get(site.base, headers={"Host": host}) as answer:
+            assert answer.status == 421
+            assert "127.0.0.1" in await answer.text()
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "LOCALHOST", "[::1]:5000"])
+async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        await site.enter()
+        async with site.client.get(site.base, headers={"Host": host}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
+async def test_only_get_is_answered(method: str) -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        await site.enter()
+        for route in ROUTES:
+            async with site.client.request(method, site.base + route) as answer:
+                assert answer.status == 405
+                assert answer.headers["Allow"] == "GET"
+
+
+async def test_every_answer_forbids_foreign_scripts_frames_and_readers() -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        refused = [await _headers(site.client, site.base + "/", 403)]
+        await site.enter()
+        routes = (*ROUTES[:2], *ROUTES[4:])
+        answers = [
+            await _headers(site.client, site.base + one, 404 if one == "/nothing" else 200)
+            for one in routes
+        ]
+        for headers in refused + answers:
+            policy = headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Referrer-Policy"] == "no-referrer"
+            assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+            assert headers["Cache-Control"] == "no-store"
+            assert not [name for name in headers if name.startswith("Access-Control")]
+            assert "Server" not in headers
+
+
+async def test_static_files_are_those_of_the_page_and_no_others() -> None:
+    async with site_of({}) as site:
+        await site.enter()
+        for route in ("/static/../pages.py", "/static/%2e%2e/pages.py", "/static/", "/static//etc"):
+            async with site.client.get(site.base + route, allow_redirects=False) as answer:
+                assert answer.status in (403, 404)
+
+
+async def _headers(client: object, url: str, status: int) -> dict[str, str]:
+    async with client.get(url) as answer:  # type: ignore[attr-defined]
+        assert answer.status == status
+        return dict(answer.headers)

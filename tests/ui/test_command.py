@@ -1,0 +1,114 @@
+"""`keepstep ui` as a process: its URL, its end, what it costs who does not use it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.cookiejar import CookieJar
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from keepstep_sidecar.cli.commands.ui import _opened
+from tests import warm
+from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import eventually
+
+Started = Callable[[], tuple[subprocess.Popen[str], str]]
+
+
+def _browser(url: str) -> Callable[[str], str]:
+    """Reads routes, as a browser that has opened the URL."""
+    jar = CookieJar()
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
+    base = url.partition("/?")[0]
+
+    def read(route: str) -> str:
+        return str(opener.open(base + route, timeout=30).read().decode())
+
+    read(url.removeprefix(base))
+    return read
+
+
+def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
+    keepstep: Keepstep, opened: Started
+) -> None:
+    process, url = opened()
+    sockets = psutil.net_connections(kind="inet")
+    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    assert [one.ip for one in listening if one.port == urlsplit(url).port] == ["127.0.0.1"]
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(url.partition("?")[0], timeout=30)
+    read = _browser(url)
+    assert "No run is kept" in read("/")
+    with urllib.request.urlopen(url, timeout=30):  # a viewer whose connection stays open
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
+    keepstep: Keepstep, opened: Started
+) -> None:
+    keepstep("run", "--", warm.python(), keepstep.script("train.py", TRAIN), "6", "-1")
+    read = _browser(opened()[1])
+    page = read("/runs/train")
+    assert "No sidecar runs" in page
+    assert 'id="committed">step 5 of epoch 1' in page
+    keepstep("rm", "5", "--yes")
+    eventually(lambda: 'id="committed">step 4 of epoch 1' in read("/runs/train"), within_s=10)
+
+
+def test_a_run_that_cannot_be_read_is_an_error_beside_the_others(
+    keepstep: Keepstep, opened: Started
+) -> None:
+    for name, text in (("a", "run = "), ("b", "")):
+        home = keepstep.directory / name
+        home.mkdir(parents=True)
+        (home / "sidecar.toml").write_text(text)
+    read = _browser(opened()[1])
+    index = read("/")
+    assert "/runs/a" in index
+    assert "/runs/b" in index
+    assert "cannot be read" in read("/runs/a")
+
+
+def test_a_port_that_is_taken_is_said_with_what_to_do(keepstep: Keepstep, opened: Started) -> None:
+    port = str(urlsplit(opened()[1]).port)
+    err = keepstep("ui", "--no-open", "--port", port, code=2).stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert "choose another --port" in err
+
+
+def test_the_url_is_not_among_the_words_of_the_browser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words, seen = tmp_path / "words", tmp_path / "seen"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {words}\ncp -p "${{1#file://}}" {seen}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    with _opened("http://127.0.0.1:1/?token=secret"):
+        pass
+    assert "secret" not in words.read_text()
+    assert "token=secret" in seen.read_text()
+    assert stat.S_IMODE(seen.stat().st_mode) == 0o600
+    assert not Path(words.read_text().strip().removeprefix("file://")).exists()
+
+
+def test_who_does_not_use_it_imports_nothing_of_it() -> None:
+    text = (
+        "import sys, keepstep, keepstep_sidecar.cli.main\n"
+        "heavy = {'jinja2', 'aiohttp', 'webbrowser', 'keepstep_sidecar.ui'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, env=dict(os.environ), timeout=60)

@@ -1,0 +1,290 @@
+"""What the page shows of runs, and that nothing in a run can be more than text on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from html.parser import HTMLParser
+from typing import Any
+
+import aiohttp
+
+from keepstep.steps import EpochId, StepId, Tier
+from keepstep.wire.status import (
+    RankStatus,
+    Restart,
+    Status,
+    StepStatus,
+    TierStatus,
+    VolumeStatus,
+)
+from keepstep_sidecar.ui import board
+from keepstep_sidecar.ui.pages import STATIC, STEPS_SHOWN
+from keepstep_sidecar.ui.view import RunView
+from tests.harness import until
+from tests.ui.conftest import Site, site_of
+
+EPOCH = EpochId(2, "0123abcd")
+
+
+def step(number: int, **values: Any) -> StepStatus:
+    return StepStatus(id=StepId(EPOCH, number), world=2, **values)
+
+
+def status(**values: Any) -> Status:
+    known: dict[str, Any] = {
+        "run": "a",
+        "sidecar": "0.1.0",
+        "pid": 77,
+        "started_at": 1e9,
+        "protocol_min": 1,
+        "protocol_max": 1,
+        "locked": "no slots yet",
+    }
+    return Status(**{**known, **values})
+
+
+def view(name: str = "a", *, steps: tuple[StepStatus, ...] = (), **values: Any) -> RunView:
+    live = status(run=name, steps=steps, **values)
+    return RunView(name=name, live=live, steps=steps, problems=live.warnings, volumes=("/v/a",))
+
+
+HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)>\"' \x1b[31m\u202e"
+
+
+async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() -> None:
+    restart = Restart(at=1e9, detection_s=0.5, start_s=2, restore_s=0.3, first_step_s=1.2)
+    rank = {"world": 2, "alive": True, "saves": 10, "blocked_s": 0.05, "skipped": 3}
+    ranks = (RankStatus(rank=0, restart=restart, pid=5, **rank), RankStatus(rank=1, **rank))
+    steps = (
+        step(7, local_ranks=(0, 1), archive_ranks=(0, 1), committed=True, bytes=2 << 20),
+        step(8, memory_ranks=(0, 1), local_ranks=(1,), suspect=True),
+    )
+    drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
+    depot = TierStatus(tier=Tier.ARCHIVE, where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
+    shown = view(steps=steps, ranks=ranks, volumes=(drive,), depots=(depot,))
+    async with site_of({"a": shown}) as site:
+        await site.enter()
+        page = _read(await site.text("/runs/a"))
+    assert page.text("state") == "Training: 2 of 2 ranks are connected."
+    assert page.rows("steps") == [
+        ["8", "2", "all 2", "1 of 2", "–", "0 B", "no", "suspect"],
+        ["7", "2", "–", "all 2", "all 2", "2.00 MiB", "yes", "–"],
+    ]
+    assert page.rows("restarts")[0][2:] == ["0.5s", "2s", "0.3s", "1.2s", "4s"]
+    assert page.rows("lost")[0][:3] == ["0", "3", "0"]
+    assert page.rows("time")[0][:4] == ["0", "pid 5", "10", "5.00 ms"]
+    assert page.rows("drives")[0][:4] == ["/v/a", "direct", "3.00 GiB", "5.00 GiB"]
+    assert page.rows("depots")[0][3:] == ["4", "1m15s", "0 B", "401"]
+
+
+async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None:
+    shown = RunView(name="a", steps=(step(7, local_ranks=(0, 1), committed=True),), volumes=("/v",))
+    async with site_of({"a": shown}) as site:
+        await site.enter()
+        page = _read(await site.text("/runs/a"))
+    assert page.text("state") == "No sidecar runs: this is what lies on the volumes."
+    assert page.rows("steps")[0][:3] == ["7", "2", "all 2"]
+    assert "none runs" in page.text("restarts")
+
+
+async def test_an_empty_directory_says_what_to_do() -> None:
+    async with site_of({}) as site:
+        await site.enter()
+        assert "keepstep run --dir /kept -- python train.py" in await site.text("/")
+        assert "No run b" in await site.text("/runs/b", status=404)
+
+
+async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
+    rank = RankStatus(
+        rank=0, world=1, alive=True, warning=HOSTILE, waits=HOSTILE, restart=Restart(at=1e9)
+    )
+    volume = VolumeStatus(path=HOSTILE, engine=HOSTILE, used_bytes=0, free_bytes=0, failed=HOSTILE)
+    depot = TierStatus(tier=Tier.PEER, where=HOSTILE, trouble=HOSTILE)
+    texts = {"warnings": (HOSTILE,), "hints": (HOSTILE,), "survives": (HOSTILE,)}
+    name = HOSTILE.replace("/", "")  # that of a directory
+    shown = view(
+        name,
+        ranks=(rank,),
+        volumes=(volume,),
+        depots=(depot,),
+        locked=HOSTILE,
+        sidecar=HOSTILE,
+        **texts,
+    )
+    broken = RunView(name="b", error=HOSTILE, volumes=(HOSTILE,), log=HOSTILE)
+    async with site_of({name: shown, "b": broken}) as site:
+        await site.enter()
+        pages = [await site.text("/"), await site.text("/runs/b")]
+        link = next(one for one in _read(pages[0]).links if "script" in one)
+        pages.append(await site.text(link))
+        pages.append(await site.text("/runs/%3Cscript%3Ealert(1)", status=404))
+        sections = await _first_change(site, f"{link}/changes")
+    assert "alert(1)" in sections["problems"]
+    for html in (*pages, *sections.values()):
+        found = _read(html)
+        assert found.scripts <= {"/static/page.js", "/static/uplot/uPlot.iife.min.js"}
+        assert "img" not in found.tags
+        assert not [name for name in found.attributes if name.startswith("on") or name == "style"]
+        assert "\x1b" not in html  # written out, as on a terminal
+        assert "\u202e" not in html
+
+
+async def test_many_steps_are_cut_and_the_page_says_so() -> None:
+    shown = view(steps=tuple(step(number) for number in range(STEPS_SHOWN + 50)))
+    async with site_of({"a": shown}) as site:
+        await site.enter()
+        page = _read(await site.text("/runs/a"))
+    assert len(page.rows("steps")) == STEPS_SHOWN
+    assert f"{STEPS_SHOWN} of {STEPS_SHOWN + 50}" in page.text("steps")
+
+
+async def test_a_viewer_is_sent_the_sections_that_changed_within_two_seconds() -> None:
+    async with site_of({"a": view(steps=(step(1),))}) as site:
+        await site.enter()
+        async with site.client.get(f"{site.base}/runs/a/changes") as stream:
+            assert set(await _change(stream)) >= {"state", "steps", "drives"}
+            loop = asyncio.get_running_loop()
+            for number in (2, 3):
+                site.views["a"] = view(steps=(step(number),))
+                changed_at = loop.time()
+                change = await _change(stream)
+                assert loop.time() - changed_at < 2
+                assert set(change) == {"steps"}
+
+
+async def test_runs_that_come_and_go_are_seen() -> None:
+    async with site_of({}) as site:
+        await site.enter()
+        async with site.client.get(f"{site.base}/changes") as stream:
+            assert "No run is kept" in (await _change(stream))["runs"]
+            site.views["b"] = view("b")
+            await _until_shown(stream, "/runs/b")
+            del site.views["b"]
+            await _until_shown(stream, "No run is kept")
+
+
+async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
+    reads = board.Board(lambda: ["a"], lambda name: RunView(name=name))
+    keeping = asyncio.create_task(reads.keep())
+    try:
+        with reads.viewer(), reads.viewer(), reads.viewer():
+            await until(lambda: reads.reads == 3)
+            began = asyncio.get_running_loop().time()
+            await until(lambda: reads.reads == 5)
+            assert asyncio.get_running_loop().time() - began > 1.5 * board.EVERY_S
+        read = reads.reads
+        await asyncio.sleep(2.5 * board.EVERY_S)  # nothing is to happen
+        assert reads.reads <= read + 1  # one was under way
+    finally:
+        keeping.cancel()
+
+
+async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
+    go_on = threading.Event()
+
+    def read(name: str) -> RunView:
+        assert name != "hangs" or go_on.wait(60)
+        return RunView(name=name)
+
+    reads = board.Board(lambda: ["a", "hangs"], read)
+    keeping = asyncio.create_task(reads.keep())
+    try:
+        with reads.viewer():
+            a, hangs = await reads.fresh(timeout_s=0.2)
+            assert a.state == "stopped"
+            assert "not answered" in hangs.error
+            go_on.set()
+            await until(lambda: reads.view("hangs").state == "stopped")
+    finally:
+        go_on.set()
+        keeping.cancel()
+
+
+def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 80_000
+    assert (STATIC / "uplot" / "LICENSE").is_file()
+    own = [*STATIC.glob("*.js"), *STATIC.glob("*.css"), *STATIC.parent.rglob("*.html")]
+    for path in own:
+        assert "://" not in path.read_text(), path
+
+
+# --- reading HTML ----------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Texts and rows of a page by the nearest element with an id, and what else is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.scripts: set[str] = set()
+        self.links: list[str] = []
+        self._open: list[tuple[str, str]] = []
+        self._texts: dict[str, list[str]] = {}
+        self._rows: dict[str, list[list[str]]] = {}
+        self._cell = False
+
+    def text(self, id: str) -> str:
+        return " ".join("".join(self._texts.get(id, ())).split())
+
+    def rows(self, id: str) -> list[list[str]]:
+        """Of its table's body."""
+        return [[" ".join(one.split()) for one in row] for row in self._rows.get(id, ())]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = {name: value or "" for name, value in attrs}
+        self.tags.add(tag)
+        self.attributes |= set(known)
+        if tag == "script":
+            self.scripts.add(known.get("src", "inline"))
+        if tag == "a":
+            self.links.append(known["href"])
+        if tag not in ("meta", "link", "img", "br"):
+            self._open.append((tag, known.get("id", "")))
+        if tag == "tr" and any(tag == "tbody" for tag, _ in self._open):
+            self._rows.setdefault(self._id(), []).append([])
+        if tag in ("td", "th") and self._rows.get(self._id()):
+            self._rows[self._id()][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag, f"{tag} closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self._texts.setdefault(self._id(), []).append(data)
+        if any(tag in ("td", "th") for tag, _ in self._open) and self._rows.get(self._id()):
+            self._rows[self._id()][-1][-1] += data
+
+    def _id(self) -> str:
+        return next((id for _, id in reversed(self._open) if id), "")
+
+
+def _read(html: str) -> _Page:
+    page = _Page()
+    page.feed(html)
+    page.close()
+    return page
+
+
+async def _change(stream: aiohttp.ClientResponse) -> dict[str, str]:
+    """The next that a viewer is sent."""
+    async with asyncio.timeout(20):
+        while True:
+            line = (await stream.content.readline()).decode()
+            assert line, "the stream ended"
+            if line.startswith("data: "):
+                sent: dict[str, str] = json.loads(line.removeprefix("data: "))
+                return sent
+
+
+async def _first_change(site: Site, route: str) -> dict[str, str]:
+    async with site.client.get(site.base + route) as stream:
+        return await _change(stream)
+
+
+async def _until_shown(stream: aiohttp.ClientResponse, text: str) -> None:
+    while text not in "".join((await _change(stream)).values()):
+        pass
