@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from html.parser import HTMLParser
@@ -10,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from keepstep.steps import EpochId, StepId, Tier
+from keepstep.core.history import Event, Kind, Restart
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import (
     RankStatus,
-    Restart,
     Status,
     StepStatus,
     TierStatus,
@@ -50,20 +51,49 @@ def view(name: str = "a", *, steps: tuple[StepStatus, ...] = (), **values: Any) 
     return RunView(name=name, live=live, steps=steps, problems=live.warnings, volumes=("/v/a",))
 
 
+def event(kind: Kind, after_s: float, **values: Any) -> Event:
+    at = 1e9 + after_s
+    return Event(
+        **{"sequence": int(after_s) + 100, "at": at, "until": at, "rank": 0, **values}, kind=kind
+    )
+
+
+BEFORE = EpochId(1, "89abcdef")
+HAPPENED = (
+    event(Kind.STAGED, 0, step=StepId(BEFORE, 8)),
+    event(Kind.ENDED, 1, text="gone"),
+    event(
+        Kind.RESTORED,
+        5,
+        epoch=Epoch(EPOCH, StepId(BEFORE, 6)),
+        tier=Tier.MEMORY,
+        seconds=0.3,
+    ),
+    event(
+        Kind.RESTARTED,
+        6,
+        restart=Restart(at=1e9, detection_s=0.5, start_s=2, restore_s=0.3, first_step_s=1.2),
+    ),
+    event(Kind.STAGED, 10, step=StepId(EPOCH, 10)),
+    event(Kind.STAGED, 11, step=StepId(EPOCH, 12), count=2, seconds=0.02),
+    event(Kind.SKIPPED, 12, number=12, count=3, text="no slot was free"),
+)
+"""A life, its end, and the next one: a step takes half a second then, of which 10 ms are ours."""
+
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)>\"' \x1b[31m\u202e"
 
 
 async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() -> None:
-    restart = Restart(at=1e9, detection_s=0.5, start_s=2, restore_s=0.3, first_step_s=1.2)
     rank = {"world": 2, "alive": True, "saves": 10, "blocked_s": 0.05, "skipped": 3}
-    ranks = (RankStatus(rank=0, restart=restart, pid=5, **rank), RankStatus(rank=1, **rank))
+    ranks = (RankStatus(rank=0, pid=5, **rank), RankStatus(rank=1, **rank))
     steps = (
         step(7, local_ranks=(0, 1), archive_ranks=(0, 1), committed=True, bytes=2 << 20),
         step(8, memory_ranks=(0, 1), local_ranks=(1,), suspect=True),
     )
     drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
     depot = TierStatus(tier=Tier.ARCHIVE, where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
-    shown = view(steps=steps, ranks=ranks, volumes=(drive,), depots=(depot,))
+    live = view(steps=steps, ranks=ranks, volumes=(drive,), depots=(depot,))
+    shown = dataclasses.replace(live, events=HAPPENED)
     async with site_of({"a": shown}) as site:
         await site.enter()
         page = _read(await site.text("/runs/a"))
@@ -72,11 +102,25 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
         ["8", "2", "all 2", "1 of 2", "–", "0 B", "no", "suspect"],
         ["7", "2", "–", "all 2", "all 2", "2.00 MiB", "yes", "–"],
     ]
-    assert page.rows("restarts")[0][2:] == ["0.5s", "2s", "0.3s", "1.2s", "4s"]
-    assert page.rows("lost")[0][:3] == ["0", "3", "0"]
+    costs = ["0.50 s", "2.00 s", "0.30 s", "1.20 s", "4.00 s"]
+    assert [row[1:] for row in page.rows("restarts")] == [["0", "step 6, memory", "2", *costs]]
+    skipped = ["skipped", "0", "3", "12", "no slot was free"]
+    assert [row[1:] for row in page.rows("lost")] == [skipped]
+    assert "takes 500 ms, and 490 ms without keepstep" in page.text("time")
+    assert "for 10.0 ms of it (2 %)" in page.text("time")
     assert page.rows("time")[0][:4] == ["0", "pid 5", "10", "5.00 ms"]
     assert page.rows("drives")[0][:4] == ["/v/a", "direct", "3.00 GiB", "5.00 GiB"]
     assert page.rows("depots")[0][3:] == ["4", "1m15s", "0 B", "401"]
+
+
+async def test_a_viewer_is_sent_the_points_of_charts() -> None:
+    async with site_of({"a": dataclasses.replace(view(), events=HAPPENED)}) as site:
+        await site.enter()
+        async with site.client.get(f"{site.base}/runs/a/changes") as stream:
+            charts = (await _sent(stream))["charts"]
+    assert charts["steps"]["memory"] == [[1e9, 1e9 + 10, 1e9 + 11], [8, 10, 12]]
+    assert charts["steps"]["restored"] == [[1e9 + 5], [6]]
+    assert charts["time"] == {"with": [[1e9 + 11], [500]], "without": [[1e9 + 11], [490]]}
 
 
 async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None:
@@ -86,7 +130,7 @@ async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None
         page = _read(await site.text("/runs/a"))
     assert page.text("state") == "No sidecar runs: this is what lies on the volumes."
     assert page.rows("steps")[0][:3] == ["7", "2", "all 2"]
-    assert "none runs" in page.text("restarts")
+    assert "none runs" in page.text("time")
 
 
 async def test_an_empty_directory_says_what_to_do() -> None:
@@ -102,6 +146,7 @@ async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
     )
     volume = VolumeStatus(path=HOSTILE, engine=HOSTILE, used_bytes=0, free_bytes=0, failed=HOSTILE)
     depot = TierStatus(tier=Tier.PEER, where=HOSTILE, trouble=HOSTILE)
+    told = event(Kind.DISCARDED, 1, number=1, text=HOSTILE)
     texts = {"warnings": (HOSTILE,), "hints": (HOSTILE,), "survives": (HOSTILE,)}
     name = HOSTILE.replace("/", "")  # that of a directory
     shown = view(
@@ -113,6 +158,7 @@ async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
         sidecar=HOSTILE,
         **texts,
     )
+    shown = dataclasses.replace(shown, events=(told,))
     broken = RunView(name="b", error=HOSTILE, volumes=(HOSTILE,), log=HOSTILE)
     async with site_of({name: shown, "b": broken}) as site:
         await site.enter()
@@ -270,13 +316,18 @@ def _read(html: str) -> _Page:
 
 
 async def _change(stream: aiohttp.ClientResponse) -> dict[str, str]:
-    """The next that a viewer is sent."""
+    """The sections that a viewer is sent next."""
+    sections: dict[str, str] = (await _sent(stream))["sections"]
+    return sections
+
+
+async def _sent(stream: aiohttp.ClientResponse) -> dict[str, Any]:
     async with asyncio.timeout(20):
         while True:
             line = (await stream.content.readline()).decode()
             assert line, "the stream ended"
             if line.startswith("data: "):
-                sent: dict[str, str] = json.loads(line.removeprefix("data: "))
+                sent: dict[str, Any] = json.loads(line.removeprefix("data: "))
                 return sent
 
 

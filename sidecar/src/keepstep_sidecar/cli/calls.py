@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keepstep.client.http import Client, UnixConnection
-from keepstep.errors import SidecarAbsent
-from keepstep.wire.status import Status
+from keepstep.errors import ProtocolError, SidecarAbsent
+from keepstep.wire.status import History, Status
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
 
 T = TypeVar("T")
@@ -25,6 +25,16 @@ def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
     Raises SidecarError when somebody does, but answers nonsense or not in time.
     """
     return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=timeout_s))
+
+
+def history(path: Path, since: int, *, timeout_s: float = ANSWER_S) -> History | None:
+    """What happened after the event `since`; None when nobody listens, and from a sidecar that is
+    too old to know. Raises SidecarError."""
+    route = f"/v1/history?since={since}"
+    try:
+        return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
+    except ProtocolError:
+        return None
 
 
 def answers(path: Path, *, timeout_s: float = 2.0) -> bool:

@@ -33,6 +33,7 @@ _HEADERS: Final = {
 
 _WELCOME: Final = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>keepstep</title>'
+    '<link rel="icon" href="/static/icon.svg">'
     '<meta http-equiv="refresh" content="0; url=/"><p><a href="/">keepstep</a></p></html>'
 )
 """Not a redirect: one that another site's link began would not carry the cookie."""

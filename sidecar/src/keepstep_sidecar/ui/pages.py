@@ -13,10 +13,11 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from keepstep.core.history import Restart
 from keepstep.steps import NEAREST_FIRST
-from keepstep.wire.status import Restart
 from keepstep_sidecar import __version__
 from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.ui import timeline
 from keepstep_sidecar.ui.view import RunView, ranks_on
 
 _HERE: Final = Path(__file__).parent
@@ -25,7 +26,7 @@ STATIC: Final = _HERE / "static"
 RUN_SECTIONS: Final = {
     "facts": "At a glance",
     "steps": "Steps",
-    "restarts": "Restarts",
+    "restarts": "Restores",
     "lost": "Skipped and discarded steps",
     "time": "Step time",
     "drives": "Drives",
@@ -33,7 +34,14 @@ RUN_SECTIONS: Final = {
 }
 """By the name of their template, in the order of the page; beside `state` and `problems`."""
 
+CHARTS: Final = {
+    "steps": "Chart of steps over time, by the tier they reached; the table has those held now",
+    "time": "Chart of the time of a step, with and without keepstep; the text says it of now",
+}
+"""By the section that they stand in: what a reader of the screen is told of them."""
+
 STEPS_SHOWN: Final = 100
+ROWS_SHOWN: Final = 50
 
 
 class Pages:
@@ -56,6 +64,8 @@ class Pages:
             "duration": format_duration,
             "iso": _iso,
             "total": _total_s,
+            "ms": _ms,
+            "cost": _cost,
         }
 
     def index(self, views: Sequence[RunView]) -> str:
@@ -69,7 +79,11 @@ class Pages:
     def run(self, view: RunView) -> str:
         """One run, as a whole page."""
         return self._render(
-            "run.html", run=view, titles=RUN_SECTIONS, sections=self.run_sections(view)
+            "run.html",
+            run=view,
+            titles=RUN_SECTIONS,
+            charts=CHARTS,
+            sections=self.run_sections(view),
         )
 
     def run_sections(self, view: RunView) -> dict[str, str]:
@@ -82,6 +96,9 @@ class Pages:
                 tier for tier in NEAREST_FIRST if any(ranks_on(one, tier) for one in view.steps)
             ],
             "ranks_on": ranks_on,
+            "restores": timeline.restores(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "lost": timeline.lost(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "usual": timeline.usual(timeline.step_times(view.events)),
         }
         names = ("state", "problems", *RUN_SECTIONS)
         return {name: self._render(f"sections/{name}.html", **known) for name in names}
@@ -97,6 +114,17 @@ class Pages:
 def _iso(unix_s: float) -> str:
     """To the second, in UTC."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="seconds")
+
+
+def _cost(seconds: float) -> str:
+    """A part of an interruption: `0.03 s`, `2m05s`."""
+    return f"{seconds:.2f} s" if seconds < 10 else format_duration(seconds)
+
+
+def _ms(seconds: float) -> str:
+    """Three digits: `0.52 ms`, `12.3 ms`, `140 ms`."""
+    value = 1000 * seconds
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
 def _total_s(one: Restart) -> float:

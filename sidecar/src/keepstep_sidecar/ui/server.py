@@ -11,15 +11,20 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from aiohttp import web
 
 from keepstep.errors import UsageError
+from keepstep_sidecar.ui import timeline
 from keepstep_sidecar.ui.access import HOST, Access
 from keepstep_sidecar.ui.board import Board
 from keepstep_sidecar.ui.pages import STATIC, Pages
 from keepstep_sidecar.ui.view import RunView
+
+T = TypeVar("T")
+_Shown = tuple[dict[str, str], dict[str, dict[str, timeline.Line]]]
+"""Sections of a page as HTML, and its charts."""
 
 _STILL_THERE_S: Final = 15.0
 """A comment so often: a viewer that went without a word is noticed when it cannot be written to."""
@@ -78,6 +83,7 @@ class _Routes:
     def __init__(self, board: Board, pages: Pages) -> None:
         self._board, self._pages = board, pages
         self._viewers = 0
+        self._last: dict[str, tuple[RunView, _Shown]] = {}
 
     async def index(self, _: web.Request) -> web.Response:
         return _html(self._pages.index(await self._board.fresh()))
@@ -92,23 +98,30 @@ class _Routes:
         return _html(self._pages.run(view))
 
     async def index_changes(self, request: web.Request) -> web.StreamResponse:
-        return await self._send(request, lambda: self._pages.index_sections(self._board.all()))
+        return await self._send(
+            request, lambda: (self._pages.index_sections(self._board.all()), {})
+        )
 
     async def run_changes(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
 
-        def sections() -> dict[str, str]:
+        def shown() -> _Shown:
             try:
-                return self._pages.run_sections(self._board.view(name))
+                view = self._board.view(name)
             except KeyError:
-                gone = RunView(name=name, error="it is not there any more")
-                return self._pages.run_sections(gone)
+                view = RunView(name=name, error="it is not there any more")
+            return self._shown(view)
 
-        return await self._send(request, sections)
+        return await self._send(request, shown)
 
-    async def _send(
-        self, request: web.Request, sections: Callable[[], dict[str, str]]
-    ) -> web.StreamResponse:
+    def _shown(self, view: RunView) -> _Shown:
+        """Worked out once for all who look at this run."""
+        if (known := self._last.get(view.name)) is None or known[0] is not view:
+            shown = self._pages.run_sections(view), timeline.charts(view)
+            known = self._last[view.name] = view, shown
+        return known[1]
+
+    async def _send(self, request: web.Request, shown: Callable[[], _Shown]) -> web.StreamResponse:
         """Whatever differs from what this viewer was sent, until it goes."""
         if self._viewers >= _AT_ONCE:
             return web.Response(status=503, text="too many pages are open: close some\n")
@@ -119,17 +132,23 @@ class _Routes:
             with self._board.viewer(), contextlib.suppress(ConnectionResetError):
                 await self._board.fresh()
                 await response.prepare(request)
-                sent: dict[str, str] = {}
+                sent: _Shown = {}, {}
                 while True:
-                    seen, now = changes.count, sections()
-                    if new := {id: html for id, html in now.items() if sent.get(id) != html}:
-                        await response.write(f"data: {json.dumps(new)}\n\n".encode())
+                    seen, now = changes.count, shown()
+                    sections, charts = _differing(now[0], sent[0]), _differing(now[1], sent[1])
+                    if sections or charts:
+                        news = json.dumps({"sections": sections, "charts": charts})
+                        await response.write(f"data: {news}\n\n".encode())
                         sent = now
                     if not await changes.after(seen, timeout_s=_STILL_THERE_S):
                         await response.write(b": still there\n\n")
         finally:
             self._viewers -= 1
         return response
+
+
+def _differing(now: dict[str, T], sent: dict[str, T]) -> dict[str, T]:
+    return {id: value for id, value in now.items() if sent.get(id) != value}
 
 
 def _html(text: str, *, status: int = 200) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.core.history import Event
 from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
@@ -11,7 +12,8 @@ from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, Vol
 @dataclass(frozen=True, kw_only=True)
 class RunView:
     """`live`: what the sidecar says, None without one; then `steps`, ascending, are those of the
-    `volumes`. `problems`: what somebody should look at. `error`: why nothing of it could be read.
+    `volumes`. `events`: its history on this machine, oldest first. `problems`: what somebody
+    should look at. `error`: why nothing of it could be read.
     """
 
     name: str
@@ -19,6 +21,7 @@ class RunView:
     steps: tuple[StepStatus, ...] = ()
     committed: StepStatus | None = None
     newest: StepStatus | None = None
+    events: tuple[Event, ...] = ()
     volumes: tuple[str, ...] = ()
     log: str = ""
     problems: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import directory_option
 
 if TYPE_CHECKING:
+    from keepstep.core.history import Event
     from keepstep_sidecar.ui.view import RunView
 
 
@@ -70,14 +72,17 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
     from keepstep_sidecar.cli import calls, inventory
     from keepstep_sidecar.ui.view import RunView
 
+    happened: dict[str, tuple[Event, ...]] = {}
     scans: dict[str, tuple[tuple[int, ...], inventory.Holdings]] = {}
 
     def held_by(kept: run_dir.RunDir) -> inventory.Holdings:
         if (live := calls.status(kept.socket)) is not None:
+            happened[kept.run] = _more(kept, happened.get(kept.run, ()))
             return inventory.of_live(live)
         state = _changed_at(kept)
         if kept.run not in scans or scans[kept.run][0] != state:
             scans[kept.run] = state, inventory.on_volumes(kept)
+            happened[kept.run] = _on_volumes(kept)
         return scans[kept.run][1]
 
     def read(name: str) -> RunView:
@@ -89,6 +94,7 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
             steps=held.steps,
             committed=held.committed,
             newest=held.newest,
+            events=happened.get(name, ()),
             volumes=tuple(map(str, kept.roots)),
             log=str(kept.log),
             problems=held.problems,
@@ -97,11 +103,34 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
     return read
 
 
+def _more(kept: run_dir.RunDir, known: tuple[Event, ...]) -> tuple[Event, ...]:
+    """`known`, and what the sidecar says has happened since; anew where that forgot."""
+    from keepstep_sidecar.cli import calls
+    from keepstep_sidecar.history import KEPT
+
+    last = known[-1].sequence if known else 0
+    told = calls.history(kept.socket, last)
+    if told is not None and told.last < last:
+        known, told = (), calls.history(kept.socket, 0)
+    return known if told is None else (*known, *told.events)[-KEPT:]
+
+
+def _on_volumes(kept: run_dir.RunDir) -> tuple[Event, ...]:
+    """What the last sidecar left, on whichever volume it wrote to last."""
+    from keepstep_sidecar.volume.history_file import HistoryFile
+    from keepstep_sidecar.volume.paths import Tree
+
+    paths = [Tree(root).history for root in kept.roots]
+    found = [HistoryFile(path, run=kept.run).read(now=time.time())[0] for path in paths]
+    newest = max(found, key=lambda events: events[-1].until if events else 0.0)
+    return tuple(newest)
+
+
 def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
     """When files came or went in directories that hold steps, of the run as it is."""
     times = []
     for root in kept.roots:
-        for path in (kept.record, root, root / "pending"):
+        for path in (kept.record, root, root / "pending", root / "history.jsonl"):
             with contextlib.suppress(OSError):
                 times.append(path.stat().st_mtime_ns)
     return tuple(times)

@@ -23,10 +23,108 @@ function tellTimes() {
 function show(id, html) {
   const place = document.getElementById(id);
   if (!place) return;
-  const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
-  place.innerHTML = html;
-  if (focused) document.getElementById(focused)?.focus();
+  const news = document.createElement("template");
+  news.innerHTML = html;
+  match(place, news.content);
 }
+
+// What is there stays there, with its focus, its selection and a click that is under way.
+function match(place, news) {
+  const before = [...place.childNodes];
+  const after = [...news.childNodes];
+  after.forEach((now, at) => {
+    const was = before[at];
+    if (!was) place.append(now);
+    else if (was.nodeName !== now.nodeName) was.replaceWith(now);
+    else if (now.nodeType !== Node.ELEMENT_NODE) {
+      if (was.data !== now.data) was.data = now.data;
+    } else {
+      for (const { name } of [...was.attributes]) if (!now.hasAttribute(name)) was.removeAttribute(name);
+      for (const { name, value } of now.attributes) if (was.getAttribute(name) !== value) was.setAttribute(name, value);
+      match(was, now);
+    }
+  });
+  for (const left of before.slice(after.length)) left.remove();
+}
+
+// --- charts -----------------------------------------------------------------------------------
+
+const LINES = {
+  steps: [
+    { name: "memory", label: "in memory", color: "--memory", width: 2 },
+    { name: "local", label: "on drives", color: "--local", size: 5 },
+    { name: "peer", label: "with peers", color: "--peer", size: 9 },
+    { name: "archive", label: "in the archive", color: "--archive", size: 13 },
+    { name: "restored", label: "restored", color: "--bad", size: 11 },
+  ],
+  time: [
+    { name: "with", label: "with keepstep (ms)", color: "--local", width: 2 },
+    { name: "without", label: "without (ms)", color: "--memory", width: 2, dash: [6, 4] },
+  ],
+};
+const HEIGHT = 240;
+const drawn = {}; // by chart: what was drawn, and the plot
+
+function draw(id, lines) {
+  const place = document.getElementById(`chart-${id}`);
+  if (!place) return;
+  const shown = LINES[id].filter((line) => lines[line.name][0].length > 0);
+  const names = shown.map((line) => line.name).join();
+  place.hidden = names === "";
+  if (place.hidden) return;
+  const data = uPlot.join(shown.map((line) => lines[line.name]));
+  const known = drawn[id];
+  if (known && known.names === names) {
+    known.lines = lines;
+    known.plot.setData(data);
+    return;
+  }
+  if (known) known.plot.destroy();
+  drawn[id] = { names, lines, plot: new uPlot(options(place, shown), data, place) };
+}
+
+function options(place, shown) {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(name).trim();
+  const axis = { stroke: color("--text"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
+  return {
+    width: place.clientWidth,
+    height: HEIGHT,
+    cursor: { drag: { x: true, y: false } },
+    axes: [axis, { ...axis, size: 70 }],
+    scales: { y: { range: (plot, low, high) => range(low, high) } },
+    series: [{ label: "time" }, ...shown.map((line) => ({
+      label: line.label,
+      stroke: color(line.color),
+      width: line.width ?? 2,
+      dash: line.dash,
+      spanGaps: true,
+      paths: line.width ? undefined : () => null,
+      points: line.width ? { show: false } : { show: true, size: line.size, stroke: color(line.color), fill: "transparent" },
+    }))],
+  };
+}
+
+function range(low, high) {
+  if (low === null) return [0, 1];
+  const room = Math.max((high - low) * 0.08, 1e-3 * Math.abs(high), 0.01);
+  return [Math.max(0, low - room), high + room];
+}
+
+// other colours, or another width: drawn anew
+function drawAgain() {
+  for (const [id, { lines, plot }] of Object.entries(drawn)) {
+    plot.destroy();
+    delete drawn[id];
+    draw(id, lines);
+  }
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
+let resized;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(drawAgain, 200);
+});
 
 function tellConnection(text) {
   connection.textContent = text;
@@ -37,7 +135,9 @@ function follow(route) {
   const changes = new EventSource(route);
   changes.onopen = () => tellConnection("");
   changes.onmessage = (event) => {
-    for (const [id, html] of Object.entries(JSON.parse(event.data))) show(id, html);
+    const { sections, charts } = JSON.parse(event.data);
+    for (const [id, html] of Object.entries(sections)) show(id, html);
+    for (const [id, lines] of Object.entries(charts)) draw(id, lines);
     tellTimes();
   };
   changes.onerror = () => {

@@ -1,0 +1,195 @@
+"""What the page shows of a run's history: restores, lost steps, step time, and points of charts.
+
+Pure: events in, figures out. A chart has a few hundred points at most, however long the run: those
+that are left out are chosen by the events' numbers, so that the others stay where they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Final, TypeVar
+
+from keepstep.core.history import Event, Kind, Restart
+from keepstep.steps import NEAREST_FIRST, StepId
+from keepstep_sidecar.ui.view import RunView, ranks_on
+
+POINTS: Final = 400
+"""Of a line of a chart, at most."""
+
+_BREAKS: Final = frozenset({Kind.STARTED, Kind.CAME, Kind.ENDED, Kind.RESTORED})
+"""Between two staged steps these are time that no step took."""
+
+_RECENT: Final = 30
+"""Events of about a second each that a step time now is the median of."""
+
+_Numbered = TypeVar("_Numbered", Event, "StepTime")
+
+Line = tuple[list[float], list[float]]
+"""Unix seconds, and a value at each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """One rank that went on: `began` from a step (none: at step 0) after `lost` steps that were
+    in memory before; `restart`: what the interruption cost, None for a first start, or until the
+    first step after it."""
+
+    event: Event
+    began: StepId | None
+    lost: int | None
+    restart: Restart | None
+
+
+def restores(events: Sequence[Event]) -> list[Restore]:
+    """All that are known, oldest first."""
+    found: list[Restore] = []
+    staged: StepId | None = None
+    for at, event in enumerate(events):
+        if event.kind is Kind.STAGED and event.step is not None:
+            staged = event.step
+        if event.kind is Kind.RESTORED:
+            began = event.epoch.parent if event.epoch else None
+            lost = None if staged is None else staged.step - (began.step if began else -1)
+            # of one epoch several ranks are told; what was staged in it is not lost
+            if staged is not None and event.epoch and staged.epoch == event.epoch.id:
+                lost = next((one.lost for one in found if one.event.epoch == event.epoch), None)
+            restart = _restart_of(event.rank, (events[one] for one in range(at + 1, len(events))))
+            found.append(Restore(event=event, began=began, lost=lost, restart=restart))
+    return found
+
+
+def _restart_of(rank: int | None, after: Iterable[Event]) -> Restart | None:
+    for event in after:
+        if event.rank == rank and event.kind is Kind.RESTARTED:
+            return event.restart
+        if event.rank == rank and event.kind is Kind.RESTORED:
+            return None
+    return None
+
+
+def lost(events: Iterable[Event]) -> list[Event]:
+    """Steps that were due and are not held, oldest first."""
+    return [one for one in events if one.kind in (Kind.SKIPPED, Kind.DISCARDED, Kind.EVICTED)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step of training at `at`, and how much of them `keepstep.save` took."""
+
+    at: float
+    sequence: int
+    step_s: float
+    blocked_s: float
+
+    @property
+    def without_s(self) -> float:
+        return max(0.0, self.step_s - self.blocked_s)
+
+
+def step_times(events: Iterable[Event]) -> list[StepTime]:
+    """From one staged step to the next of the same life, oldest first. A step of an interruption
+    is left out: that time is the restart's."""
+    return list(_step_times(events))
+
+
+def _step_times(events: Iterable[Event]) -> Iterator[StepTime]:
+    marks = (one for one in events if one.kind is Kind.STAGED or one.kind in _BREAKS)
+    for before, now in pairwise(marks):
+        if before.step is None or now.step is None or before.kind in _BREAKS or now.kind in _BREAKS:
+            continue
+        steps = now.step.step - before.step.step
+        if now.step.epoch == before.step.epoch and steps > 0 and now.until > before.until:
+            yield StepTime(
+                at=now.until,
+                sequence=now.sequence,
+                step_s=(now.until - before.until) / steps,
+                blocked_s=now.seconds / steps,
+            )
+
+
+def usual(times: Sequence[StepTime]) -> StepTime | None:
+    """The median of the last ones; None without any."""
+    if not (recent := times[-_RECENT:]):
+        return None
+    last = recent[-1]
+    return StepTime(
+        at=last.at,
+        sequence=last.sequence,
+        step_s=median(one.step_s for one in recent),
+        blocked_s=median(one.blocked_s for one in recent),
+    )
+
+
+# --- charts ----------------------------------------------------------------------------------
+
+
+def charts(view: RunView) -> dict[str, dict[str, Line]]:
+    """Lines by chart and name. `steps`: numbers of steps, by the tier that they reached, and what
+    was restored; `time`: milliseconds of a step."""
+    events = view.events
+    times = _thinned(step_times(events))
+    return {
+        "steps": {**_reached(view), "restored": _restored(events)},
+        "time": {
+            "with": ([_s(one.at) for one in times], [_ms(one.step_s) for one in times]),
+            "without": ([_s(one.at) for one in times], [_ms(one.without_s) for one in times]),
+        },
+    }
+
+
+def _reached(view: RunView) -> dict[str, Line]:
+    """Steps as they were staged and committed; on peers and in the archive those that are there
+    now, at the time at which they were staged: when they came there is not known."""
+    known = [one for one in view.events if one.step is not None]
+    staged = [one for one in known if one.kind is Kind.STAGED]
+    committed = [one for one in known if one.kind is Kind.COMMITTED]
+    lines = {"memory": _numbers(staged), "local": _numbers(committed)}
+    for tier in NEAREST_FIRST[2:]:
+        held = [one.id for one in view.steps if ranks_on(one, tier)]
+        found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
+        lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]
+    return lines
+
+
+def _staged_at(id: StepId, staged: Sequence[Event]) -> float | None:
+    """When; `staged` ascends, as a step counts when the first rank has it."""
+    at = bisect.bisect_left(staged, id, key=_step)
+    return staged[at].until if at < len(staged) and _step(staged[at]).epoch == id.epoch else None
+
+
+def _step(event: Event) -> StepId:
+    assert event.step is not None
+    return event.step
+
+
+def _numbers(events: Sequence[Event]) -> Line:
+    shown = _thinned(events)
+    return [_s(one.until) for one in shown], [float(_step(one).step) for one in shown]
+
+
+def _restored(events: Sequence[Event]) -> Line:
+    found = restores(events)[-POINTS:]
+    steps = [float(one.began.step) if one.began else 0.0 for one in found]
+    return [_s(one.event.at) for one in found], steps
+
+
+def _thinned(values: Sequence[_Numbered]) -> list[_Numbered]:
+    """So few that a chart takes them, with the last."""
+    stride = 1
+    while len(values) > POINTS * stride:
+        stride *= 2
+    if stride == 1:
+        return list(values)
+    return [one for one in values[:-1] if one.sequence % stride == 0] + [values[-1]]
+
+
+def _s(unix_s: float) -> float:
+    return round(unix_s, 2)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

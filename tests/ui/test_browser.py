@@ -1,0 +1,227 @@
+"""The page in a real browser, beside a run that is killed while one looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from keepstep.core.history import Event, Kind
+from keepstep_sidecar.ui.pages import STATIC
+from tests import warm
+from tests.cli.conftest import Keepstep
+from tests.harness import eventually
+
+Started = Callable[[], tuple[subprocess.Popen[str], str]]
+
+TRAIN = """
+import pathlib, time
+import torch
+import keepstep
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+at = checkpointer.restore()
+step = at.step + 1 if at else 0
+while not pathlib.Path("end").exists():
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+    checkpointer.save(step)
+    step += 1
+checkpointer.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.fail("no browser: apt-get install -y chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0] or ""
+    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(word)
+    options.add_argument("--window-size=1100,1400")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
+    driver.set_script_timeout(20)
+    yield driver
+    driver.quit()
+
+
+class Seen:
+    """What a person sees on the page."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def text(self, id: str) -> str:
+        try:
+            return str(self.driver.find_element(By.ID, id).text)
+        except StaleElementReferenceException:  # while one page goes and another comes
+            return ""
+
+    def shows(self, id: str, text: str) -> None:
+        eventually(lambda: text in self.text(id), what=lambda: f"{text!r}: {self.text(id)!r}")
+
+    def js(self, text: str) -> Any:
+        return self.driver.execute_script(text)
+
+    def complaints(self) -> list[str]:
+        """Of the browser's console: errors, and what the page's policy forbids."""
+        found = self.driver.get_log("browser")
+        return [one["message"] for one in found if one["level"] == "SEVERE"]
+
+    def opens(self, url: str) -> None:
+        self.driver.get(url)
+        self.shows("main", "Runs")
+        assert "token" not in self.driver.current_url
+
+
+def test_a_run_that_is_killed_while_one_looks(
+    browser: webdriver.Chrome, keepstep: Keepstep, opened: Started
+) -> None:
+    page = Seen(browser)
+    ui, url = opened()
+    page.opens(url)
+    page.shows("runs", "keepstep run --dir")  # what to do
+
+    script = keepstep.script("train.py", TRAIN)
+    words = ("run", "--", warm.python(), script)
+    training = keepstep.start(*words)
+    page.shows("runs", "training")  # by itself
+    browser.find_element(By.LINK_TEXT, "train").click()
+    page.shows("state", "Training: 1 of 1 ranks are connected.")
+    page.shows("committed", "of epoch 1")
+    before = page.text("committed")
+    eventually(lambda: page.text("committed") != before)
+    page.shows("time", "without keepstep")
+    for chart in ("steps", "time"):
+        eventually(lambda chart=chart: page.js(_DRAWN % chart))
+    browser.find_element(By.ID, "steps").send_keys("")  # focus
+
+    (pid,) = re.findall(r"pid (\d+)", page.text("time"))
+    os.kill(int(pid), signal.SIGKILL)
+    page.shows("state", "A sidecar runs; no trainer is connected.")
+    training.communicate(timeout=60)
+
+    training = keepstep.start(*words)
+    page.shows("state", "Training: 1 of 1 ranks are connected.")
+    page.shows("restarts", "memory")
+    page.shows("committed", "of epoch 2")
+    assert page.js("return document.activeElement.id") == "steps"  # through all of it
+
+    (keepstep.home / "end").touch()
+    training.communicate(timeout=60)
+    page.shows("state", "No sidecar runs")
+    page.shows("restarts", "memory")  # from the history on the volume
+    assert page.js(_DRAWN % "steps")
+    assert page.js(_ORIGINS) == [url.partition("/?")[0]]
+    assert page.complaints() == []
+
+    ui.send_signal(signal.SIGINT)
+    page.shows("connection", "keepstep ui does not answer")
+
+
+def test_hostile_text_stays_text_in_a_browser(
+    browser: webdriver.Chrome, keepstep: Keepstep, opened: Started
+) -> None:
+    hostile = '<img src=x onerror="hacked=1"><script>hacked=2</script>'
+    script = "import os, keepstep; os.environ['KEEPSTEP_SOCKET']"
+    keepstep("run", "--run", "a", "--", warm.python(), "-c", script)
+    told = Event(sequence=10**6, kind=Kind.SKIPPED, at=1e9, until=1e9, rank=0, text=hostile)
+    line = {"sequence": told.sequence, "kind": "skipped", "at": 1e9, "until": 1e9, "text": hostile}
+    with (keepstep.directory / "a" / "history.jsonl").open("a") as file:
+        file.write(f"\n{json.dumps(line)}\n")
+    home = keepstep.directory / hostile.replace("/", "")
+    home.mkdir()
+    (home / "sidecar.toml").touch()
+
+    page = Seen(browser)
+    page.opens(opened()[1])
+    page.shows("runs", home.name)
+    browser.find_element(By.LINK_TEXT, home.name).click()
+    page.shows("problems", home.name)
+    browser.find_element(By.LINK_TEXT, "keepstep").click()
+    page.shows("runs", "stopped")
+    browser.find_element(By.LINK_TEXT, "a").click()
+    page.shows("lost", hostile)
+    assert page.js("return typeof hacked") == "undefined"
+    assert page.js("return document.querySelectorAll('img, main script').length") == 0
+    # nor does the page run what somebody would get into it
+    page.js(f"document.getElementById('lost').innerHTML = {json.dumps(hostile)}")
+    eventually(lambda: any("Content Security Policy" in one for one in page.complaints()))
+    assert page.js("return typeof hacked") == "undefined"
+
+
+def test_it_is_used_by_keyboard_and_follows_the_colour_scheme(
+    browser: webdriver.Chrome, keepstep: Keepstep, opened: Started
+) -> None:
+    page = Seen(browser)
+    page.opens(opened()[1])
+    browser.switch_to.active_element.send_keys(Keys.TAB)
+    assert browser.switch_to.active_element.text == "Skip to the content"
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    eventually(lambda: page.js("return document.activeElement.id") == "main")
+    colors = []
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        colors.append(page.js("return getComputedStyle(document.body).backgroundColor"))
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert colors == ["rgb(255, 255, 255)", "rgb(18, 22, 28)"]
+
+
+_DRAWN = """
+const canvas = document.querySelector("#chart-%s canvas");
+if (!canvas) return false;
+const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+return data.some((value) => value > 0);
+"""
+
+_ORIGINS = """
+const loaded = performance.getEntriesByType("resource").map((one) => new URL(one.name).origin);
+return [...new Set(loaded)];
+"""
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_every_colour_of_text_stands_out_from_what_is_behind_it(scheme: int) -> None:
+    """4.5 to 1, as the Web Content Accessibility Guidelines ask for (1.4.3)."""
+    css = Path(STATIC / "page.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", blocks[scheme]))
+    behind = [colors.pop(name) for name in ("page", "panel")]
+    del colors["line"]  # no text
+    for name, color in colors.items():
+        for ground in behind:
+            assert _contrast(color, ground) >= 4.5, (name, color, ground)
+
+
+def _contrast(one: str, other: str) -> float:
+    low, high = sorted(map(_luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(color: str) -> float:
+    """As WCAG 2 defines it, for sRGB."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,0 +1,112 @@
+"""What a run's history amounts to: restores, step times, points of charts. Pure."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from keepstep.core.history import Event, Kind, Restart
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.status import StepStatus
+from keepstep_sidecar.ui.timeline import POINTS, charts, lost, restores, step_times, usual
+from keepstep_sidecar.ui.view import RunView
+
+ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
+_numbers = count(1)
+
+
+def event(kind: Kind, at: float, rank: int | None = None, **values: Any) -> Event:
+    return Event(sequence=next(_numbers), kind=kind, at=at, until=at, rank=rank, **values)
+
+
+def staged(at: float, step: int, *, epoch: EpochId = ONE, seconds: float = 0.0) -> Event:
+    return event(Kind.STAGED, at, step=StepId(epoch, step), seconds=seconds)
+
+
+def restored(at: float, rank: int, *, epoch: EpochId = TWO, parent: int | None = 7) -> Event:
+    began = None if parent is None else StepId(ONE, parent)
+    return event(Kind.RESTORED, at, rank, epoch=Epoch(epoch, began), seconds=0.1)
+
+
+def restarted(at: float, rank: int, cost_s: float) -> Event:
+    return event(Kind.RESTARTED, at, rank, restart=Restart(at=at, start_s=cost_s))
+
+
+def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost() -> None:
+    events = [
+        restored(0, 0, epoch=ONE, parent=None),
+        staged(1, 9),
+        restored(5, 0),
+        restarted(6, 0, 3.0),
+        staged(6, 8, epoch=TWO),
+        restored(7, 1),
+        restarted(8, 1, 4.0),
+    ]
+    first, zero, one = restores(events)
+    assert (first.began, first.lost, first.restart) == (None, None, None)
+    assert [found.lost for found in (zero, one)] == [2, 2]
+    assert [found.restart and found.restart.start_s for found in (zero, one)] == [3.0, 4.0]
+
+
+def test_a_start_from_the_beginning_loses_all_and_one_that_failed_has_no_cost() -> None:
+    events = [staged(1, 9), restored(2, 0, parent=None), restored(4, 0), restarted(5, 0, 1.0)]
+    first, second = restores(events)
+    assert first.lost == 10
+    assert first.restart is None
+    assert second.restart is not None
+
+
+def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part() -> None:
+    events = [
+        staged(0, 1),
+        staged(1, 11, seconds=0.05),
+        event(Kind.COMMITTED, 1.5, step=StepId(ONE, 11)),
+        staged(3, 21, seconds=0.1),
+        event(Kind.ENDED, 4, 0),
+        event(Kind.CAME, 60, 0),
+        staged(70, 22, epoch=TWO),
+        staged(71, 23, epoch=TWO),
+    ]
+    times = step_times(events)
+    assert [(one.at, one.step_s, one.blocked_s) for one in times] == [
+        (1, 0.1, 0.005),
+        (3, 0.2, 0.01),
+        (71, 1.0, 0.0),
+    ]
+    assert times[0].without_s == 0.095
+    now = usual(times)
+    assert now is not None
+    assert (now.step_s, now.blocked_s) == (0.2, 0.005)
+    assert usual([]) is None
+
+
+def test_lost_steps_are_those_that_are_not_held() -> None:
+    kinds = (Kind.SKIPPED, Kind.STAGED, Kind.DISCARDED, Kind.EVICTED, Kind.WARNING)
+    assert [one.kind.value for one in lost(event(kind, 1) for kind in kinds)] == [
+        "skipped",
+        "discarded",
+        "evicted",
+    ]
+
+
+def test_a_step_far_away_is_drawn_when_it_was_staged() -> None:
+    events = (staged(1, 10), staged(2, 20), staged(3, 5, epoch=TWO))
+    steps = tuple(
+        StepStatus(id=id, world=1, archive_ranks=(0,))
+        for id in (StepId(ONE, 15), StepId(ONE, 30), StepId(TWO, 5))
+    )
+    drawn = charts(RunView(name="a", events=events, steps=steps))
+    # nobody knows any more when step 30 was
+    assert drawn["steps"]["archive"] == ([2.0, 3.0], [15.0, 5.0])
+
+
+def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
+    events = [staged(at, at) for at in range(4000)]
+
+    def drawn(known: list[Event]) -> tuple[list[float], list[float]]:
+        return charts(RunView(name="a", events=tuple(known)))["steps"]["memory"]
+
+    now, later = drawn(events[:-1]), drawn(events)
+    assert len(later[0]) <= POINTS + 1
+    assert later[1][-1] == 3999
+    assert set(now[1][:-1]) <= set(later[1])
