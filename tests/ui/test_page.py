@@ -118,9 +118,10 @@ async def test_a_viewer_is_sent_the_points_of_charts() -> None:
         await site.enter()
         async with site.client.get(f"{site.base}/runs/a/changes") as stream:
             charts = (await _sent(stream))["charts"]
-    assert charts["steps"]["memory"] == [[1e9, 1e9 + 10, 1e9 + 11], [8, 10, 12]]
+    assert charts["steps"]["memory"] == [[1e9, 1e9 + 1, 1e9 + 10, 1e9 + 11], [8, None, 10, 12]]
     assert charts["steps"]["restored"] == [[1e9 + 5], [6]]
-    assert charts["time"] == {"with": [[1e9 + 11], [500]], "without": [[1e9 + 11], [490]]}
+    times = [1e9 + 1, 1e9 + 11]
+    assert charts["time"] == {"with": [times, [None, 500]], "without": [times, [None, 490]]}
 
 
 async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import StepStatus
-from keepstep_sidecar.ui.timeline import POINTS, charts, lost, restores, step_times, usual
+from keepstep_sidecar.ui.timeline import POINTS, Line, charts, lost, restores, step_times, usual
 from keepstep_sidecar.ui.view import RunView
 
 ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
@@ -103,7 +103,7 @@ def test_a_step_far_away_is_drawn_when_it_was_staged() -> None:
 def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
     events = [staged(at, at) for at in range(4000)]
 
-    def drawn(known: list[Event]) -> tuple[list[float], list[float]]:
+    def drawn(known: list[Event]) -> Line:
         return charts(RunView(name="a", events=tuple(known)))["steps"]["memory"]
 
     now, later = drawn(events[:-1]), drawn(events)

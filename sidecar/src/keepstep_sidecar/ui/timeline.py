@@ -28,8 +28,8 @@ _RECENT: Final = 30
 
 _Numbered = TypeVar("_Numbered", Event, "StepTime")
 
-Line = tuple[list[float], list[float]]
-"""Unix seconds, and a value at each."""
+Line = tuple[list[float], list[float | None]]
+"""Unix seconds, and a value at each; None where the line is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +132,12 @@ def charts(view: RunView) -> dict[str, dict[str, Line]]:
     was restored; `time`: milliseconds of a step."""
     events = view.events
     times = _thinned(step_times(events))
+    at = [_s(one.at) for one in times]
     return {
         "steps": {**_reached(view), "restored": _restored(events)},
         "time": {
-            "with": ([_s(one.at) for one in times], [_ms(one.step_s) for one in times]),
-            "without": ([_s(one.at) for one in times], [_ms(one.without_s) for one in times]),
+            "with": _broken((at, [_ms(one.step_s) for one in times]), events),
+            "without": _broken((at, [_ms(one.without_s) for one in times]), events),
         },
     }
 
@@ -147,7 +148,7 @@ def _reached(view: RunView) -> dict[str, Line]:
     known = [one for one in view.events if one.step is not None]
     staged = [one for one in known if one.kind is Kind.STAGED]
     committed = [one for one in known if one.kind is Kind.COMMITTED]
-    lines = {"memory": _numbers(staged), "local": _numbers(committed)}
+    lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
     for tier in NEAREST_FIRST[2:]:
         held = [one.id for one in view.steps if ranks_on(one, tier)]
         found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
@@ -171,9 +172,20 @@ def _numbers(events: Sequence[Event]) -> Line:
     return [_s(one.until) for one in shown], [float(_step(one).step) for one in shown]
 
 
+def _broken(line: Line, events: Iterable[Event]) -> Line:
+    """A gap from where a trainer ended."""
+    ends = [_s(one.at) for one in events if one.kind is Kind.ENDED][-POINTS:]
+    if not line[0]:
+        return line
+    points = sorted(
+        [*zip(*line, strict=True), *((at, None) for at in ends)], key=lambda one: one[0]
+    )
+    return [at for at, _ in points], [value for _, value in points]
+
+
 def _restored(events: Sequence[Event]) -> Line:
     found = restores(events)[-POINTS:]
-    steps = [float(one.began.step) if one.began else 0.0 for one in found]
+    steps: list[float | None] = [float(one.began.step) if one.began else 0.0 for one in found]
     return [_s(one.event.at) for one in found], steps
 
 

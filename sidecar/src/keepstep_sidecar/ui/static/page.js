@@ -98,7 +98,6 @@ function options(place, shown) {
       stroke: color(line.color),
       width: line.width ?? 2,
       dash: line.dash,
-      spanGaps: true,
       paths: line.width ? undefined : () => null,
       points: line.width ? { show: false } : { show: true, size: line.size, stroke: color(line.color), fill: "transparent" },
     }))],
@@ -131,7 +130,16 @@ function tellConnection(text) {
   connection.classList.toggle("lost", text !== "");
 }
 
+// While the page is not looked at, nothing is asked for: a browser has few connections to a server.
 function follow(route) {
+  let changes = listen(route);
+  document.addEventListener("visibilitychange", () => {
+    changes.close();
+    if (document.visibilityState === "visible") changes = listen(route);
+  });
+}
+
+function listen(route) {
   const changes = new EventSource(route);
   changes.onopen = () => tellConnection("");
   changes.onmessage = (event) => {
@@ -147,6 +155,7 @@ function follow(route) {
       tellConnection("keepstep ui does not answer: what is shown is old.");
     }
   };
+  return changes;
 }
 
 tellConnection("");
