@@ -129,6 +129,7 @@ def test_a_run_that_is_killed_while_one_looks(
     (keepstep.home / "end").touch()
     training.communicate(timeout=60)
     page.shows("state", "No sidecar runs")
+    page.shows("goodput", "were steps that count")
     page.shows("restarts", "memory")  # from the history on the volume
     assert page.js(_DRAWN % "steps")
     assert page.js(_ORIGINS) == [url.partition("/?")[0]]

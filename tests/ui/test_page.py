@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from keepstep.core.goodput import Badput, Goodput
 from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import (
@@ -93,7 +94,14 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
     drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
     depot = TierStatus(tier=Tier.ARCHIVE, where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
     live = view(steps=steps, ranks=ranks, volumes=(drive,), depots=(depot,))
-    shown = dataclasses.replace(live, events=HAPPENED)
+    goodput = Goodput(
+        since=1e9,
+        productive_s=90,
+        badput=Badput(wasted_progress=6, checkpoint_restore=4),
+        steps=180,
+        interruptions=1,
+    )
+    shown = dataclasses.replace(live, events=HAPPENED, goodput=goodput)
     async with site_of({"a": shown}) as site:
         await site.enter()
         page = _read(await site.text("/runs/a"))
@@ -109,6 +117,8 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
     assert "takes 500 ms, and 490 ms without keepstep" in page.text("time")
     assert "for 10.0 ms of it (2 %)" in page.text("time")
     assert page.rows("time")[0][:4] == ["0", "pid 5", "10", "5.00 ms"]
+    assert "90.0 % of 1m40s were steps that count: 180 of them" in page.text("goodput")
+    assert ["wasted progress", "6.00 s", "6.0 %"] in page.rows("goodput")
     assert page.rows("drives")[0][:4] == ["/v/a", "direct", "3.00 GiB", "5.00 GiB"]
     assert page.rows("depots")[0][3:] == ["4", "1m15s", "0 B", "401"]
 

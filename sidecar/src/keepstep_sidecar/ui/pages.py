@@ -25,6 +25,7 @@ STATIC: Final = _HERE / "static"
 
 RUN_SECTIONS: Final = {
     "facts": "At a glance",
+    "goodput": "Goodput",
     "steps": "Steps",
     "restarts": "Restores",
     "lost": "Skipped and discarded steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.core.goodput import Goodput
 from keepstep.core.history import Event
 from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
@@ -22,6 +23,7 @@ class RunView:
     committed: StepStatus | None = None
     newest: StepStatus | None = None
     events: tuple[Event, ...] = ()
+    goodput: Goodput | None = None
     volumes: tuple[str, ...] = ()
     log: str = ""
     problems: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import directory_option
 
 if TYPE_CHECKING:
+    from keepstep.core.goodput import Goodput
     from keepstep.core.history import Event
     from keepstep_sidecar.ui.view import RunView
 
@@ -73,16 +74,19 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
     from keepstep_sidecar.ui.view import RunView
 
     happened: dict[str, tuple[Event, ...]] = {}
+    goodputs: dict[str, Goodput | None] = {}
     scans: dict[str, tuple[tuple[int, ...], inventory.Holdings]] = {}
 
     def held_by(kept: run_dir.RunDir) -> inventory.Holdings:
         if (live := calls.status(kept.socket)) is not None:
             happened[kept.run] = _more(kept, happened.get(kept.run, ()))
+            goodputs[kept.run] = live.goodput
             return inventory.of_live(live)
         state = _changed_at(kept)
         if kept.run not in scans or scans[kept.run][0] != state:
             scans[kept.run] = state, inventory.on_volumes(kept)
             happened[kept.run] = _on_volumes(kept)
+            goodputs[kept.run] = inventory.goodput(kept, None)
         return scans[kept.run][1]
 
     def read(name: str) -> RunView:
@@ -94,7 +98,8 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
             steps=held.steps,
             committed=held.committed,
             newest=held.newest,
-            events=happened.get(name, ()),
+            events=happened.get(kept.run, ()),
+            goodput=goodputs.get(kept.run),
             volumes=tuple(map(str, kept.roots)),
             log=str(kept.log),
             problems=held.problems,
