@@ -58,8 +58,10 @@ class Keepstep:
             "env": {**os.environ, MARK: str(self.home)},
             "text": True,
         }
-        # a run is found by its process, and ended by signals; whatever else is asked starts quickly
-        python = sys.executable if words[0] == "run" else warm.python(warm.SIDECAR)
+        # a run is found by its process, and ended by signals, and only the leader of a session gets
+        # a terminal; whatever else is asked starts quickly
+        itself = words[0] == "run" or "start_new_session" in options
+        python = sys.executable if itself else warm.python(warm.SIDECAR)
         return subprocess.Popen([*self.prefix, python, *via, *words], **{**settings, **options})
 
     @contextmanager

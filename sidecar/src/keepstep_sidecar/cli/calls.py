@@ -27,7 +27,7 @@ def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
     return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=timeout_s))
 
 
-def history(path: Path, since: int, *, timeout_s: float = ANSWER_S) -> History | None:
+def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> History | None:
     """What happened after the event `since`; None when nobody listens, and from a sidecar that is
     too old to know. Raises SidecarError."""
     route = f"/v1/history?since={since}"

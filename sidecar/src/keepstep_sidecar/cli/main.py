@@ -13,6 +13,7 @@ from keepstep_sidecar.cli.commands.start import start
 from keepstep_sidecar.cli.commands.status import status
 from keepstep_sidecar.cli.commands.steps import steps
 from keepstep_sidecar.cli.commands.stop import stop
+from keepstep_sidecar.cli.commands.top import top
 from keepstep_sidecar.cli.commands.ui import ui
 from keepstep_sidecar.cli.commands.verify import verify
 from keepstep_sidecar.cli.options import Group
@@ -37,5 +38,5 @@ def cli() -> None:
     """
 
 
-for _command in (run, start, status, steps, ui, verify, inspect_file, archive, rm, stop):
+for _command in (run, start, status, steps, top, ui, verify, inspect_file, archive, rm, stop):
     cli.add_command(_command)
