@@ -37,6 +37,7 @@ SHARED = (
     "keepstep_sidecar/commit/epochs.py",  # whose step it is
     "keepstep_sidecar/commit/eviction_status.py",  # whether there is room again
     "keepstep_sidecar/concurrency.py",
+    "keepstep_sidecar/history.py",  # what people are told
     "keepstep_sidecar/log.py",
     "keepstep/log.py",
     "keepstep/steps.py",
