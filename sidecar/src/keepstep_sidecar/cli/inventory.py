@@ -7,6 +7,7 @@ only a sidecar knows what is in memory. Nothing is locked, moved or repaired her
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.paths import Tree
 
 if TYPE_CHECKING:
+    from keepstep_sidecar.tiers.source import FileSource
     from keepstep_sidecar.volume.run_record import RunRecord
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
@@ -214,6 +216,27 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
             yield run_record.load(Tree(root).record, run=kept.run)
+
+
+def source(shard: LocalShard, *, run: str) -> FileSource:
+    """To read a shard by. Opening it raises FileNotFoundError for one that was retired meanwhile;
+    one that the sidecar published is found by its new name."""
+    from keepstep_sidecar.tiers.source import FileSource
+    from keepstep_sidecar.volume.direct_io import Engine
+    from keepstep_sidecar.volume.filesystem import Filesystem
+    from keepstep_sidecar.volume.shard_file import open_shard
+
+    published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
+    path = next((one for one in (shard.path, published) if one.exists()), shard.path)
+    return FileSource(
+        shard=shard,
+        tier=Tier.LOCAL,
+        where=str(path),
+        run=run,
+        open=lambda: open_shard(
+            path, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
+        ),
+    )
 
 
 def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

@@ -6,6 +6,7 @@ import click
 
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.commands.archive import archive
+from keepstep_sidecar.cli.commands.export import export
 from keepstep_sidecar.cli.commands.inspect import inspect_file
 from keepstep_sidecar.cli.commands.rm import rm
 from keepstep_sidecar.cli.commands.run import run
@@ -38,5 +39,10 @@ def cli() -> None:
     """
 
 
-for _command in (run, start, status, steps, top, ui, verify, inspect_file, archive, rm, stop):
+_COMMANDS = (
+    run, start, status, steps, top, ui, verify,
+    inspect_file, archive, export, rm, stop,
+)  # fmt: skip
+
+for _command in _COMMANDS:
     cli.add_command(_command)

@@ -13,7 +13,7 @@ from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.run_dir import checked_name
 from keepstep_sidecar.config.keys import Key
-from keepstep_sidecar.config.quantities import format_duration, parse_duration
+from keepstep_sidecar.config.quantities import format_duration, parse_duration, parse_size
 from keepstep_sidecar.config.sidecar import values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -115,6 +115,17 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
 def duration_option(*names: str, **options: Any) -> Callable[[Command], Command]:
     """An option in seconds, written like `90s`, `15m`, `2h`."""
     return click.option(*names, metavar="DURATION", callback=_parsed(parse_duration), **options)
+
+
+def size_option(*names: str, **options: Any) -> Callable[[Command], Command]:
+    """An option in bytes, written like `512Mi`, `5GB`."""
+    return click.option(*names, metavar="SIZE", callback=_parsed(_positive_size), **options)
+
+
+def _positive_size(text: str) -> int:
+    if (size_bytes := parse_size(text)) < 1:
+        raise ValueError(f"{text!r} is no size that holds anything")
+    return size_bytes
 
 
 directory_option: Final = click.option(

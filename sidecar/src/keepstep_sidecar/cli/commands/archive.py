@@ -35,7 +35,7 @@ T = TypeVar("T")
 _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 
-def _which_archive(command: Command) -> Command:
+def which_archive(command: Command) -> Command:
     """Add the options that name an archive: told, or that of a run which is kept here."""
     told = config_options(
         [key for key in KEYS if key.name in _WHERE], archive="what the run in DIR was started with"
@@ -84,7 +84,7 @@ def archive() -> None:
 
 
 @archive.command()
-@_which_archive
+@which_archive
 @json_option
 def ls(as_json: bool, **where: Any) -> None:
     """List the steps of a run, complete or not, and say what is wrong.
@@ -150,7 +150,7 @@ def _document(step: ArchivedStep) -> dict[str, object]:
 
 
 @archive.command()
-@_which_archive
+@which_archive
 @json_option
 @click.argument("word", required=False, metavar="[STEP]")
 def verify(word: str | None, as_json: bool, **where: Any) -> None:
@@ -192,7 +192,7 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
 
 
 @archive.command()
-@_which_archive
+@which_archive
 @click.argument("word", metavar="STEP")
 @click.argument("target", type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
 def pull(word: str, target: Path, **where: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,29 +116,10 @@ def verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: str
 
     A file that the sidecar published or retired meanwhile is found by its new name, or let go.
     """
-    from keepstep.steps import Tier
+    from keepstep_sidecar.cli import inventory
     from keepstep_sidecar.tiers import transfer
-    from keepstep_sidecar.tiers.source import FileSource
-    from keepstep_sidecar.volume.direct_io import Engine
-    from keepstep_sidecar.volume.filesystem import Filesystem
-    from keepstep_sidecar.volume.shard_file import open_shard
 
-    if (path := _found(shard)) is None:
-        return
-    source = FileSource(
-        shard=shard,
-        tier=Tier.LOCAL,
-        where=str(path),
-        run=run,
-        open=lambda: open_shard(
-            path, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
-        ),
-    )
+    source = inventory.source(shard, run=run)
     with contextlib.suppress(FileNotFoundError), transfer.opened(source) as opened:
         chunks = opened.manifest.chunks
         transfer.each(opened, chunks, lambda _, data: on_bytes(len(data)))
-
-
-def _found(shard: LocalShard) -> Path | None:
-    published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
-    return next((path for path in (shard.path, published) if path.exists()), None)

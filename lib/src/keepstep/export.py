@@ -1,0 +1,531 @@
+"""A step as a directory that Hugging Face's libraries load: safetensors files and their index.
+
+Whatever world and layout saved it, boxes are put together as in a restore: one plan over all
+images, whose chunks are read once each, in the order of the files, and copied (converted, where
+that is asked for) into mappings of the new files. So it takes the memory of a few chunks, however
+large the step is. Bytes come from a `Read`, which gives verified chunks only.
+
+The directory grows under a hidden name and is renamed when it is whole and on the medium: what has
+its name is complete. Space is allocated first, as a disk that is full under a mapping would end the
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.dcp.metadata import Tree
+from keepstep.errors import RestoreError, StorageError, UsageError, few
+from keepstep.image import Layout, Section, local_name
+from keepstep.image.tensors import NATIVE_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.restore import plan, transfer
+from keepstep.restore.boxes import Box, Index, IndexBuilder, Saved
+from keepstep.restore.images import W
+from keepstep.state.dtypes import CODE_OF, DTYPE_OF
+from keepstep.state.leaves import Node, parse
+from keepstep.steps import StepId
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What floating point numbers can be converted to, by the names of the command."""
+
+Read = Callable[[int, int, memoryview], None]
+"""`read(rank, chunk, into)` fills the beginning of a buffer of CHUNK_BYTES with a verified chunk of
+the image of a saved rank. Called from several threads. Raises StorageError, ImageError."""
+
+_BUFFERS = 6
+_KEPT_CHUNKS = 8
+"""After so many, pages of the new files that were written to leave this process."""
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """`tied`: other names of a tensor that is written once, with the name that it has there.
+    `left_out`: what is no tensor. `own`: tensors that ranks, or groups of them, have each for
+    themselves: those of the lowest rank were taken. `found`: it had been exported before."""
+
+    path: Path
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    tied: Mapping[str, str]
+    left_out: tuple[str, ...]
+    own: tuple[str, ...]
+    found: bool
+
+
+@dataclass
+class _Component:
+    """`names`: of each tensor, as the user's object has it, the name that is stored."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    values: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+    trained: bool = False
+
+
+class Export:
+    """One component of a step, on its way into a directory."""
+
+    def __init__(
+        self,
+        layouts: Iterable[Layout],
+        *,
+        run: str,
+        id: StepId,
+        only: str | None = None,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int,
+    ) -> None:
+        """`layouts`: of all saved ranks, ascending. `only`: the component; None: the one with
+        parameters, or the one named `model`. `shard_bytes`: of a file, unless one tensor has more.
+
+        Raises UsageError for a component that is not there or a dtype that safetensors lacks,
+        FormatError, CoverageError when the images do not make up the component's tensors.
+        """
+        components: dict[str, _Component] = {}
+        index = None
+        for layout in layouts:
+            index = index or IndexBuilder(layout.world)
+            index.add(layout, Tree.parse(layout.skeleton).boxes)
+            _collect(components, layout)
+        if index is None:
+            raise UsageError(f"step {id} has no image")
+        self.index = index.build()
+        self.component = _chosen(components, only, id)
+        self._about = {"run": run, "step": str(id), "component": self.component}
+        self._of = components[self.component]
+        self._saved, self._tied = self._distinct()
+        self._dtypes = {name: _dtype_of(one) for name, one in self._saved.items()}
+        self._files = _divided(list(map(self._entry(dtype), self._saved)), shard_bytes)
+        self._plan = self._planned()
+
+    @property
+    def total_bytes(self) -> int:
+        """What will be read, in whole chunks."""
+        saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
+        runs = transfer.chunk_runs(self._plan, saved, _Images(self.index))
+        return sum(one.end - one.first for one in runs) * CHUNK_BYTES
+
+    def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
+        """Into `target`, which is made; one that holds this very export already is left as it is.
+
+        Raises UsageError for one that holds anything else, StorageError when the disk is full or
+        fails, and what `read` raises: nothing is left then.
+        """
+        target = Path(os.path.realpath(target))
+        files = _named(self._files, self._about)
+        if found := _holds(target, files):
+            return self._told(target, files, found=found)
+        growing = target.with_name(f".{target.name}.exporting")
+        try:
+            with _directory(growing):
+                self._fill(growing, files, read, on_bytes)
+                _publish(growing, target)
+        except OSError as error:
+            raise StorageError(_why(error, target, files)) from error
+        return self._told(target, files, found=False)
+
+    def _fill(
+        self, growing: Path, files: list[_File], read: Read, on_bytes: Callable[[int], None]
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            mapped = [stack.enter_context(_mapping(growing / one.name, one)) for one in files]
+            views = {
+                entry.name: view
+                for one, mapping in zip(files, mapped, strict=True)
+                for entry, view in one.views(mapping)
+            }
+            images = _Images(self.index, read, on_bytes, mapped)
+            targets = [views.pop(name) for name in self._order]
+            transfer.run(self._plan, targets, images, self._read_dtypes)
+            del targets
+        if len(files) > 1:
+            _write_text(growing / _INDEX, _index_of(files))
+
+    # --- what to write -------------------------------------------------------------------------
+
+    def _distinct(self) -> tuple[dict[str, Saved], dict[str, str]]:
+        """Tensors by name, each once; and of its other names, the first one."""
+        saved: dict[str, Saved] = {}
+        first: dict[str, str] = {}
+        tied: dict[str, str] = {}
+        for name, stored in self._of.names.items():
+            one = self.index.find(stored)
+            if one is None:
+                raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
+            if first.setdefault(one.name, name) == name:
+                saved[name] = one
+            else:
+                tied[name] = first[one.name]
+        return saved, tied
+
+    def _entry(self, dtype: torch.dtype | None) -> Callable[[str], _Entry]:
+        def entry(name: str) -> _Entry:
+            kept = self._dtypes[name]
+            converted = dtype is not None and kept.is_floating_point
+            return _Entry(name, dtype if converted and dtype else kept, self._saved[name].shape)
+
+        return entry
+
+    def _planned(self) -> plan.Plan:
+        self._order = list(self._saved)
+        self._read_dtypes = [self._dtypes[name] for name in self._order]
+        wants = [
+            plan.Want(one.name, Box((0,) * len(one.shape), one.shape))
+            for one in self._saved.values()
+        ]
+        return plan.make(wants, self.index, rank=0, nearness=_Images(self.index).nearness)
+
+    def _told(self, target: Path, files: list[_File], *, found: bool) -> Exported:
+        return Exported(
+            path=target,
+            files=tuple(one.name for one in files),
+            tensors=len(self._saved),
+            bytes=sum(one.size_bytes for one in files),
+            tied=self._tied,
+            left_out=tuple(sorted(self._of.values)),
+            own=tuple(sorted(self._of.own)),
+            found=found,
+        )
+
+
+# --- components ------------------------------------------------------------------------------
+
+
+def _collect(components: dict[str, _Component], layout: Layout) -> None:
+    """What one rank's image has of each component."""
+    for component, name, stored in _leaves(layout):
+        one = components.setdefault(component, _Component())
+        if stored is None:
+            one.values.add(name)
+            continue
+        name = _bare(name)
+        kept = layout.aliases.get(stored, stored)
+        if one.names.setdefault(name, kept) != kept:
+            one.own.add(name)
+        elif kept in layout.entries and layout.entries[kept].spec.section is Section.PARAMS:
+            one.trained = True
+
+
+def _bare(name: str) -> str:
+    """Without the rank that a name carries where others have another tensor of that name."""
+    bare, _, rank = name.rpartition("@rank-")
+    return bare if bare and rank.isdecimal() and name == local_name(bare, int(rank)) else name
+
+
+def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
+    """Component, name in it, and the name that is stored; None for what is no tensor."""
+    tree = Tree.parse(layout.skeleton)
+    if not tree.foreign:
+        paths = tree.paths or {}
+        stored = dict.fromkeys(tree.boxes.get(name, name) for name in layout.entries)
+        for name in (*stored, *layout.aliases, *tree.values):
+            path = paths.get(name, (name,))
+            component = str(path[0]) if len(path) > 1 else ""
+            value = name in tree.values
+            yield component, name.removeprefix(f"{component}."), None if value else name
+        return
+    for component, node in parse(layout.skeleton).items():
+        for place, leaf in _of_node(node, component):
+            yield component, (leaf or place).removeprefix(f"{component}."), leaf
+
+
+def _of_node(node: Node, path: str) -> Iterator[tuple[str, str | None]]:
+    """Tensors below a node by path and name, and values. An array's bytes are no tensor's."""
+    kind = node[0]
+    if kind == "t":
+        yield path, node[1]
+    elif kind == "v" or (kind == "x" and node[2][0] == "t"):
+        yield path, None
+    elif kind == "x":
+        yield from _of_node(node[2], path)
+    else:
+        children = node[1] if kind == "d" else enumerate(node[1])
+        for key, child in children:
+            yield from _of_node(child, f"{path}.{key}")
+
+
+def _chosen(components: Mapping[str, _Component], only: str | None, id: StepId) -> str:
+    names = [name for name, one in components.items() if one.names]
+    if only is not None and only in names:
+        return only
+    trained = [name for name in names if components[name].trained] or names
+    if only is None and (len(trained) == 1 or "model" in trained):
+        return trained[0] if len(trained) == 1 else "model"
+    there = few([name or "(without a name)" for name in names], 10) or "none"
+    if only is None:
+        raise UsageError(
+            f"step {id} has several components with tensors: choose by --only: {there}"
+        )
+    raise UsageError(f"step {id} has no component {only!r} with tensors; it has: {there}")
+
+
+def _dtype_of(saved: Saved) -> torch.dtype:
+    found: torch.dtype | None = DTYPE_OF.get(saved.dtype)
+    if saved.dtype not in NATIVE_BYTES or found is None:
+        raise UsageError(
+            f"{saved.name}: safetensors, or this torch, has no {saved.dtype}, so it cannot be"
+            " exported; choose another component with --only"
+        )
+    return found
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of safetensors: `header`, and behind it the entries without gaps."""
+
+    name: str
+    header: bytes
+    entries: tuple[_Entry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.header) + sum(one.size_bytes for one in self.entries)
+
+    def views(self, mapping: mmap.mmap) -> Iterator[tuple[_Entry, Tensor]]:
+        """A tensor over the bytes of each entry."""
+        flat, at = torch.frombuffer(mapping, dtype=torch.uint8), len(self.header)
+        for one in self.entries:
+            yield one, flat[at : at + one.size_bytes].view(one.dtype).view(one.shape)
+            at += one.size_bytes
+
+
+def _divided(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
+    """In the order of the names that the user's object has, as Hugging Face's own writer does."""
+    files: list[list[_Entry]] = [[]]
+    for one in entries:
+        if files[-1] and sum(e.size_bytes for e in files[-1]) + one.size_bytes > shard_bytes:
+            files.append([])
+        files[-1].append(one)
+    return files
+
+
+def _named(divided: list[list[_Entry]], about: Mapping[str, str]) -> list[_File]:
+    if len(divided) == 1:
+        return [_file("model.safetensors", divided[0], about)]
+    count = len(divided)
+    return [
+        _file(f"model-{number:05d}-of-{count:05d}.safetensors", entries, about)
+        for number, entries in enumerate(divided, start=1)
+    ]
+
+
+def _file(name: str, entries: list[_Entry], about: Mapping[str, str]) -> _File:
+    # the widest first, so that each begins at a multiple of its element's size
+    placed = tuple(sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name)))
+    # transformers refuses files that do not say which library wrote them
+    tree: dict[str, Any] = {"__metadata__": {"format": "pt", "keepstep": json.dumps(about)}}
+    at = 0
+    for one in placed:
+        tree[one.name] = {
+            "dtype": CODE_OF[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [at, at := at + one.size_bytes],
+        }
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return _File(name, len(text).to_bytes(8, "little") + text, placed)
+
+
+def _index_of(files: list[_File]) -> str:
+    total = sum(entry.size_bytes for one in files for entry in one.entries)
+    places = {entry.name: one.name for one in files for entry in one.entries}
+    tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(tree, indent=2) + "\n"
+
+
+# --- the directory ---------------------------------------------------------------------------
+
+
+def _holds(target: Path, files: list[_File]) -> bool:
+    """Whether it is this very export, as its headers tell. Raises UsageError for anything else,
+    but for an empty directory or none."""
+    try:
+        there = set(os.listdir(target))
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise UsageError(f"{target} is a file; name a directory that is to be made") from None
+    if not there:
+        return False
+    if all(one.name in there and _is(target / one.name, one) for one in files) and (
+        len(files) == 1 or _INDEX in there
+    ):
+        return True
+    raise UsageError(
+        f"{target} holds something else ({few(sorted(there), 4)}), which is left alone: name"
+        " another directory, or move this one away"
+    )
+
+
+def _is(path: Path, expected: _File) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == expected.size_bytes:
+            return file.read(len(expected.header)) == expected.header
+    return False
+
+
+@contextlib.contextmanager
+def _directory(growing: Path) -> Iterator[None]:
+    """Made anew, for one process at a time; it is gone afterwards, unless it was renamed."""
+    growing.mkdir(parents=True, exist_ok=True)
+    fd = os.open(growing, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{growing} is being written by another export") from None
+        _empty(growing)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError, UsageError):
+                _empty(growing)
+                growing.rmdir()
+            raise
+    finally:
+        os.close(fd)
+
+
+def _empty(growing: Path) -> None:
+    """Of what an export that was killed has left. Raises UsageError for a stranger's."""
+    for name in os.listdir(growing):
+        if not name.startswith("model"):
+            raise UsageError(f"{growing / name} is none of an export's: move it away")
+        (growing / name).unlink()
+
+
+@contextlib.contextmanager
+def _mapping(path: Path, file: _File) -> Iterator[mmap.mmap]:
+    """The new file, with all its blocks; on the medium afterwards."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(fd, 0, file.size_bytes)
+        os.pwrite(fd, file.header, 0)
+        mapping = mmap.mmap(fd, file.size_bytes)
+        yield mapping
+        mapping.flush()
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(growing: Path, target: Path) -> None:
+    _sync(growing)
+    os.rename(growing, target)  # from now on it is whole for whoever looks
+    _sync(target.parent)
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _why(error: OSError, target: Path, files: list[_File]) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        needed = sum(one.size_bytes for one in files)
+        return (
+            f"{target}: no space for {needed} bytes ({error.strerror}); nothing is left of it. Free"
+            " some, name a directory on another drive, or take less with --dtype bf16"
+        )
+    return f"cannot write {target}: {error}"
+
+
+# --- chunks ----------------------------------------------------------------------------------
+
+
+def _unread(rank: int, chunk: int, into: memoryview) -> None:
+    raise NotImplementedError
+
+
+@dataclass(eq=False)
+class _Images:
+    """`StepImages`: chunks as `read` brings them, some ahead of the one that is copied from.
+    `written`: files whose pages are the kernel's to write back, and need not stay in this process.
+    """
+
+    index: Index
+    read: Read = _unread
+    on_bytes: Callable[[int], None] = lambda _: None
+    written: list[mmap.mmap] = field(default_factory=list)
+
+    @property
+    def nearness(self) -> list[int]:
+        """All are equally near, and none is mapped."""
+        return [1] * self.index.world
+
+    def skeleton(self, rank: int) -> str:
+        raise NotImplementedError
+
+    def extras(self, rank: int) -> bytes:
+        raise NotImplementedError
+
+    def flat(self, rank: int) -> Tensor | None:
+        """Everything comes in chunks."""
+        return None
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """See `StepImages`."""
+        chunks, count = iter(wanted), 0
+        free = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(_BUFFERS)]
+        flying: deque[tuple[W, mmap.mmap, Future[None]]] = deque()
+        with ThreadPoolExecutor(_BUFFERS, thread_name_prefix="keepstep-export") as pool:
+            while True:
+                for one in islice(chunks, len(free)):
+                    buffer = free.pop()
+                    done = pool.submit(self.read, one.rank, one.chunk, memoryview(buffer))
+                    flying.append((one, buffer, done))
+                if not flying:
+                    break
+                one, buffer, done = flying.popleft()
+                done.result()
+                yield one, torch.frombuffer(buffer, dtype=torch.uint8)
+                free.append(buffer)
+                self.on_bytes(CHUNK_BYTES)
+                count += 1
+                if count % _KEPT_CHUNKS == 0:
+                    for mapping in self.written:
+                        mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,307 @@
+"""`keepstep export`: a step as a directory that Hugging Face's libraries load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep.errors import RestoreError, StorageError, UsageError, few
+from keepstep.steps import StepId
+from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli.commands.archive import which_archive
+from keepstep_sidecar.cli.options import json_option, size_option
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.quantities import format_size
+
+if TYPE_CHECKING:
+    from keepstep.export import Exported
+    from keepstep_sidecar.tiers.archive.browse import Holding
+    from keepstep_sidecar.tiers.archive.index import ArchivedStep
+    from keepstep_sidecar.tiers.source import Cancel, ShardSource
+    from keepstep_sidecar.tiers.transfer import Opened
+    from keepstep_sidecar.volume.scan import LocalShard
+
+_NEWEST = "latest"
+_OPENED_AT_ONCE = 16
+
+
+@click.command()
+@which_archive
+@json_option
+@click.option(
+    "--to",
+    "target",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="The directory to make; one that holds anything else is left alone.",
+)
+@click.option(
+    "--only",
+    metavar="NAME",
+    help="Which component of the Checkpointer.  [default: the one with parameters, or 'model']",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="What floating point numbers become, rounded to nearest even.  [default: as they are]",
+)
+@size_option("--shard-size", default="5GB", help="Of each file at most.  [default: 5GB]")
+@click.argument("word", metavar="STEP")
+def export(
+    word: str,
+    target: Path,
+    only: str | None,
+    dtype: str | None,
+    shard_size: int,
+    as_json: bool,
+    **where: Any,
+) -> None:
+    """Write STEP as safetensors files that Hugging Face's from_pretrained loads.
+
+    STEP is a number, a full name as in `keepstep steps`, or `latest`: the newest committed one. It
+    may be of any world and layout: shards are put together, names are those of the model. Every
+    byte is verified; DIR appears when all of it is written. What is not whole on this machine's
+    volumes is read from the run's archive; with --archive all comes from there. A training that
+    goes on is not disturbed. Needs torch.
+
+    \b
+    Examples:
+      keepstep export latest --to ./model
+      keepstep export 12000 --to ./model --dtype bf16
+      keepstep export 12000 --to ./ema --only ema --shard-size 2GB
+      keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
+    """
+    from keepstep_sidecar.cli import output
+
+    library = _library()
+    options = {
+        "only": only,
+        "dtype": None if dtype is None else library.DTYPES[dtype],
+        "shard_bytes": shard_size,
+    }
+
+    def work(step: _Step, cancel: Cancel) -> Exported:
+        with step.opened(cancel) as images:
+            layouts = (one.manifest.layout for one in images)
+            made = library.Export(layouts, run=step.run, id=step.id, **options)
+            with output.progress(made.total_bytes, quiet=as_json) as advance:
+                done = functools.partial(advance, f"step {step.id.step}")
+                told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
+                return told
+
+    id, told = asyncio.run(_with_step(word, work, **where))
+    if as_json:
+        output.print_json({"step": id, **vars(told)})
+        return
+    _print(id, told, dtype)
+
+
+def _library() -> Any:
+    """What puts tensors together. Raises UsageError where torch is missing."""
+    try:
+        from keepstep import export as library
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
+            raise
+        raise UsageError(
+            f"keepstep export needs {error.name}, which is not installed here: run it where the"
+            " training is installed, or `pip install torch` (the build for CPUs is enough)"
+        ) from error
+    return library
+
+
+def _print(id: StepId, told: Exported, dtype: str | None) -> None:
+    from keepstep_sidecar.cli import output
+
+    if told.found:
+        output.echo(f"{told.path}: step {id} was exported there before, nothing is to be done")
+        return
+    files = "1 file" if len(told.files) == 1 else f"{len(told.files)} files"
+    output.echo(
+        f"{told.path}: step {id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
+        + (f", as {dtype}" if dtype else "")
+    )
+    if told.tied:
+        names = few([f"{name} (is {first})" for name, first in told.tied.items()], 4)
+        output.echo(f"tied, written once: {names}")
+    if told.left_out:
+        output.echo(f"left out, no tensors: {few(told.left_out, 4)}")
+    if told.own:
+        output.echo(
+            f"several ranks had their own, the lowest rank's is written: {few(told.own, 4)}"
+        )
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """`sources`: one for each rank, in the order of ranks."""
+
+    run: str
+    id: StepId
+    sources: tuple[ShardSource, ...]
+
+    @contextlib.contextmanager
+    def opened(self, cancel: Cancel) -> Iterator[list[Opened]]:
+        """All shards at once: an open file stays, whatever is retired meanwhile. Raises
+        RestoreError for a step that was retired before, ImageError, StorageError."""
+        from keepstep_sidecar.tiers import transfer
+
+        with contextlib.ExitStack() as stack:
+
+            def enter(source: ShardSource) -> Opened:
+                return stack.enter_context(transfer.opened(source, cancel))
+
+            try:
+                with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+                    images = list(pool.map(enter, self.sources))
+            except FileNotFoundError as error:
+                raise RestoreError(
+                    f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
+                    " --keep says how long"
+                ) from error
+            yield images
+
+
+def _read(images: list[Opened], cancel: Cancel, rank: int, chunk: int, into: memoryview) -> None:
+    """See `keepstep.export.Read`."""
+    if cancel.done:
+        raise StorageError("interrupted")
+    begin, end = images[rank].manifest.bounds(chunk)
+    try:
+        for _ in images[rank].read([(chunk, into[: end - begin])]):
+            pass
+    except OSError as error:
+        raise StorageError(f"{images[rank].source.where} cannot be read: {error}") from error
+
+
+# --- which step --------------------------------------------------------------------------------
+
+
+async def _with_step(
+    word: str,
+    work: Callable[[_Step, Cancel], Exported],
+    *,
+    values: dict[str, Any],
+    directory: Path,
+    run: str | None,
+) -> tuple[StepId, Exported]:
+    """Find the step, and do the work on a thread. Raises KeepstepError."""
+    from keepstep_sidecar.tiers import transfer
+
+    async def finish(step: _Step) -> tuple[StepId, Exported]:
+        return step.id, await transfer.run(None, functools.partial(work, step))
+
+    if "archive_url" in values:
+        told = {name.removeprefix("archive_"): value for name, value in values.items()}
+        return await _from_archive(ArchiveConfig(**told), run, word, {}, finish)
+    kept = run_dir.find(directory, run)
+    held = await asyncio.to_thread(_local_shards, kept)
+    if (here := _committed_here(kept, held, word)) is not None:
+        return await finish(_of_files(kept, held[here]))
+    if kept.config.archive is None:
+        raise _incomplete(kept, word, held)
+    return await _from_archive(kept.config.archive, kept.run, word, held, finish)
+
+
+_Held = dict[StepId, dict[int, "LocalShard"]]
+"""The shards on this machine's volumes, by step and rank."""
+
+
+async def _from_archive(
+    config: ArchiveConfig,
+    run: str | None,
+    word: str,
+    held: _Held,
+    finish: Callable[[_Step], Awaitable[tuple[StepId, Exported]]],
+) -> tuple[StepId, Exported]:
+    """What is here already is not fetched."""
+    from keepstep_sidecar.cli import inventory
+    from keepstep_sidecar.tiers.archive import browse
+
+    async with browse.opened(config, run) as holding:
+        step = await _archived(holding, word)
+        here = held.get(step.id, {})
+        sources: list[ShardSource] = [
+            inventory.source(here[shard.rank], run=holding.run)
+            if shard.rank in here and here[shard.rank].root == shard.root
+            else holding.source(shard)
+            for shard in holding.shards(step)
+        ]
+        return await finish(_Step(run=holding.run, id=step.id, sources=tuple(sources)))
+
+
+async def _archived(holding: Holding, word: str) -> ArchivedStep:
+    if word != _NEWEST:
+        return (await holding.chosen(word, sound=True))[0]
+    survey = await holding.survey()
+    if survey.conflict:
+        raise RestoreError(survey.conflict)
+    alive = [one for one in survey.complete if not _dead(one.id, survey.epochs)]
+    if not alive:
+        raise UsageError(f"{holding.store.where}/{holding.run} holds no whole step")
+    return alive[-1]
+
+
+def _dead(id: StepId, epochs: Any) -> bool:
+    from keepstep.core.ledger.lineage import Standing, trace
+
+    lineage = trace({one.id: one for one in epochs}, seen={id.epoch})
+    return lineage.standing(id) is Standing.DEAD
+
+
+def _local_shards(kept: RunDir) -> _Held:
+    from keepstep_sidecar.cli import inventory
+
+    held: _Held = {}
+    for shard in inventory.survey(kept)[0]:
+        held.setdefault(shard.step_id, {}).setdefault(shard.rank, shard)
+    return held
+
+
+def _committed_here(kept: RunDir, held: _Held, word: str) -> StepId | None:
+    """The step that is meant, if all its shards are on this machine's volumes."""
+    from keepstep_sidecar.cli import inventory
+
+    shards = [shard for ranks in held.values() for shard in ranks.values()]
+    steps = inventory.of_shards(shards, inventory.epochs(kept))
+    whole = [one for one in steps if one.committed]
+    if word == _NEWEST:
+        return max((one.id for one in whole if not one.dead), default=None)
+    meant = [one for one in whole if word in (str(one.id), str(one.id.step))]
+    return inventory.chosen(meant, (word,))[0].id if meant else None
+
+
+def _of_files(kept: RunDir, shards: Mapping[int, LocalShard]) -> _Step:
+    from keepstep_sidecar.cli import inventory
+
+    ranks = [shards[rank] for rank in sorted(shards)]
+    sources = tuple(inventory.source(shard, run=kept.run) for shard in ranks)
+    return _Step(run=kept.run, id=ranks[0].step_id, sources=sources)
+
+
+def _incomplete(kept: RunDir, word: str, held: _Held) -> UsageError:
+    """What is there of the step, and what to do."""
+    for id, ranks in held.items():
+        if word in (str(id), str(id.step)):
+            world = next(iter(ranks.values())).world
+            missing = [str(rank) for rank in range(world) if rank not in ranks]
+            return UsageError(
+                f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
+                " machine's volumes; name an archive that has them with --archive"
+            )
+    there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
+    what = "committed step" if word == _NEWEST else f"step {word}"
+    return UsageError(f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}")

@@ -1,0 +1,332 @@
+"""`keepstep export`: what comes out is what was trained, or nothing does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests import warm
+from tests.archive.test_directory import flip
+from tests.cli.conftest import Keepstep
+from tests.harness import ROOT, eventually
+
+SCRIPT = Path(__file__).with_name("export_script.py")
+
+
+def train(keepstep: Keepstep, layout: str, ranks: int, steps: int, *options: str) -> None:
+    """A life of the run `export_script` that ends well."""
+    python = warm.python(warm.TRAINER)
+    command = [python, str(SCRIPT), layout, str(steps)]
+    if ranks > 1:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [python, *launch, *command[1:]]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
+    mark = {"KEEPSTEP_TEST_CLI": str(keepstep.home)}
+    with keepstep.start(
+        *("run", *options, "--", *command),
+        env={**os.environ, **environment, **mark},
+        stderr=subprocess.STDOUT,
+    ) as process:
+        said, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, said[-3000:]
+
+
+def trained(keepstep: Keepstep) -> dict[str, torch.Tensor]:
+    """The state dict at the end; what is tied once, as Hugging Face has it."""
+    whole: dict[str, torch.Tensor] = torch.load(keepstep.home / "trained.pt")
+    assert torch.equal(whole.pop("head.weight"), whole["embedding.weight"])
+    return whole
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return safetensors.torch.load_file(folder / "model.safetensors")
+    places = json.loads(index.read_text())["weight_map"]
+    loaded: dict[str, torch.Tensor] = {}
+    for name in sorted(set(places.values())):
+        there = safetensors.torch.load_file(folder / name)
+        assert {key for key, place in places.items() if place == name} == set(there)
+        loaded |= there
+    return loaded
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keepstep]:
+    """One rank that has ended after steps 0 to 5, all of them archived. Not to be changed."""
+    made = Keepstep(tmp_path_factory.mktemp("alone"))
+    (made.home / "archive").mkdir()
+    train(made, "alone", 1, 6, "--archive", "archive", "--archive-every", "1")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [("alone", 1)],
+        [("ddp", 2)],
+        [("fsdp", 2)],
+        [("2d", 4)],
+        [("alone", 1), ("fsdp", 2)],
+        [("fsdp", 2), ("ddp", 3)],
+    ],
+    ids=lambda lives: "-then-".join(f"{layout}{ranks}" for layout, ranks in lives),
+)
+def test_any_world_and_layout_is_one_model(
+    keepstep: Keepstep, lives: list[tuple[str, int]]
+) -> None:
+    for number, (layout, ranks) in enumerate(lives, start=1):
+        train(keepstep, layout, ranks, 3 * number)
+    told = keepstep.json("export", "latest", "--to", "out")
+    assert_equal(load(keepstep.home / "out"), trained(keepstep))
+    assert told["tied"] == {"head.weight": "embedding.weight"}
+    keepstep("export", str(3 * len(lives) - 1), "--to", "cut", "--shard-size", "8KB")
+    assert len(list((keepstep.home / "cut").glob("model-*-of-*.safetensors"))) > 2
+    assert_equal(load(keepstep.home / "cut"), trained(keepstep))
+
+
+def test_bf16_is_what_torch_makes_of_it(alone: Keepstep, tmp_path: Path) -> None:
+    alone("export", "latest", "--to", str(tmp_path / "out"), "--dtype", "bf16")
+    expected = {
+        name: one.to(torch.bfloat16) if one.is_floating_point() else one
+        for name, one in trained(alone).items()
+    }
+    assert_equal(load(tmp_path / "out"), expected)
+
+
+def test_an_archive_is_enough(alone: Keepstep, keepstep: Keepstep) -> None:
+    """With the machine's files gone, or a part of them."""
+    where = ("--archive", str(alone.home / "archive"))
+    keepstep("export", "latest", "--to", "out", *where)
+    assert_equal(load(keepstep.home / "out"), trained(alone))
+    shutil.copytree(alone.home, keepstep.home / "kept", symlinks=True)
+    for step in (keepstep.home / "kept/.keepstep/export_script").glob("*-*"):
+        shutil.rmtree(step)
+    record = keepstep.home / "kept/.keepstep/export_script/sidecar.toml"
+    record.write_text(record.read_text().replace(str(alone.home), str(keepstep.home / "kept")))
+    keepstep("export", "5", "--to", "again", "--dir", "kept/.keepstep")
+    assert_equal(load(keepstep.home / "again"), trained(alone))
+
+
+def test_what_one_machine_lacks_comes_from_the_archive(keepstep: Keepstep) -> None:
+    (keepstep.home / "archive").mkdir()
+    train(keepstep, "fsdp", 2, 3, "--archive", "archive", "--archive-every", "1")
+    (lost,) = keepstep.directory.glob("*/*-000000002/rank-00001-of-*")
+    lost.unlink()
+    for archived in (keepstep.home / "archive").glob("*/*-000000002/rank-00000-of-*"):
+        flip(archived, at=archived.stat().st_size // 3)  # nobody asks for it
+    keepstep("export", "2", "--to", "out")
+    assert_equal(load(keepstep.home / "out"), trained(keepstep))
+    (keepstep.home / "archive").rename(keepstep.home / "away")
+    assert "mount it" in keepstep("export", "2", "--to", "no", code=1).stderr
+    assert not (keepstep.home / "no").exists()
+
+
+def test_other_components_have_the_names_of_their_parameters(
+    alone: Keepstep, tmp_path: Path
+) -> None:
+    said = alone("export", "5", "--to", str(tmp_path / "out"), "--only", "optimizer").stdout
+    assert "left out, no tensors: param_groups" in said
+    assert "state.model.up.weight.exp_avg" in load(tmp_path / "out")
+
+
+def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:
+    (shard,) = copied_alone.directory.glob("*/*-000000005/rank-*")
+    flip(shard, at=shard.stat().st_size // 3)
+    said = copied_alone("export", "5", "--to", "out", code=1).stderr
+    assert "is damaged" in said
+    assert shard.name in said
+    assert not [one for one in copied_alone.home.iterdir() if "out" in one.name]
+
+
+@pytest.fixture
+def copied_alone(alone: Keepstep, tmp_path: Path) -> Keepstep:
+    home = tmp_path / "copy"
+    shutil.copytree(alone.home, home, symlinks=True)
+    record = home / ".keepstep/export_script/sidecar.toml"
+    record.write_text(record.read_text().replace(str(alone.home), str(home)))
+    return Keepstep(home)
+
+
+def test_a_rerun_changes_nothing_and_nobody_elses_directory_is_touched(
+    alone: Keepstep, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    left = tmp_path / ".out.exporting"  # as of one that was killed
+    left.mkdir()
+    (left / "model-00001-of-00009.safetensors").write_text("torn")
+    alone("export", "5", "--to", str(out))
+    assert not left.exists()
+    (out / "config.json").write_text("{}")  # a user adds what from_pretrained wants
+    before = (out / "model.safetensors").stat()
+    assert alone.json("export", "5", "--to", str(out))["found"]
+    assert (out / "model.safetensors").stat() == before
+    for other in (["4"], ["5", "--dtype", "bf16"], ["5", "--only", "optimizer"]):
+        assert "left alone" in alone("export", *other, "--to", str(out), code=2).stderr
+    assert (out / "model.safetensors").stat() == before
+    with (out / "model.safetensors").open("r+b") as file:
+        file.truncate(before.st_size - 1)
+    assert "left alone" in alone("export", "5", "--to", str(out), code=2).stderr
+    (tmp_path / "empty").mkdir()
+    alone("export", "5", "--to", str(tmp_path / "empty"))
+    (tmp_path / "file").touch()
+    assert "is a file" in alone("export", "5", "--to", str(tmp_path / "file"), code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("9999",), "no step 9999 of run"),
+        (("5", "--only", "nothing"), "it has: model, optimizer"),
+        (("5", "--shard-size", "0"), "no size"),
+        (("5", "--dtype", "int8"), "int8"),
+    ],
+)
+def test_wrong_uses_say_what_to_do(
+    words: tuple[str, ...], said: str, alone: Keepstep, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    told = alone("export", *words, "--to", str(out), code=2).stderr
+    assert said in told or "does not hold step 9999" in told
+    assert not out.exists()
+
+
+def test_without_torch_it_says_what_to_install(alone: Keepstep, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none here', name='torch')")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    words = [sys.executable, "-m", "keepstep_sidecar.cli", "export", "5", "--to", "out"]
+    done = subprocess.run(
+        words, cwd=alone.home, env={**os.environ, "PYTHONPATH": paths}, capture_output=True
+    )
+    assert done.returncode == 2
+    assert b"pip install torch" in done.stderr
+
+
+@pytest.mark.root
+def test_a_full_disk_is_refused_before_anything_is_read(alone: Keepstep, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    try:
+        said = alone("export", "5", "--to", str(small / "out"), code=1).stderr
+        assert "no space for" in said
+        assert not list(small.iterdir())
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+LARGE = """
+import itertools, time, torch, keepstep
+model = torch.nn.ParameterDict(
+    {str(n): torch.nn.Parameter(torch.full((128, 1 << 16), float(n))) for n in range(12)}
+)
+checkpointer = keepstep.Checkpointer({"model": model})
+checkpointer.restore()
+for step in itertools.count():
+    if checkpointer.save(step):
+        break
+    time.sleep(0.05)  # no slot of this size is made yet
+checkpointer.close()
+"""
+
+_PEAK = """
+import resource, sys, runpy
+sys.argv = ["keepstep", *sys.argv[1:]]
+try:
+    runpy.run_module("keepstep_sidecar.cli", run_name="__main__")
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(keepstep: Keepstep, alone: Keepstep) -> None:
+    """384 MiB take at most 128 MiB more than a model of some kilobytes: chunks that are read, and
+    pages of files that were written since they were last let go."""
+    script = keepstep.script("large.py", LARGE)
+    keepstep("run", "--slots", "2", "--", warm.python(warm.TRAINER), script)
+
+    def peak(home: Path, *words: str) -> int:
+        paths = os.pathsep.join([str(ROOT), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", _PEAK, "export", "latest", *words],
+            cwd=home,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-1]) << 10
+
+    small = peak(alone.home, "--to", str(keepstep.home / "small"))
+    large = peak(keepstep.home, "--to", "large", "--shard-size", "200MB")
+    assert large - small < 128 << 20
+    loaded = load(keepstep.home / "large")
+    assert all(bool((one == float(name)).all()) for name, one in loaded.items())
+    assert len(loaded) == 12
+
+
+GOING_ON = """
+import time, torch, keepstep
+model = torch.nn.Linear(1 << 10, 1 << 12, bias=False)
+checkpointer = keepstep.Checkpointer({"model": model})
+checkpointer.restore()
+step = 0
+while True:
+    with torch.no_grad():
+        model.weight.fill_(step)
+    checkpointer.save(step)
+    checkpointer.wait(step, "committed", timeout=60)
+    step += 1
+"""
+
+
+def test_a_step_that_is_retired_meanwhile_is_exported_whole_or_said_to_be_gone(
+    keepstep: Keepstep,
+) -> None:
+    """Each step is on the volumes for about two others."""
+    script = keepstep.script("train.py", GOING_ON)
+    with keepstep.start(
+        *("run", "--keep", "1", "--persist-every", "1", "--"),
+        *(warm.python(warm.TRAINER), script),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            eventually(
+                lambda: list(keepstep.directory.glob("train/*-*/rank-*")), what="a committed step"
+            )
+            outcomes = {exported_or_gone(keepstep, f"out{number}") for number in range(6)}
+            assert "exported" in outcomes
+            assert process.poll() is None, "the training goes on"
+        finally:
+            process.kill()
+
+
+def exported_or_gone(keepstep: Keepstep, name: str) -> str:
+    done = keepstep("export", "latest", "--to", name, "--json", code=None)
+    if done.returncode:
+        assert "was retired just now" in done.stderr, done.stderr
+        assert not (keepstep.home / name).exists()
+        return "gone"
+    step = int(json.loads(done.stdout)["step"].rpartition("-")[2])
+    assert bool((load(keepstep.home / name)["weight"] == float(step)).all())
+    return "exported"
