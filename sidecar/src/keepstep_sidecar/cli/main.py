@@ -6,6 +6,7 @@ import click
 
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.commands.archive import archive
+from keepstep_sidecar.cli.commands.doctor import doctor
 from keepstep_sidecar.cli.commands.export import export
 from keepstep_sidecar.cli.commands.inspect import inspect_file
 from keepstep_sidecar.cli.commands.rm import rm
@@ -40,9 +41,20 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    run, start, status, steps, top, ui, verify,
-    inspect_file, archive, export, rm, stop,
-)  # fmt: skip
+    run,
+    start,
+    status,
+    steps,
+    top,
+    ui,
+    verify,
+    inspect_file,
+    archive,
+    export,
+    doctor,
+    rm,
+    stop,
+)
 
 for _command in _COMMANDS:
     cli.add_command(_command)

@@ -1,0 +1,175 @@
+"""`keepstep doctor` on real directories, mounts and this machine; it changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep_sidecar.cli import machine
+from keepstep_sidecar.cli.machine import Finding, Need, Outcome
+from keepstep_sidecar.memory.slot_directories import free_huge_bytes
+from keepstep_sidecar.volume.direct_io import Engine
+from tests.cli.conftest import Keepstep
+
+MIB = 1 << 20
+UNKNOWN = Need(image_bytes=None, ranks=1, slots=4)
+
+
+@contextlib.contextmanager
+def mounted(place: Path, kind: str, options: str) -> Iterator[Path]:
+    place.mkdir()
+    mount = ["mount", "-t", kind, "-o", options, "none", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def looked_at(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
+    settings: dict[str, Any] = {"volumes": 1, "probe_bytes": 16 * MIB, "clock": lambda: 0.0}
+    found = machine.drive(place, need, **{**settings, **options})
+    return {one.name.partition(" ")[0]: one for one in found}
+
+
+def test_a_machine_that_is_well_passes_and_nothing_is_left(
+    keepstep: Keepstep, tmp_path: Path
+) -> None:
+    place = tmp_path / "drive"
+    place.mkdir()
+    words = ("doctor", "--volume", str(place), "--state", "1Mi", "--probe-size", "16Mi")
+    told = keepstep.json(*words)
+    assert told["ok"]
+    names = {one["name"].partition(" ")[0] for one in told["checks"]}
+    memory = {"shared", "huge", "memlock", "RemoveIPC"}
+    assert names == {"python", "torch", "keepstep", "space", "O_DIRECT", "speed", *memory}
+    assert not list(place.iterdir())
+    assert not keepstep.directory.exists()
+    assert "ok       torch: " in keepstep(*words).stdout
+
+
+def test_what_would_fail_is_exit_code_1_and_said(keepstep: Keepstep) -> None:
+    shown = keepstep("doctor", "--state", "900Ti", "--probe-size", "8Mi", code=1).stdout
+    assert "missing  shared memory" in shown
+    assert "missing  space" in shown
+    assert "change: " in shown
+    assert not keepstep.json("doctor", "--volume", "/proc", code=1)["ok"]
+    assert "no size" in keepstep("doctor", "--state", "0", code=2).stderr
+
+
+def test_a_run_says_what_it_needs(copied: Keepstep) -> None:
+    """Its slots and steps are not wanted twice."""
+    checks = copied.json("doctor", "--probe-size", "8Mi")["checks"]
+    found = {one["name"].partition(" ")[0]: one["found"] for one in checks}
+    assert "needed" in found["shared"]
+    assert "needed" in found["space"]
+    assert "a step of all ranks" in found["speed"]
+    need = Need(image_bytes=10, ranks=4, slots=4, kept_bytes={Path("/a"): 50})
+    assert need.memory_bytes == 160
+    assert need.volume_bytes(Path("/a"), 2) == 20
+    assert need.volume_bytes(Path("/b"), 2) == 60
+
+
+@pytest.mark.root
+def test_shared_memory_for_all_slots_for_two_and_for_less(tmp_path: Path) -> None:
+    with mounted(tmp_path / "shm", "tmpfs", "size=64M") as place:
+
+        def outcome(image_bytes: int | None, slots: int) -> Outcome:
+            need = Need(image_bytes=image_bytes, ranks=1, slots=slots)
+            return machine.shared_memory(place, need).outcome
+
+        room = 64 * MIB + free_huge_bytes()
+        assert outcome(room // 8, 4) is Outcome.OK
+        assert outcome(room // 3, 4) is Outcome.SLOW
+        assert outcome(room, 4) is Outcome.MISSING
+        assert outcome(None, 4) is Outcome.SLOW
+    assert machine.shared_memory(tmp_path / "absent", UNKNOWN).outcome is Outcome.MISSING
+
+
+@pytest.mark.root
+def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "tmpfs", "size=4M") as place:
+        assert looked_at(place)["space"].outcome is Outcome.MISSING
+        assert not list(place.iterdir())
+    with mounted(tmp_path / "read-only", "tmpfs", "size=64M,ro") as place:
+        (found,) = looked_at(place).values()
+        assert found.outcome is Outcome.MISSING
+        assert "writable" in found.change
+    with mounted(tmp_path / "ramfs", "ramfs", "mode=755") as place:
+        found = looked_at(place)["O_DIRECT"]
+        assert found.outcome is Outcome.SLOW
+        assert "refused" in found.found
+
+
+def test_speed_is_measured_and_a_slow_drive_is_told(tmp_path: Path) -> None:
+    assert min(machine.measure(tmp_path, Engine.BUFFERED, 16 * MIB)) > 0
+    for seconds, outcome in ((0.001, Outcome.OK), (1.0, Outcome.SLOW)):
+        ticks = itertools.count(0.0, seconds)
+        assert looked_at(tmp_path, clock=lambda: next(ticks))["speed"].outcome is outcome  # noqa: B023
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_logind_would_remove(tmp_path: Path) -> None:
+    """For a user that people log in as; whichever has an account here."""
+    user = next((one for one in pwd.getpwall() if one.pw_uid >= 1000), None)
+    uid = 4321 if user is None else user.pw_uid
+    etc = tmp_path / "etc/systemd"
+
+    def outcome(uid: int = uid) -> Outcome:
+        return machine.remove_ipc(tmp_path, uid).outcome
+
+    assert outcome() is Outcome.OK, "no systemd"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert outcome() is Outcome.SLOW, "its default"
+    assert outcome(uid=999) is Outcome.OK
+    (etc / "logind.conf.d").mkdir(parents=True)
+    (etc / "logind.conf").write_text("[Login]\n#RemoveIPC=yes\nRemoveIPC=no\n")
+    assert outcome() is Outcome.OK
+    (etc / "logind.conf.d/10-ours.conf").write_text("[Login]\nRemoveIPC=yes\n")
+    assert outcome() is Outcome.SLOW, "a drop-in counts more"
+    (etc / "logind.conf.d/20-mine.conf").write_text("not a section")
+    assert outcome() is Outcome.SLOW
+    if user is not None:
+        lingers = tmp_path / "var/lib/systemd/linger"
+        lingers.mkdir(parents=True)
+        (lingers / user.pw_name).touch()
+        assert outcome() is Outcome.OK
+
+
+@pytest.mark.parametrize(
+    ("library", "sidecar", "outcome"),
+    [
+        ("0.1.0", "0.3.1", Outcome.OK),
+        ("0.1.0", "0.4.0", Outcome.MISSING),
+        ("1.0.0", "0.1.0", Outcome.MISSING),
+    ],
+)
+def test_halves_that_are_too_far_apart(library: str, sidecar: str, outcome: Outcome) -> None:
+    assert machine.both_halves(library, sidecar).outcome is outcome
+
+
+def test_a_torch_that_is_too_old_is_missing(keepstep: Keepstep) -> None:
+    about = keepstep.home / "torch-2.5.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
+    words = [sys.executable, "-m", "keepstep_sidecar.cli", "doctor", "--probe-size", "8Mi"]
+    paths = os.pathsep.join([str(keepstep.home), *sys.path])
+    done = subprocess.run(
+        words,
+        cwd=keepstep.home,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "missing  torch: 2.5.1\n         change: pip install 'torch>=2.6'" in done.stdout
