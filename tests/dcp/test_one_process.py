@@ -359,11 +359,11 @@ def test_no_sidecar_is_an_error_and_not_a_lost_step(monkeypatch) -> None:
 
 
 def test_nothing_to_load_is_an_error(sidecar) -> None:
-    assert keepstep.dcp.newest_step() is None
+    assert keepstep.dcp.latest_step() is None
     with pytest.raises(CheckpointException, match="no committed step to load"):
         load({"w": torch.ones(1)})
     save({"w": torch.ones(1)}, 7)
-    assert keepstep.dcp.newest_step() == 7
+    assert keepstep.dcp.latest_step() == 7
     with pytest.raises(CheckpointException, match="no committed step 6"):
         load({"w": torch.ones(1)}, step=6)
 
@@ -381,7 +381,7 @@ def test_a_step_that_was_committed_and_is_gone_is_no_fresh_start(sidecars, monke
     path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
     sidecar.start()
     with pytest.raises(RestoreError, match="step"):
-        keepstep.dcp.newest_step()
+        keepstep.dcp.latest_step()
 
 
 def test_a_step_that_was_only_staged_is_loaded_from_memory(sidecars, monkeypatch) -> None:

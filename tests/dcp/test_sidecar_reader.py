@@ -199,7 +199,7 @@ def test_an_older_step_is_loaded_by_its_number_and_the_run_goes_on_from_it(
     sidecar = sidecars()
     archived(sidecar, archive, monkeypatch)
     sidecar.start(*archive, "1")
-    assert keepstep.dcp.newest_step() == 2
+    assert keepstep.dcp.latest_step() == 2
     state = {"w": torch.zeros(4 << 20), "step": 0}
     load(state, step=1)
     assert state["step"] == 1
@@ -223,6 +223,6 @@ def test_an_archive_that_is_not_there_is_no_beginning(sidecars, archive, monkeyp
     shutil.rmtree(archive[1])
     sidecar.start(*archive, "1")
     with pytest.raises(keepstep.errors.RestoreError, match="bring that storage back"):
-        keepstep.dcp.newest_step()
+        keepstep.dcp.latest_step()
     with pytest.raises(CheckpointException, match="bring that storage back"):
         load({"w": torch.zeros(4 << 20)})

@@ -118,6 +118,16 @@ def overlapped(root: str) -> None:
     _holds(state, -1.0)
 
 
+def async_on(group: str) -> None:
+    """`async_save` with the exchange of its plans on the group that the model trains on, or not."""
+    own = dist.new_group(backend="gloo") if group == "own" else None
+    state = {"w": torch.ones(3)}
+    for step in (1, 2):
+        writer = keepstep.dcp.StorageWriter(f"out/step-{step}")
+        dcp.async_save(state, storage_writer=writer, process_group=own).result(60)
+    dcp.save(state, storage_writer=keepstep.dcp.StorageWriter("out/step-3"))
+
+
 def _holds(state: dict[str, torch.Tensor], value: float) -> None:
     target = layouts.blank(state)
     dcp.load(target, storage_reader=keepstep.dcp.StorageReader())

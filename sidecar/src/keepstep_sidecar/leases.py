@@ -111,7 +111,9 @@ class Leases:
                 "rank-of-parent",
                 f"rank {request.rank} belongs to pid {other.request.pid}, the trainer that started"
                 f" this process (pid {request.pid}): unset KEEPSTEP_SOCKET for a process that is no"
-                " trainer, or call close() in the trainer first",
+                " trainer; for one that is, call close() in pid"
+                f" {other.request.pid} before it starts this one (keepstep.dcp.close(), where"
+                " dcp.load, dcp.save or keepstep.dcp.latest_step() took the rank)",
             )
 
     def end(self, lease: Lease) -> bool:

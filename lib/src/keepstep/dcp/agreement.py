@@ -150,5 +150,5 @@ def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> Rest
         )
     return RestoreError(
         f"rank {rank}: no committed step{which} to load{said}: `keepstep steps` lists what is"
-        " there, and keepstep.dcp.newest_step() is None when a run begins"
+        " there, and keepstep.dcp.latest_step() is None when a run begins"
     )

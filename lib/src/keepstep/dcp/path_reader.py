@@ -29,6 +29,7 @@ from keepstep.steps import StepId, shard_name
 log = logging.getLogger("keepstep")
 
 _SUFFIX = ".safetensors"
+_STOCK = ".metadata"
 _THREADS = 4
 
 
@@ -101,6 +102,10 @@ class Folder:
         except OSError as error:
             raise RestoreError(f"{path}: no directory of a step ({error})") from error
         if not files:
+            if (path / _STOCK).exists():
+                raise RestoreError(
+                    f"{path}: torch's own FileSystemWriter wrote it: load it with FileSystemReader"
+                )
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
         shards = sorted(map(Shard.open, files), key=lambda one: one.layout.rank)
         for shard in shards:
@@ -156,6 +161,21 @@ class Folder:
 
     def close(self) -> None:
         """What is mapped is let go of with the last view of it."""
+
+
+def is_directory(path: Path) -> bool:
+    """Whether this means a directory of shards, and not a step of the run by its number.
+
+    One that holds a checkpoint does, and a name that only keepstep gives, there or not: a mistake
+    in such a path must not bring another run's step. Others may lie where a script makes them for
+    a writer that would write there, with whatever it puts beside.
+    """
+    try:
+        StepId.parse(path.name)
+    except ValueError:
+        there = path.glob("rank-*" + _SUFFIX), path.glob(_STOCK)
+        return any(True for found in there for _ in found)
+    return True
 
 
 def _check_alike(shard: Shard, first: Shard) -> None:

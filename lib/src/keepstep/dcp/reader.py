@@ -17,7 +17,7 @@ from torch.futures import Future
 from keepstep.client.session import restore_timeout_s
 from keepstep.dcp import session as sessions
 from keepstep.dcp.agreement import LoadBallot, choose
-from keepstep.dcp.path_reader import Folder
+from keepstep.dcp.path_reader import Folder, is_directory
 from keepstep.dcp.session import group_place, names_step, step_of
 from keepstep.dcp.step_reader import StepReader
 from keepstep.errors import (
@@ -36,7 +36,7 @@ _LOST = "rank {}: its plan holds no ballot: it loads by a path, or not at all, o
 _LOST += " LoadPlan.storage_data; all ranks must load alike, and a planner keep what is in a plan"
 
 
-def newest_step() -> int | None:
+def latest_step() -> int | None:
     """The step that `StorageReader()` would load, as this rank's sidecar knows it; None at the very
     beginning of a run.
 
@@ -47,6 +47,9 @@ def newest_step() -> int | None:
     session = _joined()
     found = choose([_ballot(session, None)])
     return None if found is None else found.step
+
+
+newest_step = latest_step  # its name before there was `Checkpointer.latest_step`
 
 
 def _joined() -> sessions.Session:
@@ -63,27 +66,31 @@ def _ballot(session: sessions.Session, step: int | None) -> LoadBallot:
 class StorageReader(storage.StorageReader):
     """Loads a committed step.
 
-    With `path`, or a `checkpoint_id` that is a directory: that directory, whoever it belongs to;
-    no sidecar is needed, and nothing follows from it for the steps that are saved later. Every
-    chunk that any rank needs is verified *before* any rank loads anything. Without the `xxhash`
-    package that is very slow.
+    With a `path` (or a `checkpoint_id`) that is a step's directory: that directory, whoever it
+    belongs to; no sidecar is needed, and nothing follows from it for the steps that are saved
+    later. Every chunk that any rank needs is verified *before* any rank loads anything. Without the
+    `xxhash` package that is very slow.
+
+    With any other path: the run's step of the number that its last part ends with, as
+    `StorageWriter(path)` saved it; so `step`.
 
     Without: the run's newest step that the sidecars of all ranks can bring, from memory, local
-    volumes, other pods or the archive; or the one with the number `step` (or the number that
-    `checkpoint_id` ends with). The ranks agree on it. What is not in memory is verified chunk by
-    chunk on its way; a step that cannot be read to the end raises on all ranks, tensors may be
-    changed in part then, and the next `dcp.load` takes another step. `KEEPSTEP_RESTORE_TIMEOUT`
-    bounds each fetch, as for a `Checkpointer`. The next `dcp.save` goes on from the loaded step in
-    a new epoch: later steps of the old one are dead.
+    volumes, other pods or the archive. The ranks agree on it. What is not in memory is verified
+    chunk by chunk on its way; a step that cannot be read to the end raises on all ranks, tensors
+    may be changed in part then, and the next `dcp.load` takes another step.
+    `KEEPSTEP_RESTORE_TIMEOUT` bounds each fetch, as for a `Checkpointer`. The next `dcp.save` goes
+    on from the loaded step in a new epoch: later steps of the old one are dead.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, step: int | None = None
+        self, path: str | os.PathLike[str] | int | None = None, *, step: int | None = None
     ) -> None:
         if path is not None and step is not None:
-            raise UsageError("either a path or a step: a directory holds one step only")
-        self._path = None if path is None else Path(path)
+            raise UsageError("either a path or a step: a path names one step only")
+        self._path: Path | None = None
         self._step = step
+        if path is not None:
+            self._name(path)
         self._is_coordinator = False
         self._ballot: LoadBallot | None = None
         self._opened: StepReader | None = None
@@ -97,11 +104,16 @@ class StorageReader(storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """A load begins. Raises UsageError for an id that is no directory and names no step."""
         self._opened = self._ballot = self._loaded = None
-        if checkpoint_id is None:
-            return
-        is_path = not isinstance(checkpoint_id, int) and Path(checkpoint_id).is_dir()
-        self._path = Path(checkpoint_id) if is_path else None  # type: ignore[arg-type]
-        self._step = None if is_path else step_of(checkpoint_id)
+        if checkpoint_id is not None:
+            self._name(checkpoint_id)
+
+    def _name(self, path: str | os.PathLike[str] | int) -> None:
+        """What is to be loaded: a directory, or a step of the run."""
+        self._path = self._step = None
+        if not isinstance(path, int) and is_directory(Path(path)):
+            self._path = Path(path)
+        else:
+            self._step = step_of(path)
 
     # no **kwargs: DCP would call it a second time, for metadata of one rank, and hide the error
     def read_metadata(self) -> Metadata:
@@ -127,7 +139,7 @@ class StorageReader(storage.StorageReader):
                 raise (type(error)(f"{error}. The last attempt: {why}") if why else error) from why
             if id is None:
                 raise RestoreError(
-                    "no committed step to load: keepstep.dcp.newest_step() is None when a run"
+                    "no committed step to load: keepstep.dcp.latest_step() is None when a run"
                     " begins, and `keepstep steps` lists what is there"
                 )
             try:
@@ -234,7 +246,7 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory, or names a step."""
-        return Path(checkpoint_id).is_dir() or names_step(checkpoint_id)
+        return is_directory(Path(checkpoint_id)) or names_step(checkpoint_id)
 
 
 def _reach(session: sessions.Session, id: StepId) -> StepReader:

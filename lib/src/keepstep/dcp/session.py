@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -26,8 +28,11 @@ from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
 from keepstep.save.pending import Pending, Verdict
+from keepstep.state import devices
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
+
+log = logging.getLogger("keepstep")
 
 _CONNECT_S = 30.0
 _SLOT_S = 600.0
@@ -296,8 +301,8 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
         text = str(checkpoint_id)
     if not (match := _STEP.match(text)):
         raise UsageError(
-            f"no step in the checkpoint id {checkpoint_id!r}: let it end with the step's number,"
-            ' such as "step-1200", or give the step: StorageWriter(step=1200)'
+            f"no step in {checkpoint_id!r}: let it end with the step's number, such as"
+            ' "out/step-1200", or give the step: StorageWriter(step=1200), StorageReader(step=1200)'
         )
     return int(match[1])
 
@@ -325,3 +330,39 @@ def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
         rank = 0 if is_coordinator else own
     # a coordinator that is not rank 0 of the job: `no_dist`, or a group of its own
     return (0, 1) if is_coordinator and own != 0 else (rank, world)
+
+
+_EXECUTOR, _SAVER = "concurrent.futures.thread", "torch.distributed.checkpoint.state_dict_saver"
+
+
+def warn_of_shared_group() -> None:
+    """Say it before a `dcp.async_save` hangs: its thread exchanges plans on the gloo group on which
+    the model trains.
+
+    Called within the save, in its thread. DCP tells a storage nothing of its group, so that is
+    looked up where DCP itself has it: in the frame of its `save`.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    modules, given = set(), None
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        module = frame.f_globals.get("__name__", "")
+        modules.add(module)
+        if (module, frame.f_code.co_name) == (_SAVER, "save"):
+            given = frame.f_locals
+    if given is None or _EXECUTOR not in modules or given.get("no_dist"):
+        return
+    backends = torch.distributed.get_backend_config().split(",")
+    shared = given.get("process_group") in (None, torch.distributed.group.WORLD)
+    if shared and f"{devices.kind() or 'cpu'}:gloo" in backends:
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    log.warning(
+        "keepstep: dcp.async_save exchanges its plans in a thread, on the default gloo group: if"
+        " the model trains on that group meanwhile, both wait for each other for ever. Give it a"
+        ' group of its own, made once: process_group=dist.new_group(backend="gloo")'
+    )

@@ -18,7 +18,7 @@ from keepstep.client.slot import Slot
 from keepstep.dcp import session as sessions
 from keepstep.dcp.agreement import Agreed, Ballot, agree
 from keepstep.dcp.plan_items import Items
-from keepstep.dcp.session import group_place, names_step, step_of
+from keepstep.dcp.session import group_place, names_step, step_of, warn_of_shared_group
 from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
 from keepstep.errors import UsageError
 from keepstep.image import extras
@@ -31,9 +31,9 @@ _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in
 class _Save(threading.local):
     """What belongs to one save: DCP runs each in one thread, and those of a writer may overlap."""
 
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-        self.checkpoint_id: str | os.PathLike[str] | int | None = None
+    def __init__(self, step: int | None, path: str | os.PathLike[str] | int | None) -> None:
+        self.step = step if path is None else step_of(path)
+        self.checkpoint_id = path
         self.place: tuple[int, int] = (0, 1)
         self.agreed: Agreed | None = None
 
@@ -41,7 +41,8 @@ class _Save(threading.local):
 class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     """Saves a step through the sidecar that `KEEPSTEP_SOCKET` names.
 
-    The step is `step`, or the number that `checkpoint_id` is or ends with. Steps only grow, as
+    The step is `step`, or the number that the last part of `path`, or of DCP's `checkpoint_id`, is
+    or ends with; nothing is written at that path. Steps only grow, as
     with a `Checkpointer`; after a `dcp.load` through `StorageReader()` they go on from the loaded
     step, in a new epoch. A process that never loaded begins an epoch without a parent: what was
     there before is neither continued nor deleted.
@@ -57,9 +58,14 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     `torch.save`). Planner data other than DefaultSavePlanner's mapping is refused.
     """
 
-    def __init__(self, *, step: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | int | None = None, *, step: int | None = None
+    ) -> None:
+        """Raises UsageError for a path without a step."""
+        if path is not None and step is not None:
+            raise UsageError("either a path or a step: a path names the step that it ends with")
         BlockingAsyncStager.__init__(self)
-        self._save = _Save(step)
+        self._save = _Save(step, path)
         self._names: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
@@ -74,6 +80,8 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
                 "use_collectives=False cannot be kept: the ranks must agree on the epoch of the"
                 " step; leave it out"
             )
+        if is_coordinator:
+            warn_of_shared_group()
         self._save.place = group_place(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -81,7 +89,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         save = self._save
         if save.step is None:
             raise UsageError(
-                "which step is this? StorageWriter(step=1200), or checkpoint_id='step-1200'"
+                'which step is this? StorageWriter("out/step-1200"), or StorageWriter(step=1200)'
             )
         session = sessions.session()
         session.meet(*save.place)
