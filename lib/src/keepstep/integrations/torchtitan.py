@@ -1,0 +1,123 @@
+"""torchtitan's Trainer: every step is kept, a killed run goes on.
+
+    from keepstep.integrations.torchtitan import KeepstepCheckpointManager
+
+    checkpoint=KeepstepCheckpointManager.Config(enable=True)    # for CheckpointManager.Config
+
+What must stay true: a step of the run wins over all else that torchtitan could load; where there is
+none, what torchtitan's own manager would load is loaded by it. Random states are set when the
+loader's iterator is there, which draws from them. The last step is for others to read, too:
+torchtitan's own manager writes it, as its options say.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.components.checkpointer import (
+    DATALOADER,
+    MODEL,
+    OPTIMIZER,
+    CheckpointManager,
+)
+
+from keepstep.checkpointer import Checkpointer
+from keepstep.errors import UsageError
+from keepstep.integrations import require
+
+log = logging.getLogger("keepstep")
+
+require("torchtitan", importlib.metadata.version("torchtitan"), at_least="0.3", below="0.4")
+
+
+class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to a checker: Any
+    """See the module. `checkpointer`: of keepstep, for `stats`, `wait` and `mutating`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """As torchtitan's own. `load_step`, `exclude_from_loading`, `initial_load_*` are for where
+        the run holds no step; `last_save_*` and `folder` for what the last step is written as."""
+
+        interval: int = 1
+        """Steps from one that keepstep keeps to the next."""
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        if config.enable and config.async_mode != "disabled":
+            raise UsageError(
+                f"checkpoint.async_mode={config.async_mode}: keepstep copies beside the training"
+                " by itself, and torchtitan writes the last step only: leave it out"
+            )
+        super().__init__(config, **given)
+        if not self.enable:
+            return
+        components = dict(self.states)
+        _spread(components, MODEL, given["model_parts"])
+        _spread(components, OPTIMIZER, list(given["optimizers"]))
+        if components[DATALOADER] is None:
+            del components[DATALOADER]
+        self.checkpointer = Checkpointer(components)
+
+    def _load(self, step: int = -1) -> bool:
+        at = self.checkpointer.restore(rng="later")
+        if at is None:
+            return bool(super()._load(step))
+        if step != -1 or self.exclude_from_loading:
+            log.warning(
+                "keepstep: checkpoint.load_step=%d and exclude_from_loading=%s are left alone: this"
+                " run holds step %d",
+                *(step, self.exclude_from_loading, at.step),
+            )
+        loader = self.states[DATALOADER]
+        if loader is None:
+            self.checkpointer.restore_rng()
+        else:
+            _after_iter(loader, self.checkpointer)
+        return True
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.load_only:
+            return False
+        kept = False
+        if self.checkpointer.epoch is not None and self._should_save(curr_step, last_step):
+            kept = self.checkpointer.save(curr_step)
+        if last_step:
+            return bool(super()._save(curr_step, last_step))
+        return kept
+
+    def _close(self) -> None:
+        # after an error nobody waits for what the other ranks will not do any more
+        if sys.exc_info()[0] is None and hasattr(self, "checkpointer"):
+            self.checkpointer.close()
+        super()._close()
+
+    def __del__(self) -> None:
+        """As torchtitan's, which calls `close()`: an error may be what ends this process."""
+        if getattr(self, "enable", False):
+            super()._close()
+
+
+def _spread(components: dict[str, Any], name: str, parts: list[Any]) -> None:
+    """Each part of a model, or optimizer, by itself: keepstep looks into modules and optimizers."""
+    del components[name]
+    for number, part in enumerate(parts):
+        components[name if len(parts) == 1 else f"{name}-{number}"] = part
+
+
+def _after_iter(loader: Any, checkpointer: Checkpointer) -> None:
+    """Set the random states when the trainer has this loader's iterator."""
+    kind = type(loader)
+
+    class Resumed(kind):  # type: ignore[misc, valid-type]
+        def __iter__(self) -> Iterator[Any]:
+            iterator = super().__iter__()
+            checkpointer.restore_rng()
+            return iterator  # type: ignore[no-any-return]
+
+    Resumed.__name__, Resumed.__qualname__ = kind.__name__, kind.__qualname__
+    Resumed.__module__ = kind.__module__
+    loader.__class__ = Resumed

@@ -1,0 +1,53 @@
+"""torchtitan's Trainer with one line more: killed where it hurts, it ends as if nothing was."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.conftest import Lives, assert_same, losses, result
+from tests.frameworks.test_transformers import drawn
+
+
+@pytest.fixture
+def titan(lives) -> Lives:
+    return lives("titan.py", "tests.frameworks.titan_on_cpu")
+
+
+def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
+    plain = titan.undisturbed(ranks=2)
+    kept, said = titan.kept(ranks=2, kill=drawn(range(2, 10), range(10, 21)))
+    assert "restored step" in said
+    assert_same(plain, kept, kills=2, ranks=2)
+    written = [one.name for one in (kept / "titan" / "checkpoint").iterdir()]
+    assert written == ["step-20"], "by torchtitan, for others to read"
+    again, said = titan.kept(ranks=2, out="again", checkpoint={"load_step": 3})
+    assert not (again / "losses-0").exists()
+    assert result(again)["weights"] == result(plain)["weights"]
+    assert "load_step=3 and exclude_from_loading=[] are left alone: this run holds step 20" in said
+
+
+def test_accumulation_and_a_loader_with_workers(titan):
+    options = {"ranks": 2, "workers": 1, "global_batch": 8, "steps": 12}
+    plain = titan.undisturbed(**options)
+    kept, _ = titan.kept(**options, kill=drawn(range(2, 6), range(6, 13)))
+    assert_same(plain, kept, kills=2, ranks=2)
+    assert len(next(iter(losses(kept)[2]))) == 2, "two micro-batches a step"
+
+
+def test_a_run_without_a_step_begins_with_what_torchtitan_itself_would_load(titan):
+    options = {"ranks": 2, "steps": 6}
+    own = {"enable": True, "last_save_model_only": False}
+    seed = titan.undisturbed(**options, out="seed", checkpoint=own)
+    path = {
+        "initial_load_path": str(seed / "titan" / "checkpoint" / "step-6"),
+        "initial_load_model_only": False,
+    }
+    plain = titan.undisturbed(ranks=2, steps=12, checkpoint={**own, **path})
+    kept, _ = titan.kept(ranks=2, steps=12, checkpoint=path, kill=[9])
+    assert min(losses(kept)) == 7
+    assert result(kept)["weights"] == result(plain)["weights"]
+
+
+def test_an_async_mode_is_refused(titan):
+    _, said = titan.kept(ranks=2, checkpoint={"async_mode": "async"}, code=1)
+    assert "checkpoint.async_mode=async: keepstep copies beside the training" in said
