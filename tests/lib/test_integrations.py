@@ -3,6 +3,7 @@ with."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from setuptools import find_packages
 
 import keepstep
 from keepstep.integrations import require
+from keepstep.save import loops
 from tests.harness import ROOT
 
 SOURCES = sorted((ROOT / "lib/src/keepstep/integrations").glob("[a-z]*.py"))
@@ -30,6 +32,11 @@ def test_importing_keepstep_imports_no_integration():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_adapter_that_a_hint_names_is_there():
+    for name in loops.ADAPTERS.values():
+        assert importlib.util.find_spec(name) is not None, name
 
 
 def test_they_are_in_the_package():

@@ -38,6 +38,7 @@ from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.waiting import telling
+from keepstep.save import loops
 from keepstep.save.agent import Agent
 from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
@@ -121,7 +122,7 @@ class Checkpointer:
         self._probed: Taken | None = None
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
-        self._moved = False
+        self._moved = self._hinted = False
         # what `restore_rng` is to set: None before restore(rng="later"), {} once it is set
         self._rng_later: dict[str, Any] | None = None
         # C code throughout, so that no exception comes between taking it and having it
@@ -196,6 +197,7 @@ class Checkpointer:
             if not self._rng:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
+        self._hint()
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
@@ -249,6 +251,17 @@ class Checkpointer:
         state, self._rng_later = self._rng_later, {}
         rng.apply(state)
         return bool(state)
+
+    def _hint(self) -> None:
+        """Name the adapter where a framework owns the loop: once, and from rank 0."""
+        ask = self._agent is not None and self._rank == 0 and not self._hinted
+        if ask and (adapter := loops.adapter()):
+            self._hinted = True
+            log.warning(
+                "keepstep: this loop is a framework's: where its data stood, and what else it"
+                " counts, is in no step; %s keeps that, too, by one line (docs/frameworks.md)",
+                adapter,
+            )
 
     def _connect(self) -> LeaseGranted:
         assert self._agent is not None
@@ -416,6 +429,8 @@ class Checkpointer:
             # one reason for all of them, without their numbers: it is counted and logged by kind
             agent.skip(step, f"a newer one, or itself, came before: {only_grow}")
             return False
+        if self._snapshots is None:
+            self._hint()
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
         self._last_step = step

@@ -25,6 +25,7 @@ from keepstep.image import extras
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.topology import ALONE, Bulk, Topology, cut
 from keepstep.state.walk import Walker
+from keepstep.state.wrappers import is_deepspeed
 
 
 def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,6 +43,12 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
             raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
         if isinstance(component, dict):
             continue
+        if is_deepspeed(component):
+            raise UsageError(
+                f"{name!r} is a {type(component).__name__}: keepstep cannot keep what DeepSpeed"
+                " divides among ranks. Use FSDP2 (torch's fully_shard), or for ZeRO-1 torch's"
+                " ZeroRedundancyOptimizer; or leave keepstep out and keep engine.save_checkpoint()"
+            )
         if not (hasattr(component, "state_dict") and hasattr(component, "load_state_dict")):
             raise UsageError(
                 f"{name!r} is a {type(component).__name__} without state_dict() and"

@@ -56,6 +56,16 @@ def after_loading(components: Mapping[str, Any]) -> None:
             _copy_groups(component.optim, component)
 
 
+def is_deepspeed(component: Any) -> bool:
+    """Whether it is DeepSpeed's engine, or one of its optimizers that are none of torch's: both
+    have partitions, or copies, that nobody else knows of."""
+    return any(
+        kind.__module__.partition(".")[0] == "deepspeed"
+        and kind.__name__ in ("DeepSpeedEngine", "DeepSpeedOptimizer")
+        for kind in type(component).__mro__
+    )
+
+
 def is_zero(component: Any) -> bool:
     """Whether it is a ZeroRedundancyOptimizer; nobody has one without importing its module."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
