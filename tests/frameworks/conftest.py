@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,3 +122,10 @@ def assert_same(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     for rank in range(ranks):
         assert losses(kept, rank) == losses(plain, rank)
         assert result(kept, rank) == result(plain, rank)
+
+
+def drawn(*ranges: range) -> list[int]:
+    """A step of each range to be killed in; the output of a failed test has them."""
+    steps = [random.choice(one) for one in ranges]
+    print("killed before the steps after", steps)
+    return steps

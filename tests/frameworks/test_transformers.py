@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, losses, result
+from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -15,13 +13,6 @@ EPOCH = 15
 @pytest.fixture
 def trainer(lives) -> Lives:
     return lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
-
-
-def drawn(*ranges: range) -> list[int]:
-    """A step of each range to be killed in; the output of a failed test has them."""
-    steps = [random.choice(one) for one in ranges]
-    print("killed before the steps after", steps)
-    return steps
 
 
 def test_two_kills_in_two_epochs_change_nothing(trainer):

@@ -1,0 +1,504 @@
+"""Lightning's Trainer: every step is kept, a killed `fit` goes on.
+
+    Trainer(callbacks=[KeepstepCallback()])
+
+for `lightning` as for `pytorch_lightning`. Hooks of callbacks are not enough: what has to come back
+exists only between the last hook before training and the first one in it, an epoch that is gone on
+with has no hook at its beginning, and a step is validated and logged after the last hook of its
+batch. So methods of the trainer's loops are followed, for the time of one `fit`.
+
+What must stay true: a step is kept when Lightning is through with it, log and validation included;
+the last of an epoch when the epoch is over. Its loops are told to go on only while they get ready
+to: what they leave out for a checkpoint of their own, that may be of any moment, is done here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from keepstep.checkpointer import Checkpointer, Restored
+from keepstep.client.session import held_steps
+from keepstep.errors import RestoreError, UsageError
+from keepstep.integrations import loaders, require
+from keepstep.state import rng
+from keepstep.wire.trainer import SOCKET_ENV
+
+log = logging.getLogger("keepstep")
+
+
+def _package() -> Any:
+    """`lightning.pytorch` or `pytorch_lightning`: which of the two a trainer is of is seen by its
+    own modules, and a callback of one serves the other."""
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name)
+    raise UsageError("there is no Lightning here: pip install lightning")
+
+
+def _package_of(trainer: Any) -> str:
+    return str(type(trainer.fit_loop).__module__.rpartition(".loops.")[0])
+
+
+def _require(package: str) -> None:
+    version = importlib.import_module(package).__version__
+    require(package.partition(".")[0], version, at_least="2.6", below="2.7")
+
+
+_lightning: Any = _package()
+_require(_lightning.__name__)
+
+_REFUSED = {
+    "DeepSpeedStrategy": "keepstep cannot keep DeepSpeed's partitions: use ModelParallelStrategy"
+    " (FSDP2), or DDP",
+    "FSDPStrategy": "keepstep keeps FSDP2, not FSDP1: use ModelParallelStrategy, and fully_shard in"
+    " configure_model()",
+    "WeightAveraging": "WeightAveraging has weights of its own, which keepstep cannot follow: keep"
+    " an average in a module of your model",
+    "StochasticWeightAveraging": "StochasticWeightAveraging has weights of its own, which keepstep"
+    " cannot follow: train without it",
+    "ModelPruning": "ModelPruning changes the model while it trains, which keepstep cannot follow:"
+    " prune it afterwards",
+    "LearningRateFinder": "LearningRateFinder trains within a training, which keepstep cannot"
+    " follow: call Tuner(trainer).lr_find() in a process of its own",
+    "BatchSizeFinder": "BatchSizeFinder trains within a training, which keepstep cannot follow:"
+    " call Tuner(trainer).scale_batch_size() in a process of its own",
+}
+"""By the name of a strategy or a callback, for both packages."""
+
+_META = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+"""Of what was logged; the rest are functions."""
+
+_SCAN_S = 30.0
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch"
+
+
+class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a checker without it: Any
+    """`Trainer(callbacks=[KeepstepCallback()])`; `options`: of `Checkpointer`.
+
+    `checkpointer`: from the beginning of training on, for `stats`, `wait` and `mutating`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.checkpointer: Checkpointer | None = None
+        self._fit: _Fit | None = None
+
+    def keepstep_components(self, trainer: Any) -> dict[str, Any]:
+        """What is kept, by name, once all is prepared; override it to add what else the next step
+        depends on. Raises UsageError for an optimizer that is none of torch's."""
+        components: dict[str, Any] = {"model": trainer.strategy.model}
+        for at, optimizer in enumerate(trainer.strategy.optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UsageError(
+                    f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
+                    " torch.optim.Optimizer"
+                )
+            components[f"optimizer{at or ''}"] = optimizer
+        for at, config in enumerate(trainer.lr_scheduler_configs):
+            components[f"scheduler{at or ''}"] = config.scheduler
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        others = {"scaler": scaler, "datamodule": trainer.datamodule}
+        return components | {name: one for name, one in others.items() if one is not None}
+
+    # --- Lightning's own, in the order in which it calls them ----------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begins to follow a `fit`; others, and those of a tuner, are left alone. Raises UsageError
+        for what cannot be followed, and for a second training."""
+        if stage != "fit" or trainer.fast_dev_run or any(map(_tunes, trainer.callbacks)):
+            return
+        _require(_package_of(trainer))
+        _refuse(trainer)
+        socket_path = os.environ.get(SOCKET_ENV, "")
+        if socket_path and self._fit is not None:
+            raise UsageError(
+                "fit() was called already: a run keeps one training. Begin the next one in a"
+                " process and a run of its own (keepstep run --run NAME)"
+            )
+        self._fit = _Fit(self, trainer)
+        self._fit.follow(_held(socket_path))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last step is made durable while the model is where it was."""
+        if self._fit is not None:
+            self._fit.end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """`on_train_end` is not called where nothing was left to train."""
+        if stage == "fit" and self._fit is not None:
+            self._fit.end()
+
+
+@dataclasses.dataclass
+class _Fit:
+    """One `fit()`. `kept`: what goes into each step beside Lightning's objects, refilled in place
+    by a restore: `begun`, how the epoch began, is empty between two epochs."""
+
+    callback: KeepstepCallback
+    trainer: Any
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    at: Restored | None = None
+    last: int = 0
+    left_alone: Any = None
+    """A checkpoint of Lightning's that was asked for while the run holds a step."""
+    before_iterator: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """How it was when the loaders' iterators were made."""
+    metrics: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    """Those of torchmetrics in the module."""
+    undo: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
+
+    # --- what is followed ----------------------------------------------------------------------
+
+    def follow(self, held: set[int]) -> None:
+        loop, epoch = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        connector = self.trainer._checkpoint_connector
+
+        def leave_alone(original: Callable[..., Any], path: Any = None, *args: Any) -> Any:
+            if path and held:
+                log.warning(
+                    "keepstep: ckpt_path=%r is left alone: this run holds step %d",
+                    *(path, max(held)),
+                )
+                self.left_alone, path = path, None
+            return original(path, *args)
+
+        def restore(original: Callable[..., Any]) -> Any:
+            original()
+            self._restore()
+
+        def load_states(original: Callable[..., Any]) -> Any:
+            if self._resumes and not self._own_states():
+                loop._combined_loader_states_to_load = []
+            original()
+            self.before_iterator = self._capture()
+
+        def begin_epoch(original: Callable[..., Any]) -> Any:
+            if self._resumes:
+                self._go_on()
+            return original()
+
+        def reset(original: Callable[..., Any]) -> Any:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+                return original()
+
+        def begin_batches(original: Callable[..., Any], fetcher: Any) -> Any:
+            if self._resumes:
+                self._leave_out(fetcher)
+                # nothing is left of a checkpoint from here on: see the module
+                _restarting(loop, False)
+                original(fetcher)
+                self._checkpointer.restore_rng()
+            else:
+                iterator, before = fetcher.combined_loader._iterator, self._capture()
+                original(fetcher)
+                if fetcher.combined_loader._iterator is not iterator:
+                    self.before_iterator = before
+                self.kept["begun"] = {"before": self.before_iterator, "first": rng.capture()}
+            self.at = None
+
+        def end_step(original: Callable[..., Any], fetcher: Any) -> Any:
+            original(fetcher)
+            # what ends the epoch is kept when it is over: its log and hooks are still to come
+            if not epoch.done:
+                self._keep()
+
+        def end_epoch(original: Callable[..., Any]) -> Any:
+            original()
+            self.kept["begun"] = {}
+            self._keep()
+
+        for owner, name, around in (
+            (connector, "_restore_modules_and_callbacks", leave_alone),
+            (connector, "restore_training_state", restore),
+            (loop, "_load_combined_loader_states", load_states),
+            (loop, "on_advance_start", begin_epoch),
+            (epoch, "reset", reset),
+            (epoch, "on_run_start", begin_batches),
+            (epoch, "on_advance_end", end_step),
+            (loop, "on_advance_end", end_epoch),
+        ):
+            setattr(owner, name, functools.partial(around, getattr(owner, name)))
+            self.undo.append((owner, name))
+
+    def end(self) -> None:
+        """The last step is made durable; the trainer is as it was."""
+        for owner, name in self.undo:
+            delattr(owner, name)
+        self.undo = []
+        if self.callback.checkpointer is not None:
+            if self.at is not None:
+                self._checkpointer.restore_rng()
+            self._checkpointer.close()
+
+    # --- going on ------------------------------------------------------------------------------
+
+    @property
+    def _checkpointer(self) -> Checkpointer:
+        assert self.callback.checkpointer is not None
+        return self.callback.checkpointer
+
+    @property
+    def _resumes(self) -> bool:
+        """Until the first batch of this life."""
+        return self.at is not None
+
+    @property
+    def _loaders(self) -> list[Any]:
+        combined = self.trainer.fit_loop._combined_loader
+        return list(combined.flattened) if combined is not None else []
+
+    def _restore(self) -> None:
+        loop = self.trainer.fit_loop
+        self.metrics = list(_metrics(self.trainer.lightning_module))
+        self.kept.update(_nothing_yet(loop))
+        components = {**self.callback.keepstep_components(self.trainer), "trainer": self.kept}
+        self.callback.checkpointer = Checkpointer(components, **self.callback.options)
+        self.at = self._checkpointer.restore(rng="later")
+        if self.at is None:
+            if self.left_alone is not None:
+                raise RestoreError(
+                    f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"
+                    " all ranks hold; start this job again, or a new run"
+                )
+            self.last = self.trainer.global_step
+            return
+        loop.load_state_dict(self.kept["loops"])
+        self.last = self.trainer.global_step
+        if not self.kept["begun"]:
+            # an epoch is to begin: as any does, with a new iterator
+            _restarting(loop, False)
+            loop._resuming_from_checkpoint = False
+        loop.epoch_loop.val_loop._restarting = True  # no sanity check
+        self.trainer.should_stop = self.kept["should_stop"]
+        for callback in self.trainer.callbacks:
+            if (state := self.kept["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(copy.deepcopy(state))
+
+    def _go_on(self) -> None:
+        """Behind what Lightning does at the start of each `fit`."""
+        loop, kept = self.trainer.fit_loop, self.kept
+        loop._last_train_dl_reload_epoch = kept["reloaded"]
+        self._take_up_log()
+        for name, metric in self.metrics:
+            state, count = kept["metrics"].get(name, ({}, 0))
+            for attribute, value in state.items():
+                setattr(metric, attribute, value)
+            metric._update_count, metric._computed = count, None
+        if not kept["begun"]:
+            self.at = None
+            self._checkpointer.restore_rng()
+            loaders.set_own_generators(kept["generators"], self._loaders)
+
+    def _leave_out(self, fetcher: Any) -> None:
+        """What was done of the epoch, as it was begun."""
+        begun, done = self.kept["begun"], self.trainer.fit_loop.epoch_loop.batch_progress
+        batches = done.current.ready
+        if self._own_states():
+            return
+        if not all(map(loaders.by_index, self._loaders)):
+            loaders.apply(begun["before"], self._loaders)
+            iter(fetcher)
+            rng.apply(begun["first"])
+            for _ in range(batches):
+                next(fetcher)
+        else:
+            self._say_where_it_cycles(batches)
+            loaders.apply(begun["before"], self._loaders)
+            fresh = begun["before"]["fresh"]
+            with loaders.behind(self._loaders, batches, fresh) as samplers:
+                iter(fetcher)
+            rng.apply(begun["first"])
+            for sampler in samplers:
+                sampler.skip()
+        fetcher.fetched = 0  # Lightning adds what was done
+
+    def _own_states(self) -> bool:
+        """Whether the loaders say themselves where they are. One whose length is not known does
+        not: Lightning fetches a batch ahead of those."""
+        return all(
+            hasattr(one, "state_dict") and not loaders.by_index(one) and _has_length(one)
+            for one in self._loaders
+        )
+
+    def _say_where_it_cycles(self, batches: int) -> None:
+        if any(len(one) < batches for one in self._loaders):
+            log.warning(
+                "keepstep: a loader that is shorter than the epoch began anew within it: its"
+                " batches until the epoch's end are not those of an undisturbed run"
+            )
+
+    def _capture(self) -> dict[str, Any]:
+        state = loaders.capture(self._loaders)
+        return {**state, "fresh": [loaders.is_fresh(one) for one in self._loaders]}
+
+    # --- what is kept beside model and optimizer -----------------------------------------------
+
+    def _keep(self) -> None:
+        step = self.trainer.global_step
+        if self.callback.checkpointer is None or step <= self.last:
+            return  # gradients are accumulated
+        self.last = step
+        if self._checkpointer.should_save(step):
+            self._note()
+        self._checkpointer.save(step)
+
+    def _note(self) -> None:
+        """Write into `kept` what Lightning has now. Nothing here waits for a GPU."""
+        trainer = self.trainer
+        connector = trainer._logger_connector
+        states = ((one.state_key, one.state_dict()) for one in trainer.callbacks)
+        between, loops = not self.kept["begun"], trainer.fit_loop.state_dict()
+        if not self._own_states():
+            loops["state_dict"].pop("combined_loader", None)
+        self.kept.update(
+            loops=loops,
+            should_stop=trainer.should_stop,
+            callbacks={key: state for key, state in states if state},
+            generators=loaders.own_generators(self._loaders) if between else [],
+            reloaded=trainer.fit_loop._last_train_dl_reload_epoch,
+            results=dict(_logged(trainer.fit_loop.epoch_loop._results)),
+            metrics={
+                name: (metric.metric_state, metric._update_count) for name, metric in self.metrics
+            },
+            log={
+                "callback": dict(connector._callback_metrics),
+                "logged": dict(connector._logged_metrics),
+                "bar": dict(connector._progress_bar_metrics),
+            },
+        )
+
+    def _take_up_log(self) -> None:
+        connector, kept = self.trainer._logger_connector, self.kept
+        connector._callback_metrics = dict(kept["log"]["callback"])
+        connector._logged_metrics = dict(kept["log"]["logged"])
+        connector._progress_bar_metrics = dict(kept["log"]["bar"])
+        results = self.trainer.fit_loop.epoch_loop._results
+        for key, one in kept["results"].items():
+            results[key] = _made(one, self.trainer)
+        if kept["begun"]:
+            # the next batch is not the first: what the epoch adds up is not begun anew
+            connector._first_loop_iter = True
+
+
+def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `self.log` adds up over an epoch. Metrics of torchmetrics keep it themselves."""
+    for key, one in results.items():
+        if one.is_tensor and one.meta.on_epoch:
+            yield (
+                key,
+                {
+                    "meta": {name: getattr(one.meta, name) for name in _META},
+                    "reduce": one.meta.reduce_fx.__name__,
+                    "sync": one.meta.sync.should,
+                    "rank_zero_only": one.meta.sync.rank_zero_only,
+                    "value": one.value,
+                    "size": getattr(one, "cumulated_batch_size", 0),
+                    "last": one._forward_cache,
+                    "has_reset": one.has_reset,
+                },
+            )
+
+
+def _made(one: dict[str, Any], trainer: Any) -> Any:
+    """What `_logged` was told of, anew."""
+    kinds = sys.modules[f"{_package_of(trainer)}.trainer.connectors.logger_connector.result"]
+    meta = kinds._Metadata(**one["meta"], reduce_fx=one["reduce"])
+    meta.sync = kinds._Sync(
+        _should=one["sync"], fn=trainer.strategy.reduce, rank_zero_only=one["rank_zero_only"]
+    )
+    metric = kinds._ResultMetric(meta, is_tensor=True)
+    metric.value, metric._forward_cache = one["value"], one["last"]
+    if meta.is_mean_reduction:
+        metric.cumulated_batch_size = one["size"]
+    metric.has_reset, metric._update_count = one["has_reset"], 1
+    return metric
+
+
+def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
+    """Metrics of torchmetrics in a module, which are in its `state_dict` only when asked."""
+    for name, one in module.named_modules():
+        if hasattr(one, "metric_state"):
+            yield name, one
+
+
+def _nothing_yet(loop: Any) -> dict[str, Any]:
+    """`_Fit.kept` before the first step."""
+    return {
+        "begun": {},
+        "loops": loop.state_dict(),
+        "should_stop": False,
+        "callbacks": {},
+        "generators": [],
+        "reloaded": 0,
+        "results": {},
+        "metrics": {},
+        "log": {"callback": {}, "logged": {}, "bar": {}},
+    }
+
+
+def _restarting(loop: Any, value: bool) -> None:
+    """Of a loop and those in it, past the setter, which has a mind of its own."""
+    loop._restarting = value
+    for name, one in vars(loop).items():
+        if name != "trainer" and hasattr(one, "_restarting"):
+            _restarting(one, value)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _held(socket_path: str) -> set[int]:
+    return set(held_steps(socket_path, timeout_s=_SCAN_S)) if socket_path else set()
+
+
+def _kinds(one: Any) -> set[str]:
+    return {kind.__name__ for kind in type(one).__mro__}
+
+
+def _tunes(callback: Any) -> bool:
+    """What `Tuner` puts there: it trains for a while, and sets all back."""
+    finders = {"LearningRateFinder", "BatchSizeFinder"}
+    return bool(finders & _kinds(callback)) and bool(getattr(callback, "_early_exit", False))
+
+
+def _refuse(trainer: Any) -> None:
+    """Raises UsageError for what was never tried, or cannot be followed."""
+    for one in (trainer.strategy, *trainer.callbacks):
+        for name in _kinds(one) & _REFUSED.keys():
+            raise UsageError(_REFUSED[name])
+    module = trainer.lightning_module
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UsageError(
+            "training_step(dataloader_iter) fetches as it likes, which keepstep cannot follow: take"
+            " a batch"
+        )
+    for one in (module, trainer.datamodule, *trainer.callbacks):
+        hook = getattr(type(one), "on_save_checkpoint", None)
+        if hook is not None and not hook.__module__.startswith(_package_of(trainer)):
+            log.warning(
+                "keepstep: %s.on_save_checkpoint is not called, and what it adds is not kept: name"
+                " it in keepstep_components(), or give it a state_dict",
+                type(one).__name__,
+            )

@@ -1,0 +1,246 @@
+"""A tiny training with Lightning: `python lightning_fit.py OUT SETTINGS`; as trainer.py."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanSquaredError
+
+OUT = Path(sys.argv[1])
+SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
+RANK = int(os.environ.get("RANK", "0"))
+ROWS = 60
+lightning: Any = importlib.import_module(SETTINGS.get("package", "lightning.pytorch"))
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        row = torch.randn(8, generator=torch.Generator().manual_seed(at))
+        # in the training process such draws are kept, too
+        return row + 0.1 * torch.randn(8) if SETTINGS.get("augment") else row
+
+
+class Stream(IterableDataset[Any]):
+    """The same, of a length that nobody knows."""
+
+    def __iter__(self) -> Any:
+        rows = Rows()
+        return (rows[int(at)] for at in torch.randperm(ROWS))
+
+
+class Data(lightning.LightningDataModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.made = state["made"]
+
+    def train_dataloader(self) -> Any:
+        kind: Any = StatefulDataLoader if SETTINGS.get("stateful") else DataLoader
+        if SETTINGS.get("stream"):
+            return kind(Stream(), batch_size=4)
+        workers: dict[str, Any] = {"num_workers": SETTINGS.get("workers", 0)}
+        if SETTINGS.get("persistent"):
+            workers["persistent_workers"] = True
+        if SETTINGS.get("generator"):
+            workers["generator"] = torch.Generator().manual_seed(7)
+        first = kind(Rows(), batch_size=4, shuffle=True, **workers)
+        if short := SETTINGS.get("second"):
+            rows = torch.utils.data.Subset(Rows(), range(4 * short))
+            return [first, DataLoader(rows, batch_size=4, shuffle=True)]
+        return first
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Rows(), batch_size=20)
+
+
+class Model(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 8)
+        )
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, at: int) -> torch.Tensor:
+        if isinstance(batch, list):
+            batch = torch.cat(batch)
+        output = self.net(batch)
+        loss = ((output - batch) ** 2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if at < 3:
+            self.log("first", loss, on_epoch=True, on_step=False)
+        self.error(output, batch)
+        self.log("error", self.error, on_epoch=True, on_step=False)
+        record(self.trainer.global_step, loss)
+        return loss
+
+    def on_after_backward(self) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            maybe_kill(self.trainer.global_step)
+
+    def validation_step(self, batch: torch.Tensor, at: int) -> None:
+        self.log("val", ((self.net(batch) - batch) ** 2).mean() + 0 * torch.rand(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.datamodule is not None:
+            self.trainer.datamodule.made += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if SETTINGS.get("plateau"):
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val"},
+            }
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+
+
+class Two(Model):
+    """Two optimizers, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, at: int) -> None:
+        for optimizer in self.optimizers():
+            loss = ((self.net(batch) - batch) ** 2).mean()
+            record(self.trainer.global_step, loss)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            maybe_kill(self.trainer.global_step)
+            optimizer.step()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.net[0].parameters(), lr=1e-2),
+            torch.optim.SGD(self.net[3].parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+class Log(lightning.loggers.logger.Logger):  # type: ignore[misc]
+    """Every line of every life."""
+
+    name, version = "log", "0"
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        line = json.dumps({"step": step, **{key: float(one).hex() for key, one in metrics.items()}})
+        with (OUT / f"log-{RANK}").open("a") as file:
+            file.write(line + "\n")
+
+
+class Count(lightning.Callback):  # type: ignore[misc]
+    """Something with a state."""
+
+    def __init__(self) -> None:
+        self.steps = self.epochs = self.validations = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("steps", "epochs", "validations")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.epochs += 1
+        torch.rand(())
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.validations += not trainer.sanity_checking
+
+
+def record(step: int, loss: torch.Tensor) -> None:
+    with (OUT / f"losses-{RANK}").open("a") as file:
+        file.write(json.dumps([step, loss.item().hex(), os.getpid()]) + "\n")
+
+
+def maybe_kill(step: int) -> None:
+    mark = OUT / f"killed-{step}"
+    if step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    lightning.seed_everything(0, verbose=False)
+    count = Count()
+    callbacks: list[Any] = [count]
+    if SETTINGS.get("patience"):
+        callbacks.append(lightning.callbacks.EarlyStopping("val", patience=SETTINGS["patience"]))
+    if SETTINGS.get("tuned"):
+        callbacks.append(lightning.callbacks.LearningRateFinder())
+    if not SETTINGS.get("bare"):
+        from keepstep.integrations.lightning import KeepstepCallback
+
+        callbacks.append(KeepstepCallback())
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "log_every_n_steps": 3,
+        "enable_checkpointing": False,
+        **SETTINGS.get("arguments", {}),
+    }
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        logger=[Log()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        default_root_dir=str(OUT),
+        **options,
+    )
+    model = Two() if SETTINGS.get("two") else Model()
+    data = Data()
+    trainer.fit(model, datamodule=data, ckpt_path=SETTINGS.get("resume"))
+    if SETTINGS.get("checkpoint"):
+        trainer.save_checkpoint(OUT / "lightning.ckpt")
+    weights = b"".join(one.numpy().tobytes() for one in model.state_dict().values())
+    metrics = {name: float(one).hex() for name, one in trainer.callback_metrics.items()}
+    result = {
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "metrics": metrics,
+        "count": count.state_dict(),
+        "made": data.made,
+        "rates": [[one["lr"] for one in each.param_groups] for each in trainer.optimizers],
+        "random": torch.rand(()).item().hex(),
+    }
+    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

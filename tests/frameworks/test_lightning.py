@@ -1,0 +1,123 @@
+"""Lightning's Trainer with one line more: killed where it hurts, it ends as if nothing was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
+
+EPOCH = 15
+"""Steps: 60 rows in batches of 4."""
+
+
+@pytest.fixture
+def fit(lives) -> Lives:
+    return lives("lightning_fit.py", "lightning.pytorch", "torchdata.stateful_dataloader")
+
+
+def logged(folder: Path, rank: int = 0) -> set[str]:
+    """What is done again is logged again, and the same."""
+    return set((folder / f"log-{rank}").read_text().splitlines())
+
+
+def assert_same_log(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
+    assert_same(plain, kept, kills=kills, ranks=ranks)
+    assert logged(kept) == logged(plain)
+
+
+def test_two_kills_in_two_epochs_change_nothing(fit):
+    plain = fit.undisturbed()
+    kept, said = fit.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert "restored step" in said
+    assert "ended before the epoch ended" not in said
+    assert_same_log(plain, kept, kills=2)
+    again, said = fit.kept(out="again")
+    assert not (again / "losses-0").exists(), "what is over is not trained again"
+    over, expected = result(again), result(plain)
+    assert {**over, "metrics": 0} == {**expected, "metrics": 0}
+
+
+def test_an_end_of_an_epoch_with_its_log_and_validation_is_kept_whole(fit):
+    options = {"arguments": {"max_epochs": 3}, "patience": 5, "plateau": True}
+    plain = fit.undisturbed(**options)
+    kill = [EPOCH - 1, EPOCH, *drawn(range(2 * EPOCH, 44))]
+    kept, _ = fit.kept(**options, kill=kill)
+    assert_same_log(plain, kept, kills=3)
+
+
+def test_accumulation_with_a_remainder_and_a_loader_with_workers(fit):
+    options = {"arguments": {"accumulate_grad_batches": 2}, "workers": 2}
+    plain = fit.undisturbed(**options)
+    kept, _ = fit.kept(**options, kill=drawn(range(1, 8), range(8, 16)))
+    assert_same_log(plain, kept, kills=2)
+    assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_workers_that_outlive_an_epoch_and_a_generator_of_the_loaders_own(fit, stateful):
+    options = {"stateful": stateful, "workers": 2, "persistent": True, "generator": True}
+    plain = fit.undisturbed(**options)
+    kept, _ = fit.kept(**options, kill=[*drawn(range(1, EPOCH)), EPOCH, *drawn(range(17, 30))])
+    assert_same_log(plain, kept, kills=3)
+
+
+def test_a_stateful_loader(fit):
+    plain = fit.undisturbed(stateful=True)
+    kept, _ = fit.kept(stateful=True, kill=[*drawn(range(1, EPOCH)), EPOCH, *drawn(range(17, 30))])
+    assert_same_log(plain, kept, kills=3)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_stream_of_unknown_length_and_a_validation_within_the_epoch(fit, stateful):
+    options = {
+        "stream": True,
+        "stateful": stateful,
+        "arguments": {"max_steps": 40, "max_epochs": -1, "val_check_interval": 5},
+    }
+    plain = fit.undisturbed(**options)
+    kept, _ = fit.kept(**options, kill=[*drawn(range(1, 10), range(16, 30)), 35])
+    assert_same_log(plain, kept, kills=3)
+
+
+def test_a_dataset_that_draws_from_the_generators_of_the_process(fit):
+    plain = fit.undisturbed(augment=True)
+    kept, _ = fit.kept(augment=True, kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert_same_log(plain, kept, kills=2)
+
+
+def test_two_optimizers_by_hand_in_the_other_package(fit):
+    options = {"two": True, "package": "pytorch_lightning"}
+    plain = fit.undisturbed(**options)
+    kept, _ = fit.kept(**options, kill=drawn(range(2, 30), range(30, 60)))
+    assert_same_log(plain, kept, kills=2)
+
+
+def test_two_ranks(fit):
+    plain = fit.undisturbed(ranks=2, workers=1)
+    kept, _ = fit.kept(ranks=2, workers=1, kill=drawn(range(1, 8), range(8, 16)))
+    assert_same_log(plain, kept, kills=2, ranks=2)
+
+
+def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit):
+    seed = fit.undisturbed(arguments={"max_epochs": 1}, checkpoint=True, out="seed")
+    resume = seed / "lightning.ckpt"
+    plain = fit.undisturbed(resume=str(resume))
+    kept, said = fit.kept(resume=str(resume), kill=[18, 25])
+    assert said.count("lightning.ckpt' is left alone: this run holds step") == 2
+    assert min(losses(kept)) == EPOCH
+    assert_same_log(plain, kept, kills=2)
+
+
+def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
+    plain = fit.undisturbed(second=4)
+    kept, said = fit.kept(second=4, kill=[2, 9])
+    assert said.count("is shorter than the epoch began anew within it") == 1, "after one of two"
+    done = losses(plain)
+    assert all(done[step] == runs for step, runs in losses(kept).items() if step < 9)
+
+
+def test_what_cannot_be_followed_is_refused(fit):
+    _, said = fit.kept(tuned=True, code=1)
+    assert "LearningRateFinder trains within a training" in said

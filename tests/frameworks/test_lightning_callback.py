@@ -1,0 +1,126 @@
+"""What the callback for Lightning takes, leaves alone and refuses; in this process."""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
+
+import keepstep
+from keepstep.integrations import lightning as integration
+from keepstep.integrations.lightning import KeepstepCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.lr = torch.nn.Linear(2, 2), 0.1
+
+    def forward(self, batch):
+        return self.net(batch)
+
+    def training_step(self, batch, at):
+        return self.net(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(8, 2), batch_size=2)
+
+
+def made(tmp_path, *callbacks, **options):
+    return lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        default_root_dir=str(tmp_path),
+        **options,
+    )
+
+
+def test_without_a_sidecar_it_trains_as_ever_and_leaves_nothing(tmp_path):
+    callback = KeepstepCallback()
+    trainer = made(tmp_path, callback)
+    trainer.fit(Model())
+    assert trainer.global_step == 4
+    assert callback.checkpointer is not None
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._checkpoint_connector)
+    assert not [name for one in loops for name in vars(one) if name.startswith("on_adv")]
+    assert not [name for one in loops for name in vars(one) if name.startswith("restore_")]
+
+
+def test_what_is_no_training_is_left_alone(tmp_path, sidecar):
+    callback = KeepstepCallback()
+    trainer, model = made(tmp_path, callback), Model()
+    Tuner(trainer).lr_find(model, num_training=3, min_lr=1e-3, max_lr=1e-2)
+    trainer.predict(model, DataLoader(torch.zeros(2, 2)))
+    made(tmp_path, callback, fast_dev_run=True).fit(model)
+    assert callback.checkpointer is None
+
+
+def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
+    callback = KeepstepCallback()
+    made(tmp_path, callback).fit(Model())
+    assert callback.checkpointer.latest_step() == 4
+    with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
+        made(tmp_path, callback).fit(Model())
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy"])
+def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch, name):
+    trainer = made(tmp_path, KeepstepCallback())
+    kind = type(name, (type(trainer.strategy),), {})
+    trainer.strategy.__class__ = type("Mine", (kind,), {})
+    with pytest.raises(keepstep.UsageError, match=r"keepstep (cannot keep DeepSpeed|keeps FSDP2)"):
+        trainer.fit(Model())
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "ModelPruning"])
+def test_a_callback_with_weights_of_its_own_is_refused_by_name(tmp_path, name):
+    other = type(name, (lightning.Callback,), {})()
+    with pytest.raises(keepstep.UsageError, match=f"{name} .* keepstep cannot follow"):
+        made(tmp_path, KeepstepCallback(), other).fit(Model())
+
+
+def test_a_step_that_fetches_by_itself_is_refused(tmp_path):
+    class Fetching(Model):
+        def training_step(self, dataloader_iter):
+            return self.net(next(dataloader_iter)[0]).sum()
+
+    with pytest.raises(keepstep.UsageError, match="dataloader_iter"):
+        made(tmp_path, KeepstepCallback()).fit(Fetching())
+
+
+def test_a_hook_for_checkpoints_that_is_not_called_is_told_of(tmp_path, caplog):
+    class Adding(Model):
+        def on_save_checkpoint(self, checkpoint):
+            raise AssertionError
+
+    made(tmp_path, KeepstepCallback()).fit(Adding())
+    assert "Adding.on_save_checkpoint is not called" in caplog.text
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_refused():
+    strategy = types.SimpleNamespace(model=Model(), optimizers=[object()])
+    with pytest.raises(keepstep.UsageError, match="state of a object: it is no torch"):
+        KeepstepCallback().keepstep_components(types.SimpleNamespace(strategy=strategy))
+
+
+def test_a_version_that_was_never_tested_is_named(monkeypatch):
+    monkeypatch.setattr(lightning, "__version__", "2.4.0")
+    with pytest.raises(keepstep.UsageError, match=r"lightning 2.4.0 .* >= 2.6, < 2.7"):
+        importlib.reload(integration)
+    monkeypatch.undo()
+    importlib.reload(integration)
