@@ -321,9 +321,7 @@ class _Fit:
                 next(fetcher)
         else:
             self._say_where_it_cycles(batches)
-            loaders.apply(begun["before"], self._loaders)
-            fresh = begun["before"]["fresh"]
-            with loaders.behind(self._loaders, batches, fresh) as samplers:
+            with loaders.behind(self._loaders, batches, begun["before"]) as samplers:
                 iter(fetcher)
             rng.apply(begun["first"])
             for sampler in samplers:
@@ -346,8 +344,7 @@ class _Fit:
             )
 
     def _capture(self) -> dict[str, Any]:
-        state = loaders.capture(self._loaders)
-        return {**state, "fresh": [loaders.is_fresh(one) for one in self._loaders]}
+        return loaders.capture(self._loaders)
 
     # --- what is kept beside model and optimizer -----------------------------------------------
 

@@ -4,18 +4,86 @@ What its order depends on is drawn as it begins, from the random generators of t
 those that loaders and samplers have of their own: with workers when the iterator is made, without
 them the sampler's part when the first batch is asked for. So what a resumed epoch needs is the
 state of all of these before its iterator was made, and of the process's before its first batch.
+
+For a loop of one's own, on torch alone or a framework that wraps its loaders: `Batches`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from keepstep.checkpointer import Checkpointer
 from keepstep.state import rng
+
+
+class Batches:
+    """What is left of each epoch of a loader; a component, to be named to the `Checkpointer`.
+
+    `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
+    accelerate and Fabric do, goes in as it is.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.epoch = loader, 0
+        # accelerate's `base_dataloader`, Fabric's `_dataloader`
+        inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
+        self._base = loader if inner is None else inner
+        self._fetches_ahead = hasattr(loader, "base_dataloader")
+        self._done, self._begun = 0, dict[str, Any]()
+        self._resumes = False
+
+    def state_dict(self) -> dict[str, Any]:
+        between = not self._begun
+        own = own_generators([self._base]) if between else []
+        return {"epoch": self.epoch, "done": self._done, "begun": self._begun, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self._done, self._begun = state["epoch"], state["done"], state["begun"]
+        set_own_generators(state["own"], [self._base])
+        self._resumes = bool(self._begun)
+
+    def left(self, checkpointer: Checkpointer) -> Iterator[Any]:
+        """The batches of this epoch that were not done. Sets the random states that
+        `checkpointer.restore(rng="later")` left, where they belong; raises UsageError where that
+        was not called. A `break` ends no epoch: the next `left` begins the same one anew."""
+        for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's
+            if name in vars(self.loader):
+                setattr(self.loader, name, self.epoch)
+        if self._resumes:
+            self._resumes = False
+            batches = self._go_on(checkpointer.restore_rng)
+        else:
+            checkpointer.restore_rng()
+            self._done = 0
+            self._begun = capture([self._base])
+            batches = iter(self.loader)
+        for batch in batches:
+            self._done += 1
+            yield batch
+        self.epoch, self._done, self._begun = self.epoch + 1, 0, {}
+
+    def _go_on(self, restore_rng: Callable[[], Any]) -> Iterator[Any]:
+        if not by_index(self._base):
+            apply(self._begun, [self._base])
+            batches: Iterator[Any] = iter(self.loader)
+            for _ in range(self._done):
+                next(batches, None)
+            restore_rng()
+            return batches
+        # without workers the first batch may draw as it is read, but not what was read ahead
+        reads = self._base.num_workers == 0 and not self._fetches_ahead
+        with behind([self._base], self._done, self._begun) as (sampler,):
+            sampler.then = restore_rng if reads else None
+            batches = iter(self.loader)
+            first = list(itertools.islice(batches, 1))
+        restore_rng()
+        return itertools.chain(first, batches)
 
 
 def by_index(loader: Any) -> bool:
@@ -23,29 +91,34 @@ def by_index(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def capture(loaders: Iterable[Any]) -> dict[str, Any]:
-    """States of all generators that the order of these loaders may come from."""
-    return {"process": rng.capture(), "own": own_generators(loaders)}
+def capture(loaders: list[Any]) -> dict[str, Any]:
+    """How an epoch of these loaders is to begin: states of all generators that their order may come
+    from, and whether their iterators are new ones."""
+    return {
+        "process": rng.capture(),
+        "own": own_generators(loaders),
+        "fresh": [_is_fresh(one) for one in loaders],
+    }
 
 
-def apply(state: dict[str, Any], loaders: Iterable[Any]) -> None:
-    """Set what `capture` had."""
+def apply(state: dict[str, Any], loaders: list[Any]) -> None:
+    """Set the generators to what `capture` had."""
     rng.apply(state["process"])
     set_own_generators(state["own"], loaders)
 
 
-def own_generators(loaders: Iterable[Any]) -> list[bytes]:
+def own_generators(loaders: list[Any]) -> list[bytes]:
     """States of the generators that loaders and their samplers have of their own."""
     return [bytes(one.get_state().tolist()) for one in _generators(loaders)]
 
 
-def set_own_generators(states: list[bytes], loaders: Iterable[Any]) -> None:
+def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
     """Set what `own_generators` had."""
     for state, generator in zip(states, _generators(loaders), strict=False):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
+def _generators(loaders: list[Any]) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
     for loader in loaders:
         one: Any = loader
@@ -62,32 +135,32 @@ def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
     return list(found.values())
 
 
-def is_fresh(loader: Any) -> bool:
+def _is_fresh(loader: Any) -> bool:
     """Whether its next iterator is a new one: with `persistent_workers` only the first is."""
     lasts = getattr(loader, "persistent_workers", False) and loader.num_workers > 0
     return not lasts or getattr(loader, "_iterator", None) is None
 
 
 @contextlib.contextmanager
-def behind(loaders: list[Any], batches: int, fresh: list[bool]) -> Iterator[list[_Behind]]:
-    """The iterators that are made in here leave out the first `batches`, once they draw.
-
-    For loaders that are `by_index`; `fresh`: `is_fresh` of each, when the epoch began.
-    """
+def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[list[_Behind]]:
+    """The iterators that are made in here begin as `begun`, what `capture` had, and leave out the
+    first `batches`, once they draw. For loaders that are `by_index`."""
+    for loader, anew in zip(loaders, begun["fresh"], strict=True):
+        if anew and not _is_fresh(loader):
+            loader._iterator = None
+        elif not anew and _is_fresh(loader):
+            iter(loader)
+    apply(begun, loaders)
     samplers: list[_Behind] = []
     put_back: list[tuple[Any, str, Any]] = []
-    for loader, anew in zip(loaders, fresh, strict=True):
-        if anew and not is_fresh(loader):
-            loader._iterator = None
-        elif not anew and is_fresh(loader):
-            iter(loader)
+    for loader in loaders:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = _Behind(getattr(loader, name), batches)
         samplers.append(sampler)
         # past DataLoader.__setattr__, which forbids it for good reasons that are none here
         put_back.append((loader, name, vars(loader)[name]))
         vars(loader)[name] = sampler
-        if not is_fresh(loader):
+        if not _is_fresh(loader):
             loader._iterator._index_sampler = sampler
     try:
         yield samplers
@@ -102,6 +175,8 @@ class _Behind:
     def __init__(self, sampler: Any, left_out: int) -> None:
         self._sampler, self._left_out = sampler, left_out
         self._rest: Iterator[Any] = iter(())
+        self.then: Callable[[], Any] | None = None
+        """Called once, when what is left out is."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -121,3 +196,6 @@ class _Behind:
         while self._left_out:
             self._left_out -= 1
             next(self._rest, None)
+        if self.then is not None:
+            self.then()
+            self.then = None

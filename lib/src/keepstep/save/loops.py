@@ -10,6 +10,8 @@ import sys
 
 ADAPTERS = {
     "transformers.trainer": "keepstep.integrations.transformers",
+    "lightning.pytorch.trainer.trainer": "keepstep.integrations.lightning",
+    "pytorch_lightning.trainer.trainer": "keepstep.integrations.lightning",
     "torchtitan.trainer": "keepstep.integrations.torchtitan",
 }
 """By the module in which a framework's loop is."""

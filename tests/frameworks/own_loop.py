@@ -1,0 +1,114 @@
+"""A tiny loop of one's own: `python own_loop.py OUT SETTINGS`; as trainer.py otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import keepstep
+from keepstep.integrations.loaders import Batches
+
+OUT = Path(sys.argv[1])
+SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
+RANK = int(os.environ.get("RANK", "0"))
+ROWS = 60
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        row = torch.randn(8, generator=torch.Generator().manual_seed(at))
+        return row + 0.1 * torch.randn(8) if SETTINGS.get("augment") else row
+
+
+def record(step: int, loss: torch.Tensor) -> None:
+    with (OUT / f"losses-{RANK}").open("a") as file:
+        file.write(json.dumps([step, loss.item().hex(), os.getpid()]) + "\n")
+
+
+def maybe_kill(step: int) -> None:
+    mark = OUT / f"killed-{step}"
+    if step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loader() -> Any:
+    kind: Any = DataLoader
+    if SETTINGS.get("stateful"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        kind = StatefulDataLoader
+    workers: dict[str, Any] = {"num_workers": SETTINGS.get("workers", 0)}
+    if SETTINGS.get("persistent"):
+        workers["persistent_workers"] = True
+    return kind(Rows(), batch_size=4, shuffle=True, **workers)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 8))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def left(batches: Batches, checkpointer: Any) -> Any:
+    """Undisturbed: the loader alone."""
+    return batches.loader if SETTINGS.get("bare") else batches.left(checkpointer)
+
+
+def on_fabric() -> tuple[Any, Any]:
+    from lightning.fabric import Fabric
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric.launch()
+    net, plain = made()
+    model, optimizer = fabric.setup(net, plain)
+    batches = Batches(fabric.setup_dataloaders(loader()))
+    progress = {"step": 0}
+    checkpointer = None
+    if not SETTINGS.get("bare"):
+        checkpointer = keepstep.Checkpointer(
+            model=model, optimizer=optimizer, batches=batches, progress=progress
+        )
+        checkpointer.restore(rng="later")
+    for _ in range(batches.epoch, 2):
+        for batch in left(batches, checkpointer):
+            loss = ((model(batch) - batch) ** 2).mean()
+            record(progress["step"], loss)
+            fabric.backward(loss)
+            maybe_kill(progress["step"])
+            optimizer.step()
+            optimizer.zero_grad()
+            progress["step"] += 1
+            if checkpointer is not None:
+                checkpointer.save(progress["step"])
+    if checkpointer is not None:
+        checkpointer.close()
+    return net, progress
+
+
+def main() -> None:
+    net, progress = globals()[f"on_{SETTINGS['on']}"]()
+    weights = b"".join(one.numpy().tobytes() for one in net.state_dict().values())
+    result = {
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "progress": progress,
+        "random": torch.rand(()).item().hex(),
+    }
+    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A loop of one's own on Fabric, killed where it hurts: bit-equal at the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import keepstep
+from keepstep.integrations.loaders import Batches
+from tests.frameworks.conftest import Lives, assert_same, drawn
+
+EPOCH = 15
+"""Steps: 60 rows in batches of 4."""
+
+
+@pytest.fixture
+def loop(lives) -> Lives:
+    return lives("own_loop.py", "lightning.fabric", "torchdata.stateful_dataloader")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"augment": True},
+        {"workers": 2},
+        {"workers": 2, "persistent": True},
+        {"stateful": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_fabric(loop, options):
+    plain = loop.undisturbed(on="fabric", **options)
+    kill = [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
+    kept, said = loop.kept(on="fabric", **options, kill=kill)
+    assert "restored step" in said
+    assert_same(plain, kept, kills=3)
+
+
+def test_fabric_on_two_ranks(loop):
+    plain = loop.undisturbed(on="fabric", ranks=2, workers=1)
+    kept, _ = loop.kept(
+        on="fabric", ranks=2, workers=1, kill=[*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
+    )
+    assert_same(plain, kept, kills=3, ranks=2)
+
+
+def test_an_epoch_that_was_left_early_begins_anew():
+    batches = Batches(DataLoader(torch.arange(6), batch_size=2))
+    checkpointer = keepstep.Checkpointer(batches=batches)
+    with pytest.raises(keepstep.UsageError, match='restore\\(rng="later"\\) first'):
+        next(batches.left(checkpointer))
+    checkpointer.restore(rng="later")
+    assert next(batches.left(checkpointer)).tolist() == [0, 1]
+    assert [len(list(batches.left(checkpointer))), batches.epoch] == [3, 1]
