@@ -45,6 +45,7 @@ EVERYTHING: Object = {
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "grafanaDashboard": {"enabled": True, "labels": {"team": "ml"}},
     "images": {
         "registry": "registry.example:5000/mirror",
         "pullSecrets": ["registry"],
