@@ -16,7 +16,7 @@ E2E_JOBS ?= 3
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test test-frameworks check e2e chart lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo test test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -59,6 +59,19 @@ e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
 	$(BIN)/python scripts/chart_reference.py package
 
+dist: build/dist-tools/.ready ## wheels and sdists of library, sidecar and operator, in build/dist
+	rm -rf build/dist build/dist-source
+	mkdir -p build/dist-source
+	@# from copies, which have the licence beside them and leave nothing of the build in the tree
+	for part in lib sidecar operator; do \
+		git ls-files -z $$part | tar --null -T - -c | tar -x -C build/dist-source && cp LICENSE build/dist-source/$$part/ && \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/dist-tools/bin/python -m build -q --no-isolation \
+			-o build/dist build/dist-source/$$part || exit 1; done
+	build/dist-tools/bin/twine check --strict build/dist/*
+
+test-dist: dist ## install what dist built into a bare environment, and train there
+	$(PYTHON) scripts/check_dist.py
+
 lock: build/lock/.ready ## lock what the images are made of, with hashes; wheels for amd64 and arm64
 	PATH=$(CURDIR)/build/lock/bin:$$PATH $(PYTHON) scripts/lock.py $(LOCK_ARGS)
 
@@ -96,4 +109,10 @@ build/peers/.ready: $(READY) bench/setup_peers.py
 build/lock/.ready:
 	@$(PYTHON) -m venv build/lock
 	@build/lock/bin/pip install -q --disable-pip-version-check uv cyclonedx-bom
+	@touch $@
+
+build/dist-tools/.ready: lib/requirements.lock
+	@$(PYTHON) -m venv build/dist-tools
+	@build/dist-tools/bin/pip install -q --disable-pip-version-check --require-hashes -r lib/requirements.lock
+	@build/dist-tools/bin/pip install -q --disable-pip-version-check build twine
 	@touch $@

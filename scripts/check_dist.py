@@ -1,0 +1,129 @@
+"""Tries what `make dist` built as a user does: from the wheels, in a bare environment.
+
+`make test-dist`. Compares what is in wheels and sdists with the source, installs
+`keepstep[local]` and the operator from the wheels into a new virtual environment, and there trains
+two steps, the first of which ends in SIGKILL. Nothing of the checkout is on the path. Needs a
+package index, for what the packages depend on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DIST: Final = ROOT / "build" / "dist"
+PARTS: Final = {
+    "lib": "keepstep",
+    "sidecar": "keepstep_sidecar",
+    "operator": "keepstep_operator",
+}
+
+TRAINING: Final = """\
+import os, signal, sys
+import torch
+import keepstep
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+checkpointer = keepstep.Checkpointer(model=model, optimizer=optimizer)
+at = checkpointer.restore()
+for step in range(at.step + 1 if at else 0, 2):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    checkpointer.save(step)
+    if at is None:
+        checkpointer.wait(step)
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpointer.close()
+print("went on from step", at.step, "in", sys.modules["keepstep"].__file__)
+"""
+
+
+def check_contents(dist: Path) -> dict[str, Path]:
+    """Wheels by part. Exits where a file of the source is in no wheel or sdist, or no licence."""
+    wheels = {}
+    for part, package in PARTS.items():
+        (wheel,) = dist.glob(f"{package}-*.whl")
+        (sdist,) = dist.glob(f"{package}-*.tar.gz")
+        wanted = _source(ROOT / part / "src")
+        with zipfile.ZipFile(wheel) as archive:
+            _compare(wheel, wanted, set(archive.namelist()), "/licenses/LICENSE")
+        with tarfile.open(sdist) as packed:
+            inside = {name.partition("/src/")[2] or name for name in packed.getnames()}
+            _compare(sdist, wanted, inside, "/LICENSE")
+        wheels[part] = wheel
+    return wheels
+
+
+def _source(place: Path) -> set[str]:
+    files = (one for one in place.rglob("*") if one.is_file() and one.suffix != ".pyc")
+    return {str(one.relative_to(place)) for one in files if ".egg-info" not in str(one)}
+
+
+def _compare(packed: Path, wanted: set[str], inside: set[str], licence: str) -> None:
+    if missing := sorted(wanted - inside):
+        sys.exit(f"{packed.name} lacks {', '.join(missing)}")
+    code = {name for name in inside if name.endswith(".py") and name.startswith("keepstep")}
+    if extra := sorted(code - wanted):
+        sys.exit(f"{packed.name} has what is not in the source: {', '.join(extra)}")
+    if not any(name.endswith(licence) for name in inside):
+        sys.exit(f"{packed.name} has no LICENSE")
+
+
+def install(wheels: dict[str, Path], place: Path) -> Path:
+    """A bare environment with the three wheels; its bin/."""
+    venv.create(place, clear=True, with_pip=True)
+    torch = re.search(r"^torch==\S+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    assert torch is not None
+    ours = [f"{wheels['lib']}[local]", str(wheels["sidecar"]), str(wheels["operator"])]
+    _run(place / "bin" / "python", "-m", "pip", "install", "-q", torch[0], *ours, cwd=place)
+    _run(place / "bin" / "python", "-m", "pip", "check", cwd=place)
+    return place / "bin"
+
+
+def train(bin: Path, scratch: Path) -> None:
+    """Two steps; after the first one the process is killed."""
+    (scratch / "train.py").write_text(TRAINING)
+    for program in ("keepstep", "keepstep-sidecar", "keepstep-operator"):
+        _run(bin / program, "--help", cwd=scratch)
+    _run(bin / "python", "-c", "import keepstep", cwd=scratch)
+    command = (bin / "python", "train.py")
+    said = _run(bin / "keepstep", "run", "--restarts", "1", "--", *command, cwd=scratch)
+    told = re.search(r"went on from step 0 in (\S+)", said)
+    if told is None or not told[1].startswith(str(bin.parent)):
+        sys.exit(f"the training did not go on from the wheels' own step 0: {said}")
+    print(told[0])
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    """Standard output. Exits with what it said where it fails."""
+    keep = ("PATH", "HOME", "TMPDIR", "XDG_RUNTIME_DIR")
+    ours = {name: value for name, value in os.environ.items() if name in keep or "PIP" in name}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=ours | {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    if done.returncode:
+        said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        sys.exit(f"{' '.join(map(str, command))}: exit {done.returncode}\n{said}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    bin = install(check_contents(DIST), ROOT / "build" / "dist-venv")
+    with tempfile.TemporaryDirectory(prefix="keepstep-dist-") as scratch:
+        train(bin, Path(scratch))
+    print("the wheels install into a bare environment and keep a training that is killed")

@@ -1,0 +1,105 @@
+"""What runs elsewhere calls what there is here: workflows, make targets, versions of packages."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+import yaml
+
+from keepstep import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = sorted((ROOT / ".github" / "workflows").iterdir())
+PARTS = ("lib", "sidecar", "operator")
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.stem)
+def place(request: pytest.FixtureRequest) -> Path:
+    assert isinstance(request.param, Path)
+    return request.param
+
+
+@pytest.fixture
+def jobs(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(place.read_text())["jobs"]
+    return found
+
+
+def _project(part: str) -> dict[str, Any]:
+    read: dict[str, Any] = tomllib.loads((ROOT / part / "pyproject.toml").read_text())["project"]
+    return read
+
+
+def _targets() -> set[str]:
+    text = (ROOT / "Makefile").read_text()
+    return set(re.findall(r"^([a-z0-9-]+):(?!=)", text, re.MULTILINE))
+
+
+def test_there_is_one_for_changes_and_one_for_releases() -> None:
+    assert [one.name for one in PLACES] == ["ci.yaml", "release.yaml"]
+
+
+def test_a_workflow_is_of_the_schema_of_workflows(place: Path) -> None:
+    check = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+    ]
+    done = subprocess.run([*check, str(place)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_make_target_that_is_called_exists(jobs: dict[str, Any]) -> None:
+    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    called = [shlex.split(line)[1] for line in "\n".join(scripts).split("\n") if _makes(line)]
+    assert called
+    assert set(called) <= _targets()
+
+
+def _makes(line: str) -> bool:
+    return line.strip().startswith("make ")
+
+
+def test_changes_pass_what_a_commit_here_must_pass() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())["jobs"]
+    said = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    assert {"make test", "make test-frameworks", "make test-dist", "make e2e"} <= set(said)
+
+
+def test_actions_are_of_a_major_version_rights_are_few_and_jobs_end(
+    place: Path, jobs: dict[str, Any]
+) -> None:
+    whole = yaml.safe_load(place.read_text())
+    assert whole["permissions"] in ({}, {"contents": "read"}), "rights belong to a job"
+    for name, job in jobs.items():
+        assert job["timeout-minutes"] <= 120, name
+        given = {right for right, how in job.get("permissions", {}).items() if how == "write"}
+        assert given == ({"contents", "packages"} if name == "release" else set())
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"[\w.-]+/[\w.-]+@v\d+", step["uses"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_built_has_one_version_and_asks_for_its_own_parts_of_it(part: str) -> None:
+    project = _project(part)
+    assert project["version"] == __version__
+    extras = project.get("optional-dependencies", {}).values()
+    asked = [*project["dependencies"], *(one for extra in extras for one in extra)]
+    ours = [one for one in asked if one.startswith("keepstep")]
+    assert all(one.endswith(f"=={__version__}") for one in ours)
+    assert ours or part == "lib"
+
+
+def test_local_is_library_and_sidecar() -> None:
+    assert _project("lib")["optional-dependencies"]["local"] == [f"keepstep-sidecar=={__version__}"]
+    assert _project("sidecar")["scripts"].keys() >= {"keepstep", "keepstep-sidecar"}
