@@ -73,7 +73,7 @@ class Restored:
 
 
 class Checkpointer:
-    """Keeps the state of one training process; see the module for the three calls."""
+    """Keeps the state of one training process: `restore` once, `save` every step, then `close`."""
 
     def __init__(
         self,
