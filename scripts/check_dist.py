@@ -93,7 +93,7 @@ def install(wheels: dict[str, Path], place: Path) -> Path:
 def train(bin: Path, scratch: Path) -> None:
     """Two steps; after the first one the process is killed."""
     (scratch / "train.py").write_text(TRAINING)
-    for program in ("keepstep", "keepstep-sidecar", "keepstep-operator"):
+    for program in ("keepstep", "keepstep-sidecar", "keepstep-operator", "kubectl-keepstep"):
         _run(bin / program, "--help", cwd=scratch)
     _run(bin / "python", "-c", "import keepstep", cwd=scratch)
     command = (bin / "python", "train.py")

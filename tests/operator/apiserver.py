@@ -29,6 +29,7 @@ Body = dict[str, Any]
 TOKEN = "operator"
 _CORE = ("pods", "nodes", "namespaces", "configmaps", "secrets", "events")
 _OURS = ("checkpointpolicies", "checkpointruns", "checkpoints")
+_OTHERS = ("mutatingwebhookconfigurations", "deployments")
 _GROUP, _VERSION = "keepstep.dev", "v1alpha1"
 
 
@@ -65,13 +66,15 @@ class _Watch:
 
 @dataclass
 class ApiServer:
-    """`objects`: by path. `tokens`: token -> TokenReview.status. Tests may set `delay_s` (before
-    each answer but those of watches), `down` (503 to everything), `broken` (how many more requests
-    are answered with 503, of those whose path has `broken_part`), `forbidden` (403 to paths with
-    it), and `before` (called with method and path before a request is looked at)."""
+    """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod. Tests
+    may set `delay_s` (before each answer but those of watches), `down` (503 to everything),
+    `broken` (how many more requests are answered with 503, of those whose path has
+    `broken_part`), `forbidden` (403 to paths with it), and `before` (called with method and path
+    before a request is looked at)."""
 
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     delay_s: float = 0.0
     down: bool = False
@@ -220,6 +223,8 @@ class ApiServer:
     def _get(self, path: str, query: Mapping[str, str]) -> web.Response:
         if path in self.objects:
             return web.json_response(self.objects[path])
+        if (log := self.logs.get(path.removesuffix("/log"))) is not None:
+            return web.Response(text=log)
         if not _is_collection(path):
             return _status(404, "NotFound", f"{path} not found")
         labels = query.get("labelSelector", "")
@@ -392,7 +397,7 @@ def _is_collection(path: str) -> bool:
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     parts = parts[2:] if parts[0] == "namespaces" and len(parts) == 3 else parts
-    return len(parts) == 1 and parts[0] in (*_CORE, *_OURS, "mutatingwebhookconfigurations")
+    return len(parts) == 1 and parts[0] in (*_CORE, *_OURS, *_OTHERS)
 
 
 def _merged(old: Any, patch: Any) -> Any:

@@ -1,0 +1,153 @@
+"""The API server, as the user's kubeconfig reaches it: the official client, objects as JSON.
+
+UsageError      no kubeconfig, no such context
+Refused         what the server says: not found, not allowed, not valid, changed meanwhile
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Final
+
+from kubernetes import config
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep_operator import names
+
+Body = dict[str, Any]
+
+_TIMEOUT_S: Final = 30.0
+_MERGE: Final = "application/merge-patch+json"
+_JSON_PATCH: Final = "application/json-patch+json"
+
+
+class Refused(KeepstepError):
+    """The API server said no. `code`: of HTTP, 0 where it was not reached."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Cluster:
+    """One context of a kubeconfig. `namespace`: the one that was asked for, or the context's."""
+
+    def __init__(self, *, context: str | None = None, namespace: str | None = None) -> None:
+        # several files, as kubectl takes them; by itself the client reads the variable on import
+        files = os.environ.get("KUBECONFIG") or None
+        try:
+            self._api = config.new_client_from_config(files, context=context)
+            contexts, current = config.list_kube_config_contexts(files)
+        except (config.ConfigException, OSError, TypeError) as error:
+            said = f"no cluster to ask: {error}; see KUBECONFIG, and --context"
+            raise UsageError(said) from error
+        chosen = next((one for one in contexts if one["name"] == context), current)
+        self.namespace: str = namespace or chosen["context"].get("namespace") or "default"
+
+    # --- keepstep's own objects --------------------------------------------------------------
+
+    def runs(self) -> list[Body]:
+        """CheckpointRuns of the namespace, by name. Raises Refused, as all that follow."""
+        return self.list(self._path("checkpointruns"))
+
+    def run(self, name: str) -> Body:
+        """One of them."""
+        return self._json("GET", self._path("checkpointruns", name))
+
+    def checkpoints(self, run: str) -> list[Body]:
+        """Checkpoints of one run: pinned and archived steps."""
+        found = self.list(self._path("checkpoints"))
+        return [one for one in found if one["spec"]["run"] == run]
+
+    def ask_to_restore_from(self, run: str, step: str) -> None:
+        """Write `spec.restoreFrom`, whatever stood there."""
+        body = {"spec": {"restoreFrom": step}}
+        self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
+
+    def replace_pins(self, run: Body, pins: list[str]) -> None:
+        """Write `spec.pins`, if the spec is still that of `run`: the status, which the operator
+        writes all the time, does not matter."""
+        operations: list[Body] = [{"op": "add", "path": "/spec", "value": {"pins": pins}}]
+        if "spec" in run:
+            operations = [
+                {"op": "test", "path": "/spec", "value": run["spec"]},
+                {"op": "add", "path": "/spec/pins", "value": pins},
+            ]
+        path = self._path("checkpointruns", run["metadata"]["name"])
+        self._json("PATCH", path, body=operations, kind=_JSON_PATCH)
+
+    def _path(self, plural: str, name: str = "") -> str:
+        path = f"/apis/{names.API_VERSION}/namespaces/{self.namespace}/{plural}"
+        return f"{path}/{name}" if name else path
+
+    # --- what Kubernetes has of them ---------------------------------------------------------
+
+    def pods(self, run: str) -> list[str]:
+        """Names of the run's pods with a sidecar."""
+        labels = f"{names.RUN_KEY_LABEL}={run},{names.INJECTED_LABEL}={names.INJECTED}"
+        found = self.list(f"/api/v1/namespaces/{self.namespace}/pods", labels=labels)
+        return [str(one["metadata"]["name"]) for one in found]
+
+    def log(self, pod: str, *, lines: int, previous: bool) -> str:
+        """The end of what a pod's sidecar wrote, in this life or the one before."""
+        query = {"container": names.SIDECAR_CONTAINER, "tailLines": str(lines)}
+        query |= {"previous": "true"} if previous else {}
+        return self._call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query=query)
+
+    def served(self) -> set[str]:
+        """Kinds of keepstep's API, by plural."""
+        said = self._json("GET", f"/apis/{names.API_VERSION}")
+        return {str(one["name"]) for one in said["resources"]}
+
+    def list(self, path: str, *, labels: str = "") -> list[Body]:
+        """Objects of the collection at `path` with these labels, by name."""
+        query = {"labelSelector": labels} if labels else {}
+        items: list[Body] = self._json("GET", path, query=query)["items"]
+        return sorted(items, key=lambda one: str(one["metadata"]["name"]))
+
+    def _json(self, method: str, path: str, **options: Any) -> Body:
+        body: Body = json.loads(self._call(method, path, **options))
+        return body
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, str] | None = None,
+        body: Any = None,
+        kind: str = "",
+    ) -> str:
+        headers = {"Accept": "application/json", **({"Content-Type": kind} if kind else {})}
+        asked = self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            said = self._api.call_api(*asked, _request_timeout=_TIMEOUT_S)
+            text = str(said.read().decode(errors="replace"))
+        except (ApiException, HTTPError, OSError) as error:
+            raise Refused(f"the API server does not answer: {error}", code=0) from error
+        if said.status >= 400:
+            raise Refused(_words(path, said.status, text), code=said.status)
+        return text
+
+
+def _words(path: str, code: int, text: str) -> str:
+    try:
+        message = str(json.loads(text)["message"])
+    except (ValueError, TypeError, KeyError):
+        message = text[:200] or f"HTTP {code}"
+    # a failed test of a JSON patch, of which the server says nothing more
+    if code == 422 and "is invalid" not in message:
+        return (
+            f"somebody changed the run's spec meanwhile; look at it, and say it again ({message})"
+        )
+    return f"{path}: {message}" if code in (401, 403) else message

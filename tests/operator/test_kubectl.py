@@ -1,0 +1,305 @@
+"""`kubectl keepstep` against the stand-in of an API server: what it shows, and what it writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from keepstep_operator import __version__, names
+from keepstep_operator.kube import RUNS
+from keepstep_operator.kubectl.main import cli
+from tests.operator.apiserver import ApiServer, Body
+
+NEW, OLD, OTHER = (
+    "0002.bbbbbbbb-000000040",
+    "0001.aaaaaaaa-000000020",
+    "0002.bbbbbbbb-000000020",
+)
+JOB = {
+    "kind": "PyTorchJob",
+    "metadata": {"name": "fork"},
+    "spec": {
+        "pytorchReplicaSpecs": {
+            kind: {
+                "template": {
+                    "metadata": {"annotations": {"keepstep.dev/policy": "default"}},
+                    "spec": {"containers": [{"name": "pytorch"}]},
+                }
+            }
+            for kind in ("Master", "Worker")
+        }
+    },
+}
+
+
+@pytest.fixture
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    """A run `gpt` of namespace n with a pinned and an archived step, and a fork of it."""
+    async with ApiServer().running() as one:
+        monkeypatch.setenv("KUBECONFIG", str(one.kubeconfig(tmp_path)))
+        status = {
+            "jobName": "job",
+            "phase": "Running",
+            "step": 41,
+            "committed": {"step": 40, "id": NEW},
+            "watermarks": {"memory": NEW, "local": NEW},
+            "epoch": "0002.bbbbbbbb",
+            "protected": "True",
+            "sidecarVersion": __version__,
+            "libraryVersion": __version__,
+        }
+        run = {"metadata": {"name": "gpt", "namespace": "n"}, "spec": {}, "status": status}
+        one.put(RUNS, run | {"spec": {"pins": [OLD]}})
+        fork = {"origin": f"gpt/{OLD}", "phase": "Finished", "jobName": "second"}
+        one.put(RUNS, {"metadata": {"name": "fork", "namespace": "n"}, "status": fork})
+        _checkpoint(one, OLD, ["archive"])
+        yield one
+
+
+def _checkpoint(server: ApiServer, step: str, tiers: list[str]) -> None:
+    path = f"/apis/{names.API_VERSION}/namespaces/n/checkpoints/gpt-{step}"
+    body = {"metadata": {"name": f"gpt-{step}", "namespace": "n"}}
+    server.add(path, body | {"spec": {"run": "gpt", "step": step}, "status": {"tiers": tiers}})
+
+
+async def _said(*arguments: str, input: str | None = None) -> Result:
+    """In a thread: the server answers in this one."""
+    return await asyncio.to_thread(CliRunner().invoke, cli, arguments, input=input)
+
+
+async def _ok(*arguments: str, input: str | None = None) -> str:
+    result = await _said(*arguments, input=input)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def _spec(server: ApiServer, run: str = "gpt") -> Body:
+    return server.take(RUNS, run, namespace="n").get("spec", {})  # type: ignore[no-any-return]
+
+
+async def test_runs_are_those_of_the_namespace(server: ApiServer) -> None:
+    lines = (await _ok("runs")).splitlines()
+    assert lines[0].split()[:2] == ["RUN", "JOB"]
+    assert lines[2].split()[:5] == ["gpt", "job", "Running", "41", "40"]
+    (gpt,) = [one for one in json.loads(await _ok("runs", "-o", "json")) if one["run"] == "gpt"]
+    assert (gpt["step"], gpt["committed"], gpt["protected"]) == (41, 40, "True")
+    assert json.loads(await _ok("runs", "-n", "elsewhere", "-o", "json")) == []
+
+
+async def test_steps_are_told_with_their_tiers_newest_first(server: ApiServer) -> None:
+    found = json.loads(await _ok("steps", "gpt", "-o", "json"))
+    assert [(one["id"], one["tiers"]) for one in found] == [
+        (NEW, ["memory", "local"]),
+        (OLD, ["archive"]),
+    ]
+    assert [(one["committed"], one["pinned"]) for one in found] == [(True, False), (False, True)]
+    assert NEW in await _ok("steps", "gpt")
+
+
+async def test_the_tree_has_epochs_the_origin_and_forks(server: ApiServer) -> None:
+    assert (await _ok("tree", "gpt")).splitlines() == [
+        "gpt",
+        "|-- epoch 0001.aaaaaaaa  steps 20",
+        "|-- epoch 0002.bbbbbbbb  steps 40  <- now",
+        f"`-- fork fork  (from gpt/{OLD})",
+    ]
+    assert (await _ok("tree", "fork")).splitlines() == [f"fork  (began from gpt/{OLD})"]
+
+
+async def test_a_rollback_is_the_field_of_the_run_and_nothing_else(server: ApiServer) -> None:
+    said = await _ok("rollback", "gpt", "20")
+    assert _spec(server) == {"pins": [OLD], "restoreFrom": "20"}
+    assert "kubectl -n n describe ckrun gpt" in said
+    assert [one.method for one in server.requests if one.method != "GET"] == ["PATCH"]
+
+
+async def test_a_step_of_another_run_is_no_rollback(server: ApiServer) -> None:
+    result = await _said("rollback", "gpt", "other/20")
+    assert result.exit_code == 2
+    assert "kubectl keepstep fork" in result.stderr
+    assert "restoreFrom" not in _spec(server)
+
+
+async def test_steps_are_pinned_and_unpinned_by_number_or_full_id(server: ApiServer) -> None:
+    await _ok("pin", "gpt", "40")
+    assert _spec(server)["pins"] == [OLD, NEW]
+    await _ok("pin", "gpt", NEW)
+    assert _spec(server)["pins"] == [OLD, NEW]
+    await _ok("unpin", "gpt", "20")
+    assert _spec(server)["pins"] == [NEW]
+    await _ok("pin", "fork", OLD)
+    assert _spec(server, "fork") == {"pins": [OLD]}
+
+
+async def test_a_number_of_two_epochs_or_of_none_is_refused_with_what_to_give(
+    server: ApiServer,
+) -> None:
+    _checkpoint(server, OTHER, ["archive"])
+    for step, told in (("20", f"{OTHER}, {OLD}"), ("7", "full id"), ("newest", "no step")):
+        result = await _said("pin", "gpt", step)
+        assert result.exit_code == 2
+        assert told in result.stderr
+    assert (await _said("unpin", "gpt", NEW)).exit_code == 2
+    assert _spec(server)["pins"] == [OLD]
+
+
+async def test_a_spec_that_changed_meanwhile_is_not_written_over(server: ApiServer) -> None:
+    def before(method: str, path: str) -> None:
+        if method == "PATCH":
+            server.objects[path]["spec"] = {"pins": [OLD, OTHER]}
+
+    server.before = before
+    result = await _said("pin", "gpt", NEW)
+    assert result.exit_code == 1
+    assert "meanwhile" in result.stderr
+    assert _spec(server)["pins"] == [OLD, OTHER]
+
+
+async def test_a_status_that_changed_meanwhile_is_no_conflict(server: ApiServer) -> None:
+    def before(method: str, path: str) -> None:
+        if method == "PATCH":
+            body = server.take(RUNS, "gpt", namespace="n")
+            server.put(RUNS, body | {"status": body["status"] | {"step": 50}})
+
+    server.before = before
+    await _ok("pin", "gpt", NEW)
+    assert _spec(server)["pins"] == [OLD, NEW]
+
+
+async def test_a_fork_is_a_manifest_with_the_annotation_in_every_template(
+    server: ApiServer,
+) -> None:
+    said = await _ok("fork", "gpt", "20", "-f", "-", input=yaml.safe_dump(JOB))
+    for replica in yaml.safe_load(said)["spec"]["pytorchReplicaSpecs"].values():
+        annotations = replica["template"]["metadata"]["annotations"]
+        assert annotations == {
+            "keepstep.dev/policy": "default",
+            names.RESTORE_FROM_ANNOTATION: "gpt/20",
+        }
+    assert {one.method for one in server.requests} == {"GET"}
+
+
+async def test_a_fork_of_what_is_not_known_is_told(server: ApiServer) -> None:
+    result = await _said("fork", "gpt", "30", "-f", "-", input=yaml.safe_dump(JOB))
+    assert result.exit_code == 0
+    assert "no archived step 30" in result.stderr
+    result = await _said("fork", "nobody", "30", "-f", "-", input=yaml.safe_dump(JOB))
+    assert result.exit_code == 1
+    assert "not found" in result.stderr
+    for text in ("kind: ConfigMap", "{"):
+        assert (await _said("fork", "gpt", "20", "-f", "-", input=text)).exit_code == 2
+
+
+async def test_logs_are_of_every_pod_with_a_sidecar(server: ApiServer) -> None:
+    for name in ("gpt-0", "gpt-1"):
+        labels = {names.RUN_KEY_LABEL: "gpt", names.INJECTED_LABEL: "true"}
+        path = f"/api/v1/namespaces/n/pods/{name}"
+        server.add(path, {"metadata": {"name": name, "namespace": "n", "labels": labels}})
+        server.logs[path] = f"hello from {name}\nbye\n"
+    assert (await _ok("logs", "gpt", "--tail", "5", "--previous")).splitlines() == [
+        "gpt-0: hello from gpt-0", "gpt-0: bye", "gpt-1: hello from gpt-1", "gpt-1: bye",
+    ]  # fmt: skip
+    (asked, _) = server.asked("GET", "/log")
+    assert asked.query == {
+        "container": names.SIDECAR_CONTAINER, "tailLines": "5", "previous": "true",
+    }  # fmt: skip
+    assert (await _said("logs", "fork")).exit_code == 1
+
+
+def _installed(server: ApiServer, *, ca: str = "Y2E=", ready: int = 1) -> None:
+    labels = {"app.kubernetes.io/name": "keepstep"}
+    webhook: Any = {"metadata": {"name": "keepstep", "labels": labels}}
+    webhook["webhooks"] = [{"clientConfig": {"caBundle": ca}}]
+    kind = "mutatingwebhookconfigurations"
+    server.add(f"/apis/admissionregistration.k8s.io/v1/{kind}/keepstep", webhook)
+    for component in ("admission", "reconcile", "certificates"):
+        metadata = {
+            "name": f"keepstep-{component}",
+            "namespace": "keepstep-system",
+            "labels": labels | {"app.kubernetes.io/component": component},
+        }
+        path = f"/apis/apps/v1/namespaces/keepstep-system/deployments/{metadata['name']}"
+        status = {"readyReplicas": ready}
+        server.add(path, {"metadata": metadata, "spec": {"replicas": 1}, "status": status})
+    node = {"metadata": {"name": "a"}, "status": {"allocatable": {"hugepages-2Mi": "320Mi"}}}
+    server.add("/api/v1/nodes/a", node)
+
+
+async def _findings() -> tuple[int, dict[str, str]]:
+    """Exit code, and the worst result of each check."""
+    result = await _said("doctor", "-o", "json")
+    found: dict[str, str] = {}
+    for one in json.loads(result.stdout):
+        found[one["check"]] = min(found.get(one["check"], "z"), one["result"])
+    return result.exit_code, found
+
+
+async def test_the_doctor_finds_nothing_where_all_is_there(server: ApiServer) -> None:
+    _installed(server)
+    checks = ("kinds", "webhook", "operator", "versions", "huge pages")
+    assert await _findings() == (0, dict.fromkeys(checks, "ok"))
+    assert "1 of 1 nodes have hugepages-2Mi" in await _ok("doctor")
+
+
+async def test_the_doctor_names_what_is_bad(server: ApiServer) -> None:
+    code, found = await _findings()
+    assert (code, found["webhook"], found["operator"]) == (1, "bad", "bad")
+    _installed(server, ca="", ready=0)
+    body = server.take(RUNS, "gpt", namespace="n")
+    server.put(RUNS, body | {"status": body["status"] | {"libraryVersion": "0.9.0"}})
+    code, found = await _findings()
+    bad = {check for check, result in found.items() if result == "bad"}
+    assert (code, bad) == (1, {"webhook", "operator", "versions"})
+
+
+async def test_what_the_user_may_not_see_is_unknown_to_the_doctor_not_bad(
+    server: ApiServer,
+) -> None:
+    _installed(server)
+    server.forbidden = "deployments"
+    code, found = await _findings()
+    assert (code, found["operator"]) == (0, "unknown")
+
+
+async def test_errors_are_a_line_that_says_what(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "not found" in (await _said("steps", "nobody")).stderr
+    server.forbidden = "checkpointruns"
+    assert "no role says so" in (await _said("runs")).stderr
+    assert (await _said("runs", "--context", "nowhere")).exit_code == 2
+    config = yaml.safe_load(server.kubeconfig(tmp_path).read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    assert "does not answer" in (await _said("runs")).stderr
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
+    assert (await _said("runs")).exit_code == 2
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_has_help_with_examples_and_kubectls_options(name: str) -> None:
+    said = CliRunner().invoke(cli, [name, "--help"]).output
+    for part in (f"kubectl keepstep {name}", "--namespace", "--context"):
+        assert part in said
+
+
+def test_kubectl_finds_it_as_a_program(tmp_path: Path) -> None:
+    code = "from keepstep_operator.kubectl.main import cli; cli()"
+    command = [sys.executable, "-c", code, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
+    assert done.stdout == f"kubectl keepstep, version {__version__}\n"
+    root = Path(__file__).resolve().parents[2]
+    assert (
+        'kubectl-keepstep = "keepstep_operator.kubectl.main:cli"'
+        in (root / "operator" / "pyproject.toml").read_text()
+    )
