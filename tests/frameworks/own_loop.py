@@ -99,6 +99,47 @@ def on_fabric() -> tuple[Any, Any]:
     return net, progress
 
 
+def on_accelerate() -> tuple[Any, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(use_seedable_sampler=SETTINGS.get("seedable", False))
+    accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
+    net, plain = made()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 20)
+    model, optimizer, scheduler, loading = accelerator.prepare(net, plain, cosine, loader())
+    batches = Batches(loading)
+    progress = {"step": 0}
+    checkpointer = None
+    if not SETTINGS.get("bare"):
+        checkpointer = keepstep.Checkpointer(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            batches=batches,
+            progress=progress,
+        )
+        checkpointer.restore(rng="later")
+    for _ in range(batches.epoch, 2):
+        for batch in left(batches, checkpointer):
+            with accelerator.accumulate(model):
+                loss = ((model(batch) - batch) ** 2).mean()
+                record(progress["step"], loss)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    maybe_kill(progress["step"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                progress["step"] += 1
+                if checkpointer is not None:
+                    checkpointer.save(progress["step"])
+    if checkpointer is not None:
+        checkpointer.close()
+    return net, {**progress, "rate": scheduler.get_last_lr()}
+
+
 def main() -> None:
     net, progress = globals()[f"on_{SETTINGS['on']}"]()
     weights = b"".join(one.numpy().tobytes() for one in net.state_dict().values())

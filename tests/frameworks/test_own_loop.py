@@ -1,9 +1,11 @@
-"""A loop of one's own on Fabric, killed where it hurts: bit-equal at the end."""
+"""A loop of one's own, on Fabric and on accelerate, killed where it hurts: bit-equal at the end."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import keepstep
@@ -16,7 +18,8 @@ EPOCH = 15
 
 @pytest.fixture
 def loop(lives) -> Lives:
-    return lives("own_loop.py", "lightning.fabric", "torchdata.stateful_dataloader")
+    modules = ("lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
+    return lives("own_loop.py", *modules)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,35 @@ def test_fabric_on_two_ranks(loop):
         on="fabric", ranks=2, workers=1, kill=[*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
     )
     assert_same(plain, kept, kills=3, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"seedable": True}, {"workers": 2}],
+    ids=lambda options: "-".join(options),
+)
+def test_accelerate(loop, options):
+    """Eight steps an epoch, of two micro-batches each but the last."""
+    plain = loop.undisturbed(on="accelerate", **options)
+    kill = [*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
+    kept, said = loop.kept(on="accelerate", **options, kill=kill)
+    assert "restored step" in said
+    assert_same(plain, kept, kills=3)
+
+
+def test_accelerate_on_two_ranks(loop):
+    plain = loop.undisturbed(on="accelerate", ranks=2)
+    kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6])
+    assert_same(plain, kept, kills=3, ranks=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_that_accelerate_began_by_itself_is_refused():
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loading = accelerator.prepare(DataLoader(torch.arange(6), batch_size=2))
+    with pytest.raises(keepstep.UsageError, match="leave out use_stateful_dataloader"):
+        Batches(loading)
 
 
 def test_an_epoch_that_was_left_early_begins_anew():

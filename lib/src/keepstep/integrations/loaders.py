@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.checkpointer import Checkpointer
+from keepstep.errors import UsageError
 from keepstep.state import rng
 
 
@@ -26,7 +27,7 @@ class Batches:
     """What is left of each epoch of a loader; a component, to be named to the `Checkpointer`.
 
     `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
-    accelerate and Fabric do, goes in as it is.
+    accelerate and Fabric do, goes in as it is. Raises UsageError for one that has begun an epoch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -35,6 +36,11 @@ class Batches:
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
         self._base = loader if inner is None else inner
         self._fetches_ahead = hasattr(loader, "base_dataloader")
+        if getattr(self._base, "_initial_iter_for_state_dict", False):
+            raise UsageError(
+                "accelerate began the first epoch of this StatefulDataLoader in prepare(), before"
+                " anything could be restored: leave out use_stateful_dataloader, Batches needs none"
+            )
         self._done, self._begun = 0, dict[str, Any]()
         self._resumes = False
 
@@ -120,18 +126,14 @@ def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        one: Any = loader
-        places = [one]
-        # a batch sampler has a sampler, and that may be a distributed one around another
-        for name in ("batch_sampler", "sampler", "sampler"):
-            one = getattr(one, name, None)
-            places.append(one)
-        places.append(getattr(loader, "sampler", None))
-        for place in places:
-            generator = getattr(place, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
+    # a batch sampler has a sampler, or wraps another one, as accelerate's for many ranks does
+    places = list(loaders)
+    for place in places:
+        generator = getattr(place, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        inner = (getattr(place, name, None) for name in ("batch_sampler", "sampler"))
+        places += [one for one in inner if one is not None]
     return list(found.values())
 
 
