@@ -26,8 +26,9 @@ by the run's retention, as all steps are: what must stay is pinned or archived. 
 either these or a `Checkpointer`, as a rank has one lease.
 """
 
-from keepstep.dcp.reader import StorageReader, latest_step, newest_step
+from keepstep.dcp.reader import StorageReader, latest_step
+from keepstep.dcp.reader import newest_step as newest_step  # the name that it had
 from keepstep.dcp.session import close
 from keepstep.dcp.writer import StorageWriter
 
-__all__ = ["StorageReader", "StorageWriter", "close", "latest_step", "newest_step"]
+__all__ = ["StorageReader", "StorageWriter", "close", "latest_step"]
