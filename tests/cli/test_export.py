@@ -147,6 +147,29 @@ def test_other_components_have_the_names_of_their_parameters(
     assert "state.model.up.weight.exp_avg" in load(tmp_path / "out")
 
 
+DCP = """
+import torch, keepstep.dcp
+import torch.distributed.checkpoint as dcp
+model = torch.nn.Linear(30, 20)
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(30)).sum().backward()
+optimizer.step()
+state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+dcp.save(state, checkpoint_id="5", storage_writer=keepstep.dcp.StorageWriter(), no_dist=True)
+torch.save(model.state_dict(), "trained.pt")
+"""
+
+
+def test_a_step_of_dcp_save_is_exported_too(keepstep: Keepstep) -> None:
+    python = warm.python(warm.TRAINER)
+    keepstep("run", "--", python, keepstep.script("save.py", DCP))
+    keepstep("export", "latest", "--to", "out")
+    assert_equal(load(keepstep.home / "out"), torch.load(keepstep.home / "trained.pt"))
+    said = keepstep("export", "5", "--to", "state", "--only", "optimizer").stdout
+    assert "param_groups.0.betas" in said
+    assert "state.0.exp_avg" in load(keepstep.home / "state")
+
+
 def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:
     (shard,) = copied_alone.directory.glob("*/*-000000005/rank-*")
     flip(shard, at=shard.stat().st_size // 3)
@@ -165,6 +188,12 @@ def copied_alone(alone: Keepstep, tmp_path: Path) -> Keepstep:
     return Keepstep(home)
 
 
+def unchanging(path: Path) -> tuple[int, int, int]:
+    """Which file it is, its bytes, and when they were last written; reading it changes none."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def test_a_rerun_changes_nothing_and_nobody_elses_directory_is_touched(
     alone: Keepstep, tmp_path: Path
 ) -> None:
@@ -175,14 +204,14 @@ def test_a_rerun_changes_nothing_and_nobody_elses_directory_is_touched(
     alone("export", "5", "--to", str(out))
     assert not left.exists()
     (out / "config.json").write_text("{}")  # a user adds what from_pretrained wants
-    before = (out / "model.safetensors").stat()
+    before = unchanging(out / "model.safetensors")
     assert alone.json("export", "5", "--to", str(out))["found"]
-    assert (out / "model.safetensors").stat() == before
+    assert unchanging(out / "model.safetensors") == before
     for other in (["4"], ["5", "--dtype", "bf16"], ["5", "--only", "optimizer"]):
         assert "left alone" in alone("export", *other, "--to", str(out), code=2).stderr
-    assert (out / "model.safetensors").stat() == before
+    assert unchanging(out / "model.safetensors") == before
     with (out / "model.safetensors").open("r+b") as file:
-        file.truncate(before.st_size - 1)
+        file.truncate(before[1] - 1)
     assert "left alone" in alone("export", "5", "--to", str(out), code=2).stderr
     (tmp_path / "empty").mkdir()
     alone("export", "5", "--to", str(tmp_path / "empty"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from tests import warm
 from tests.cli.conftest import Keepstep
@@ -66,6 +67,36 @@ def options(authority: Authority, rank: int, ports: list[int], run: str = "train
     ]
 
 
+def train(
+    machines: tuple[Keepstep, Keepstep],
+    told: list[list[str]],
+    last: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[str]:
+    """Both machines, until the script ends; what each said."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    started = []
+    for rank, one in enumerate(machines):
+        monkeypatch.setenv("RANK", str(rank))
+        words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
+        started.append(one.start(*words))
+    ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
+    assert [code for _, _, code in ended] == [3, 3], ended
+    return [out.strip() for out, _, _ in ended]
+
+
+def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
+    def copied() -> bool:
+        kept = [one.directory / "train" / "peers" for one in machines]
+        name = "rank-{:05d}-of-00002.safetensors"
+        return all(list(kept[1 - rank].glob(f"*-000000003/{name.format(rank)}")) for rank in (0, 1))
+
+    eventually(copied, within_s=60, what="each keeps the other's newest shard")
+
+
 @pytest.mark.timeout(300)
 def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
     machines: tuple[Keepstep, Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,37 +104,46 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
     authority, ports = Authority(tmp_path), [free_port(), free_port()]
     told = [options(authority, rank, ports) for rank in (0, 1)]
 
-    def train(last: int) -> list[str]:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        started = []
-        for rank, one in enumerate(machines):
-            monkeypatch.setenv("RANK", str(rank))
-            words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
-            started.append(one.start(*words))
-        ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
-        assert [code for _, _, code in ended] == [3, 3], ended
-        return [out.strip() for out, _, _ in ended]
-
-    first = train(4)
+    first = train(machines, told, 4, monkeypatch)
     assert [one.split(" sum")[0] for one in first] == ["from None"] * 2
 
-    def copied() -> bool:
-        kept = [one.directory / "train" / "peers" for one in machines]
-        name = "rank-{:05d}-of-00002.safetensors"
-        return all(list(kept[1 - rank].glob(f"*-000000003/{name.format(rank)}")) for rank in (0, 1))
-
-    eventually(copied, within_s=60, what="each keeps the other's newest shard")
+    await_copies(machines)
     lost = machines[1]
     lost("stop")
     shutil.rmtree(lost.directory)
-    again = train(5)
+    again = train(machines, told, 5, monkeypatch)
     assert [one.split(" sum")[0] for one in again] == ["from 3"] * 2
     sums = [(float(a.split()[-1]), float(b.split()[-1])) for a, b in zip(first, again, strict=True)]
     for before, after in sums:
         assert after == pytest.approx(before + 4 * 64 * 64, abs=0.1)
+
+
+@pytest.mark.timeout(300)
+def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
+    machines: tuple[Keepstep, Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, ports = Authority(tmp_path), [free_port(), free_port()]
+    said = train(machines, [options(authority, rank, ports) for rank in (0, 1)], 4, monkeypatch)
+    await_copies(machines)
+    here, other = machines
+
+    def exported(rank: int, out: str) -> float:
+        here("export", "3", "--only", f"model{rank}", "--to", out)
+        weight = safetensors.torch.load_file(here.home / out / "model.safetensors")["weight"]
+        return round(float(weight.sum()), 5)
+
+    # what is said is the sum at the start
+    sums = [float(one.split()[-1]) + 4 * 64 * 64 for one in said]
+    for rank in (0, 1):
+        assert exported(rank, f"copies{rank}") == pytest.approx(sums[rank], abs=0.1)
+    here("stop", code=None)
+    shutil.rmtree(here.directory / "train" / "peers")
+    assert exported(1, "from-peer") == pytest.approx(sums[1], abs=0.1)
+    other("stop", code=None)
+    said_now = here("export", "3", "--only", "model1", "--to", "none", code=2).stderr
+    assert "those of rank 1 are not on this machine's volumes" in " ".join(said_now.split())
+    assert f"away: 127.0.0.1:{ports[1]}" in said_now
+    assert not (here.home / "none").exists()
 
 
 def test_peers_without_certificates_are_refused_before_anything_starts(

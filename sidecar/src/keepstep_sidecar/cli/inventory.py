@@ -145,6 +145,13 @@ def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
     return shards, tuple(problem for one in scans for problem in one.problems)
 
 
+def copies(kept: RunDir) -> tuple[LocalShard, ...]:
+    """Shards that all volumes keep for other machines. Raises StorageError."""
+    from keepstep_sidecar.tiers.peer.copies import DIRECTORY
+
+    return tuple(shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.run).shards)
+
+
 def _scan(root: Path, run: str) -> Scan:
     from keepstep_sidecar.volume import scan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
-from keepstep.steps import StepId
+from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.commands.archive import which_archive
 from keepstep_sidecar.cli.options import json_option, size_option
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.quantities import format_size
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
     from keepstep_sidecar.tiers.source import Cancel, ShardSource
     from keepstep_sidecar.tiers.transfer import Opened
-    from keepstep_sidecar.volume.scan import LocalShard
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
@@ -70,9 +70,9 @@ def export(
 
     STEP is a number, a full name as in `keepstep steps`, or `latest`: the newest committed one. It
     may be of any world and layout: shards are put together, names are those of the model. Every
-    byte is verified; DIR appears when all of it is written. What is not whole on this machine's
-    volumes is read from the run's archive; with --archive all comes from there. A training that
-    goes on is not disturbed. Needs torch.
+    byte is verified; DIR appears when all of it is written. What is not on this machine's volumes
+    is read from peers, or from the run's archive; with --archive all comes from there. A training
+    that goes on is not disturbed. Needs torch.
 
     \b
     Examples:
@@ -199,6 +199,7 @@ async def _with_step(
     run: str | None,
 ) -> tuple[StepId, Exported]:
     """Find the step, and do the work on a thread. Raises KeepstepError."""
+    from keepstep_sidecar.cli import inventory, output
     from keepstep_sidecar.tiers import transfer
 
     async def finish(step: _Step) -> tuple[StepId, Exported]:
@@ -208,16 +209,25 @@ async def _with_step(
         told = {name.removeprefix("archive_"): value for name, value in values.items()}
         return await _from_archive(ArchiveConfig(**told), run, word, {}, finish)
     kept = run_dir.find(directory, run)
-    held = await asyncio.to_thread(_local_shards, kept)
-    if (here := _committed_here(kept, held, word)) is not None:
-        return await finish(_of_files(kept, held[here]))
+    held = await asyncio.to_thread(_on_volumes, kept)
+    epochs = await asyncio.to_thread(inventory.epochs, kept)
+    silent: tuple[str, ...] = ()
+    id = _committed(held, epochs, word)
+    if kept.config.peers is not None and (id is None or word == _NEWEST):
+        silent = await _add_peers(kept, kept.config.peers, held)
+        id = _committed(held, epochs, word)
+    if id is not None:
+        if silent:
+            output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
+        sources = tuple(held[id][rank] for rank in sorted(held[id]))
+        return await finish(_Step(run=kept.run, id=id, sources=sources))
     if kept.config.archive is None:
-        raise _incomplete(kept, word, held)
+        raise _incomplete(kept, word, held, silent)
     return await _from_archive(kept.config.archive, kept.run, word, held, finish)
 
 
-_Held = dict[StepId, dict[int, "LocalShard"]]
-"""The shards on this machine's volumes, by step and rank."""
+_Held = dict[StepId, dict[int, "ShardSource"]]
+"""What is in reach, by step and rank: the nearest place."""
 
 
 async def _from_archive(
@@ -227,20 +237,19 @@ async def _from_archive(
     held: _Held,
     finish: Callable[[_Step], Awaitable[tuple[StepId, Exported]]],
 ) -> tuple[StepId, Exported]:
-    """What is here already is not fetched."""
-    from keepstep_sidecar.cli import inventory
+    """What is nearer is not fetched."""
     from keepstep_sidecar.tiers.archive import browse
 
     async with browse.opened(config, run) as holding:
         step = await _archived(holding, word)
-        here = held.get(step.id, {})
-        sources: list[ShardSource] = [
-            inventory.source(here[shard.rank], run=holding.run)
-            if shard.rank in here and here[shard.rank].root == shard.root
+        near = held.get(step.id, {})
+        sources = tuple(
+            near[shard.rank]
+            if shard.rank in near and near[shard.rank].shard.root == shard.root
             else holding.source(shard)
             for shard in holding.shards(step)
-        ]
-        return await finish(_Step(run=holding.run, id=step.id, sources=tuple(sources)))
+        )
+        return await finish(_Step(run=holding.run, id=step.id, sources=sources))
 
 
 async def _archived(holding: Holding, word: str) -> ArchivedStep:
@@ -255,53 +264,65 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
     return alive[-1]
 
 
-def _dead(id: StepId, epochs: Any) -> bool:
+def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
     from keepstep.core.ledger.lineage import Standing, trace
 
     lineage = trace({one.id: one for one in epochs}, seen={id.epoch})
     return lineage.standing(id) is Standing.DEAD
 
 
-def _local_shards(kept: RunDir) -> _Held:
+def _on_volumes(kept: RunDir) -> _Held:
+    """Shards of this machine's ranks, and copies that it keeps for its peers."""
     from keepstep_sidecar.cli import inventory
 
     held: _Held = {}
-    for shard in inventory.survey(kept)[0]:
-        held.setdefault(shard.step_id, {}).setdefault(shard.rank, shard)
+    for shard in (*inventory.survey(kept)[0], *inventory.copies(kept)):
+        source = inventory.source(shard, run=kept.run)
+        held.setdefault(shard.step_id, {}).setdefault(shard.rank, source)
     return held
 
 
-def _committed_here(kept: RunDir, held: _Held, word: str) -> StepId | None:
-    """The step that is meant, if all its shards are on this machine's volumes."""
-    from keepstep_sidecar.cli import inventory
+async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple[str, ...]:
+    """Ask those of a static list what they hold. Returns who does not answer, and why."""
+    from keepstep_sidecar.tiers.peer import reading
 
-    shards = [shard for ranks in held.values() for shard in ranks.values()]
-    steps = inventory.of_shards(shards, inventory.epochs(kept))
-    whole = [one for one in steps if one.committed]
+    found, silent = await reading.look(settings, run=kept.run)
+    for source in found:
+        held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
+    return silent
+
+
+def _committed(held: _Held, epochs: Sequence[Epoch], word: str) -> StepId | None:
+    """The step that is meant, if every shard of it is in reach. Raises UsageError for a number that
+    several epochs have."""
+    # the commit rule: sealed shards cover the whole world
+    whole = sorted(
+        id
+        for id, ranks in held.items()
+        if {one.shard.world for one in ranks.values()} == {len(ranks)}
+    )
     if word == _NEWEST:
-        return max((one.id for one in whole if not one.dead), default=None)
-    meant = [one for one in whole if word in (str(one.id), str(one.id.step))]
-    return inventory.chosen(meant, (word,))[0].id if meant else None
+        return max((id for id in whole if not _dead(id, epochs)), default=None)
+    meant = [id for id in whole if word in (str(id), str(id.step))]
+    if len(meant) > 1:
+        names = ", ".join(map(str, meant))
+        raise UsageError(f"several epochs have a step {word}; name one of: {names}")
+    return meant[0] if meant else None
 
 
-def _of_files(kept: RunDir, shards: Mapping[int, LocalShard]) -> _Step:
-    from keepstep_sidecar.cli import inventory
-
-    ranks = [shards[rank] for rank in sorted(shards)]
-    sources = tuple(inventory.source(shard, run=kept.run) for shard in ranks)
-    return _Step(run=kept.run, id=ranks[0].step_id, sources=sources)
-
-
-def _incomplete(kept: RunDir, word: str, held: _Held) -> UsageError:
+def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """What is there of the step, and what to do."""
+    away = f"; away: {'; '.join(silent)}" if silent else ""
     for id, ranks in held.items():
         if word in (str(id), str(id.step)):
-            world = next(iter(ranks.values())).world
+            world = next(iter(ranks.values())).shard.world
             missing = [str(rank) for rank in range(world) if rank not in ranks]
             return UsageError(
                 f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
-                " machine's volumes; name an archive that has them with --archive"
+                f" machine's volumes; name an archive that has them with --archive{away}"
             )
     there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
-    return UsageError(f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}")
+    return UsageError(
+        f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}{away}"
+    )
