@@ -31,7 +31,15 @@ $(READY): requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operato
 demo: $(READY) ## train a small GPT, kill it four times, compare the loss curves bit by bit
 	$(BIN)/python examples/demo.py
 
-test: check ## lint, types, import contracts, and every test that needs no cluster
+# what looks at the page of `keepstep ui`; where it cannot be installed its tests fail, and say so
+build/.browser:
+	@mkdir -p build
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null || \
+		echo "no chromium here: tests/ui needs it (chromium and chromium-driver)"
+	@touch $@
+
+test: check build/.browser ## lint, types, import contracts, and every test that needs no cluster
 	$(BIN)/python -m pytest tests --ignore tests/frameworks -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
 
