@@ -354,3 +354,20 @@ def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, keepstep_sidecar.cli.main; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_an_end_that_waits_for_the_archive_says_so(keepstep: Keepstep) -> None:
+    (keepstep.home / "archive").mkdir()
+    gone = 'import shutil; shutil.rmtree("archive"); checkpointer.close(timeout=2)'
+    keepstep.script("train.py", TRAIN.replace("checkpointer.close()", gone))
+    options = ("--archive", "archive", "--archive-every", "1000", "--persist-every", "1")
+    command = ("run", *options, "--", warm.python(), "train.py", "3", "-1")
+    with keepstep.start(*command) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "waiting until" in line)
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    assert "shards are in archive" in said
+    assert "is not there" in said
+    assert "newest committed: step 2" in rest
+    assert process.returncode == 0

@@ -7,6 +7,7 @@ import signal
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.retention import Retention
+from keepstep.wire.status import TierStatus
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.quantities import format_duration
@@ -83,6 +84,15 @@ def memory_removed(kept: RunDir) -> str:
         f"{kept.memory} was removed by another program; the sidecar makes it again and the next"
         " step is kept. At a logout systemd does that (RemoveIPC=yes): `loginctl enable-linger`"
         " keeps it from it"
+    )
+
+
+def waits_for(depot: TierStatus) -> str:
+    """What holds the end up."""
+    why = f" ({depot.trouble})" if depot.trouble else ""
+    return (
+        f"waiting until {depot.backlog} shards are in {depot.tier} {depot.where}{why}; Ctrl-C ends"
+        " the wait, what is committed stays on the volumes"
     )
 
 

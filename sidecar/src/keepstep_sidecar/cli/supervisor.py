@@ -60,6 +60,7 @@ _LOG_CHECK_S: Final = 10.0
 _FIRST_LOOK_S: Final = 2.0
 _LOOK_S: Final = 10.0
 _SAY_AGAIN_S: Final = 600.0
+_STILL_WAITS_S: Final = 60.0
 
 
 def say(text: str) -> None:
@@ -113,7 +114,7 @@ class Supervisor:
         self._said: dict[str, float] = {}
         self._nobody = False
         self._exit: int | None = None
-        self._closed = False
+        self._closed = self._ending = False
         self._memory: tuple[int, int] | None = None
         self._gone_since: float | None = None
 
@@ -172,24 +173,30 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             launcher.bound_log(self._kept.log)
-        if now > self._look_at and self._command_pid:
+        if now > self._look_at and (self._command_pid or self._ending):
             self._look_at = now + _LOOK_S
             self._in_background("look for warnings", self._look)
         self._watch_memory(now)
 
     def _look(self) -> None:
-        """Pass on what the sidecar warns of, each kind once in a while; note whether a trainer has
-        come."""
+        """Pass on what the sidecar warns of, each kind once in a while, and what the end waits for;
+        note whether a trainer has come."""
         held = self._held()
         if held is None or held.live is None:
             return
         self._nobody = messages.nobody_came(held)
-        now = time.monotonic()
         for warning in held.live.warnings:
-            kind = _NUMBERS.sub("#", warning)
-            if now - self._said.get(kind, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
-                self._said[kind] = now
-                say(f"warning: {warning}")
+            self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
+        for depot in held.live.depots if self._ending else ():
+            if depot.backlog:
+                self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
+
+    def _say_again(self, text: str, *, after_s: float) -> None:
+        """Whatever numbers are in it."""
+        kind, now = _NUMBERS.sub("#", text), time.monotonic()
+        if now - self._said.get(kind, -after_s) >= after_s:
+            self._said[kind] = now
+            say(text)
 
     def _watch_memory(self, now: float) -> None:
         """The sidecar makes again what somebody removed; where it cannot, another one has to."""
@@ -240,8 +247,10 @@ class Supervisor:
             case AnnounceRestart(attempt, code):
                 self._announce(attempt, code)
             case Do.FLUSH:
+                self._ending = True
                 self._in_background("flush", self._flush)
             case Do.CLOSE:
+                self._ending = True
                 self._in_background("close", self._close)
             case Exit():
                 self._finish(action)

@@ -49,10 +49,14 @@ def _stop(kept: RunDir) -> bool:
     """Slots that a killed sidecar left are adopted first, as they may be the newest steps. Raises
     UsageError while somebody trains."""
     from keepstep.processes import Process
-    from keepstep_sidecar.cli import launcher
+    from keepstep_sidecar.cli import calls, launcher, messages, output
 
     if pid := launcher.trainer_of(kept):
         raise UsageError(f"run {kept.run!r} is training (pid {pid}); end that first")
+    live = calls.status(kept.socket)
+    for depot in live.depots if live is not None else ():
+        if depot.backlog:
+            output.echo(messages.waits_for(depot), err=True)
     if launcher.end(kept):
         return True
     if not launcher.slots_left(kept):
