@@ -115,8 +115,9 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
         return [one for one in keepstep.json("steps")["steps"] if one["archive_ranks"]]
 
     eventually(lambda: 2 in [one["step"] for one in archived()], within_s=30, every_s=0.3)
-    step = archived()[-1]
-    assert (step["step"], step["archive_ranks"], step["peer_ranks"]) == (2, [0], [])
+    # where a step that was due was left out, the one after it is there, too
+    step = next(one for one in archived() if one["step"] == 2)
+    assert (step["archive_ranks"], step["peer_ranks"]) == ([0], [])
     assert step["tiers"][-1] == "archive"
     shown = keepstep("steps").stdout
     assert "ARCHIVE" in shown

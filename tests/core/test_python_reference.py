@@ -27,5 +27,5 @@ def test_it_has_every_public_name_and_each_tells_what_it_is() -> None:
 def test_signatures_are_those_that_python_sees() -> None:
     text = reference()
     assert "save(step: int, *, healthy: bool = True) -> bool" in text
-    assert "restore(*, rng: Literal['now', 'later'] = 'now') -> Restored | None" in text
-    assert "    replicated: str = 'PerNode',\n    **named: Any,\n)" in text
+    assert "    step: int | None = None,\n    rng: Literal['now', 'later'] = 'now',\n)" in text
+    assert "    dir: str | os.PathLike[str] | None = None,\n    **named: Any,\n)" in text

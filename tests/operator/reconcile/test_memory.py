@@ -76,7 +76,7 @@ async def test_nothing_is_remembered_of_an_object_that_was_shown() -> None:
 
     def remembered() -> int:
         gc.collect()
-        return sum(isinstance(one, ResourceMemory) for one in gc.get_objects())
+        return sum(type(one) is ResourceMemory for one in gc.get_objects())
 
     async with ApiServer().running() as server, Client(server.access) as client:
         for number in range(30):
