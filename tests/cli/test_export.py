@@ -219,6 +219,11 @@ def test_a_rerun_changes_nothing_and_nobody_elses_directory_is_touched(
     assert "is a file" in alone("export", "5", "--to", str(tmp_path / "file"), code=2).stderr
 
 
+def test_a_mount_point_is_refused_before_its_parent_is_filled(alone: Keepstep) -> None:
+    said = alone("export", "5", "--to", "/dev/shm", code=2).stderr
+    assert "/dev/shm is a mount point: name a directory in it" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -76,6 +76,18 @@ def test_what_the_sidecar_warns_of_is_told_while_the_command_runs_and_once(
     assert "warning" not in rest
 
 
+def test_whoever_reads_stderr_may_go(keepstep: Keepstep) -> None:
+    wait = "until [ -e end ]; do sleep 0.1; done"
+    options = ("--run", "a", "--archive", "nowhere")
+    with keepstep.start("run", *options, "--", "sh", "-c", wait) as process:
+        assert process.stderr is not None
+        assert "every step is staged" in process.stderr.readline()
+        process.stderr.close()
+        (keepstep.home / "end").touch()
+        assert process.wait(30) is not None
+    assert keepstep.sidecars() == []
+
+
 def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
     options = ("--stage-every", "3", "--persist-every", "10")
     said = keepstep("run", "--run", "a", *options, "--", "true", code=2).stderr

@@ -101,9 +101,19 @@ def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -
         said = keepstep("stop", code=2).stderr
         assert f"is training (pid {pid}); end that first" in said
         assert keepstep("start", "--", "train.py").stdout
+        said = keepstep("run", "--", warm.python(), "train.py", "2", "-1", code=2).stderr
+        assert f"is training (pid {pid})" in said
     finally:
         process.kill()
         process.communicate()
+    keepstep("stop")
+
+
+def test_a_package_that_is_run_gives_its_name(keepstep: Keepstep) -> None:
+    (keepstep.home / "train").mkdir()
+    keepstep.script("train/__main__.py", OWN)
+    plain(keepstep, "-m", "train", "2", "-1")
+    assert keepstep.json("status")["run"] == "train"
     keepstep("stop")
 
 

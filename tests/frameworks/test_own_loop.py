@@ -9,7 +9,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations.loaders import Batches
+from keepstep.integrations.loaders import Batches, own_generators
 from tests.frameworks.conftest import Lives, assert_same, drawn
 
 EPOCH = 15
@@ -85,3 +85,9 @@ def test_an_epoch_that_was_left_early_begins_anew():
     checkpointer.restore(rng="later")
     assert next(batches.left(checkpointer)).tolist() == [0, 1]
     assert [len(list(batches.left(checkpointer))), batches.epoch] == [3, 1]
+
+
+def test_samplers_that_name_each_other_are_looked_at_once() -> None:
+    loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True)
+    loader.batch_sampler.sampler.sampler = loader.batch_sampler
+    assert own_generators([loader]) == []

@@ -303,3 +303,14 @@ def test_kubectl_finds_it_as_a_program(tmp_path: Path) -> None:
         'kubectl-keepstep = "keepstep_operator.kubectl.main:cli"'
         in (root / "operator" / "pyproject.toml").read_text()
     )
+
+
+async def test_a_fork_changes_no_other_value(server: ApiServer) -> None:
+    odd = "starts: 12:00:00\nsince: 2001-12-14T21:59:43Z\nmode: 0755\ncount: 5\nalso: 1_000\n"
+    said = await _ok("fork", "gpt", "20", "-f", "-", input=yaml.safe_dump(JOB) + odd)
+    found = yaml.load(said, yaml.BaseLoader)
+    assert [found[key] for key in ("starts", "since", "also")] == [
+        "12:00:00", "2001-12-14T21:59:43Z", "1_000",
+    ]  # fmt: skip
+    assert yaml.safe_load(said)["count"] == 5
+    assert yaml.safe_load(said)["mode"] == 0o755

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import send
+from keepstep_sidecar.tiers.peer.receive import IncomingCopy
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
@@ -117,4 +120,30 @@ async def test_a_file_there_that_is_no_shard_hinders_nothing(node: Make) -> None
         durable(here.remote_tier, found)
         await until(lambda: here.remote_tier.status().sent == 1)
         assert here.remote_tier.status().sent_bytes == slot.layout.digests_begin
+        await is_whole(here, buddy, slot, found)
+
+
+async def test_a_copy_whose_own_file_fails_is_begun_anew(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot, broken = alike(0), []
+    real = IncomingCopy.write
+
+    def fail_once(self: IncomingCopy, *given: Any, **more: Any) -> None:
+        if not broken:
+            broken.append(self.path)
+            raise OSError(errno.EIO, "a bad block")
+        real(self, *given, **more)
+
+    monkeypatch.setattr(IncomingCopy, "write", fail_once)
+    async with running(here, buddy):
+        write(buddy, alike(1))
+        found = write(here, slot)
+        durable(here.remote_tier, found)
+        await until(lambda: here.remote_tier.status().sent == 1)
+        assert broken
+        assert here.remote_tier.status().failures == 1, "it was told, and the file thrown away"
         await is_whole(here, buddy, slot, found)

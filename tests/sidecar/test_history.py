@@ -264,6 +264,9 @@ BAD = (
     b"\xff\xfe\n", b"[" * 4000 + b"\n", b"null\n", b'{"sequence":1e999}\n', b"{}\n",
     EVENT.replace(b"5.0", b"1e300"), EVENT.replace(b"5.0", b"-5.0"), EVENT.replace(b"came", b"x"),
     EVENT.replace(b":1,", b":9223372036854775807,"), EVENT.replace(b":3}", b':"3"}'),
+    # msgspec takes numbers of any length
+    EVENT.replace(b":3}", b':3,"count":1' + b"0" * 400 + b"}"),
+    EVENT.replace(b":3}", b':3,"first":-1}'), EVENT.replace(b":3}", b':3,"seconds":1e300}'),
     EVENT.replace(b'"rank":3', b'"text":"' + b"x" * 5000 + b'"'),
     EVENT.replace(b'"rank":3', b'"text":"\\ud800"'),
     EVENT.replace(b'"rank":3', b'"step":{"epoch":{"number":-1,"nonce":"x"},"step":1}'),

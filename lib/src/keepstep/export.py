@@ -19,6 +19,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,7 @@ _KEPT_CHUNKS = 8
 """After so many, pages of the new files that were written to leave this process."""
 
 _INDEX = "model.safetensors.index.json"
+_OWN_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,8 @@ class Export:
         """
         target = Path(os.path.realpath(target))
         files = _named(self._files, self._about)
+        if target.is_mount():
+            raise UsageError(f"{target} is a mount point: name a directory in it, to be made")
         if found := _holds(target, files):
             return self._told(target, files, found=found)
         growing = target.with_name(f".{target.name}.exporting")
@@ -220,10 +224,10 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
             continue
         name = _bare(name)
         kept = layout.aliases.get(stored, stored)
+        if kept in layout.entries and layout.entries[kept].spec.section is Section.PARAMS:
+            one.trained = True
         if one.names.setdefault(name, kept) != kept:
             one.own.add(name)
-        elif kept in layout.entries and layout.entries[kept].spec.section is Section.PARAMS:
-            one.trained = True
 
 
 def _bare(name: str) -> str:
@@ -347,6 +351,8 @@ def _file(name: str, entries: list[_Entry], about: Mapping[str, str]) -> _File:
     # the widest first, so that each begins at a multiple of its element's size
     placed = tuple(sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name)))
     # transformers refuses files that do not say which library wrote them
+    if any(one.name == "__metadata__" for one in placed):
+        raise UsageError("a tensor called __metadata__ cannot be in a file of safetensors")
     tree: dict[str, Any] = {"__metadata__": {"format": "pt", "keepstep": json.dumps(about)}}
     at = 0
     for one in placed:
@@ -422,8 +428,10 @@ def _directory(growing: Path) -> Iterator[None]:
 
 def _empty(growing: Path) -> None:
     """Of what an export that was killed has left. Raises UsageError for a stranger's."""
+    if growing.stat().st_uid != os.geteuid():
+        raise UsageError(f"{growing} belongs to somebody else: move it away")
     for name in os.listdir(growing):
-        if not name.startswith("model"):
+        if name != _INDEX and not _OWN_NAME.fullmatch(name):
             raise UsageError(f"{growing / name} is none of an export's: move it away")
         (growing / name).unlink()
 

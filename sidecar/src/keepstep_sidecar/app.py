@@ -110,6 +110,15 @@ async def _serve(config: Config, claim: Claim) -> None:
             await asyncio.to_thread(service.close)
 
 
+def _history(file: HistoryFile) -> History:
+    """With what is known from before, if it can be summed up: nothing hangs on it."""
+    try:
+        return History(*file.read(now=time.time()))
+    except (ArithmeticError, ValueError, TypeError) as error:
+        warn("history begins anew", reason=repr(error))
+        return History()
+
+
 def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter | None]:
     """All parts, in the order in which an image passes them; nothing is set afterwards."""
     drives = len(volumes.volumes)
@@ -120,7 +129,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     operator = OperatorLink(changes, present=trust is not None)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
-    history = History(*history_file.read(now=time.time()))
+    history = _history(history_file)
     slot_directories = SlotDirectories(
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
     )

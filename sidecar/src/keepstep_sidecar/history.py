@@ -30,6 +30,7 @@ _OPEN: Final = 64
 """Kinds of events that are counted at a time; a second with more ends early."""
 
 _WARNINGS: Final = 64
+_LONGEST_S: Final = 1e6
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class History:
         """A rank has this step in memory. Of several ranks the first one counts."""
         if self._newest is None or id > self._newest:
             self._newest = id
+            blocked_s = min(max(0.0, blocked_s), _LONGEST_S)  # as a trainer says
             self._count(Kind.STAGED, id.epoch, "", step=id, number=id.step, seconds=blocked_s)
 
     def committed(self, id: StepId) -> None:

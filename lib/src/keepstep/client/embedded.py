@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def start(directory: str | os.PathLike[str]) -> str:
     """
     if inherited := os.environ.get(SOCKET_ENV):
         return inherited  # of `keepstep run`, or a pod's
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or "notebook.py"
+    script = _script()
     words = [sys.executable, "-m", "keepstep_sidecar.cli", "start", "--dir", os.fspath(directory)]
     try:
         done = subprocess.run(
@@ -38,9 +39,20 @@ def start(directory: str | os.PathLike[str]) -> str:
     socket = done.stdout.strip()
     if done.returncode == _ENDED_WELL and socket:
         return socket
-    if "No module named" in done.stderr and done.returncode not in (_ENDED_WELL, _MISUSED):
+    missing = "No module named" in done.stderr and "keepstep_sidecar" in done.stderr
+    if missing and done.returncode not in (_ENDED_WELL, _MISUSED):
         raise UsageError(
             "dir= starts a sidecar, which is a package of its own: pip install 'keepstep[local]'"
         )
-    said = done.stderr.strip().rpartition("Error: ")[2]
+    # click's own errors come behind lines of usage
+    said = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]
     raise UsageError(f"dir={os.fspath(directory)!r}: {said or f'exit code {done.returncode}'}")
+
+
+def _script() -> str:
+    """What names the run: the script's file, the package of `python -m PACKAGE`, or notebook."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None) or "notebook.py"
+    if os.path.basename(file) != "__main__.py":
+        return file
+    return f"{os.path.basename(os.path.dirname(os.path.abspath(file)))}.py"

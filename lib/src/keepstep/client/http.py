@@ -113,10 +113,11 @@ class Client:
     def end(self) -> None:
         """No more calls, from whichever thread: the one that waits for an answer stops waiting."""
         self._ended = True
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
+        # looked at once: the thread that it belongs to may close it meanwhile
+        sock = getattr(self._connection, "sock", None)
+        if sock is not None:
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 class Lease:

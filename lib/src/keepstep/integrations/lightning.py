@@ -171,11 +171,9 @@ class _Fit:
         connector = self.trainer._checkpoint_connector
 
         def leave_alone(original: Callable[..., Any], path: Any = None, *args: Any) -> Any:
-            if path and held:
-                log.warning(
-                    "keepstep: ckpt_path=%r is left alone: this run holds step %d",
-                    *(path, max(held)),
-                )
+            # one machine may know of a step that another has not heard of yet
+            if path and self.trainer.strategy.reduce_boolean_decision(bool(held), all=False):
+                log.warning("keepstep: ckpt_path=%r is left alone: this run holds a step", path)
                 self.left_alone, path = path, None
             return original(path, *args)
 

@@ -127,8 +127,11 @@ def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
     # a batch sampler has a sampler, or wraps another one, as accelerate's for many ranks does
-    places = list(loaders)
+    places, seen = list(loaders), set[int]()
     for place in places:
+        if id(place) in seen:
+            continue
+        seen.add(id(place))
         generator = getattr(place, "generator", None)
         if isinstance(generator, torch.Generator):
             found[id(generator)] = generator

@@ -33,7 +33,8 @@ def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]
         wait_s = FIRST_S
         while not done.wait(wait_s):
             wait_s = EVERY_S
-            if text := _text(path, doing() if rank == 0 else "", rank):
+            text = _text(path, doing() if rank == 0 else "", rank)
+            if text and not done.is_set():
                 seconds = time.monotonic() - began
                 log.warning("keepstep: restore() goes on after %.0f s: %s", seconds, text)
 

@@ -70,13 +70,14 @@ class Cluster:
     def replace_pins(self, run: Body, pins: list[str]) -> None:
         """Write `spec.pins`, if the spec is still that of `run`: the status, which the operator
         writes all the time, does not matter."""
-        operations: list[Body] = [{"op": "add", "path": "/spec", "value": {"pins": pins}}]
-        if "spec" in run:
-            operations = [
-                {"op": "test", "path": "/spec", "value": run["spec"]},
-                {"op": "add", "path": "/spec/pins", "value": pins},
-            ]
         path = self._path("checkpointruns", run["metadata"]["name"])
+        if "spec" not in run:  # and one that came meanwhile stays
+            self._json("PATCH", path, body={"spec": {"pins": pins}}, kind=_MERGE)
+            return
+        operations: list[Body] = [
+            {"op": "test", "path": "/spec", "value": run["spec"]},
+            {"op": "add", "path": "/spec/pins", "value": pins},
+        ]
         self._json("PATCH", path, body=operations, kind=_JSON_PATCH)
 
     def _path(self, plural: str, name: str = "") -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import click
 import yaml
@@ -17,6 +18,23 @@ from keepstep_operator.kubectl import views
 from keepstep_operator.kubectl.cluster import Cluster, Refused
 
 _LATEST: Final = "latest"
+
+
+class _AsWritten(yaml.SafeLoader):
+    """Scalars that only YAML 1.1 takes for a date, or for a number of base 60, stay texts, as they
+    are for kubectl."""
+
+    yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(("timestamp", ":int"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_AsWritten.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+|0[0-7]+)$"),
+    [*"-+0123456789"],
+)
 
 
 class _Misuse(click.ClickException):
@@ -48,6 +66,11 @@ def cli() -> None:
 
     Reads and patches objects of the API with your own rights, as kubectl does.
     """
+
+
+def _printable(text: str) -> str:
+    """What a pod has said may be meant for the terminal."""
+    return "".join(one if one.isprintable() or one == "\t" else "\ufffd" for one in text)
 
 
 def _options(command: Any) -> Any:
@@ -129,7 +152,7 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
         except Refused as error:
             lines, refused = [str(error)], refused + 1
         for line in lines:
-            click.echo(f"{pod}: {line}")
+            click.echo(f"{pod}: {_printable(line)}")
     if not pods:
         raise click.ClickException(f"no pod of run {run} has a sidecar now")
     sys.exit(1 if refused else 0)
@@ -188,7 +211,7 @@ def fork(run: str, step: str, filename: Any, namespace: str | None, context: str
         note = f"note: the API knows of no archived step {step} of run {run}; without it in the"
         click.echo(f"{note} archive the job does not begin", err=True)
     try:
-        manifests = [one for one in yaml.safe_load_all(filename) if one]
+        manifests = [one for one in yaml.load_all(filename, _AsWritten) if one]
     except yaml.YAMLError as error:
         raise UsageError(f"{filename.name} is no YAML: {error}") from error
     annotation, origin = names.RESTORE_FROM_ANNOTATION, f"{run}/{step}"

@@ -58,7 +58,7 @@ def _lock(fd: int, kept: RunDir) -> None:
     except BlockingIOError:
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
         raise UsageError(
-            f"run {kept.run!r} is active: `keepstep run` with pid {pid} supervises it; end it"
+            f"run {kept.run!r} is active: a keepstep command with pid {pid} supervises it; end it"
             " first, or give this one another name with --run"
         ) from None
 
@@ -133,6 +133,18 @@ def require_idle_or_same(kept: RunDir) -> None:
             f"run {kept.run!r} is training with other options (pid {pid}); end it first, or give"
             " this one another name with --run"
         )
+
+
+def require_idle(kept: RunDir, *, timeout_s: float = 0.0) -> None:
+    """Nobody takes a sidecar from a trainer, but one that is just dying. Raises UsageError."""
+    deadline = time.monotonic() + timeout_s
+    while pid := trainer_of(kept):
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"run {kept.run!r} is training (pid {pid}); end that first, or give this one"
+                " another name with --run"
+            )
+        time.sleep(_POLL_S)
 
 
 def trainer_of(kept: RunDir) -> int:

@@ -7,6 +7,7 @@ that posts an event when it is done and wakes the first one with a SIGCHLD.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -68,6 +69,11 @@ def say(text: str) -> None:
     output.echo(f"keepstep: {text}", err=True)
 
 
+def _try_to_say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        say(text)
+
+
 @contextmanager
 def _blocked() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -111,6 +117,7 @@ class Supervisor:
         self._hurry = threading.Event()
         self._log_checked = time.monotonic()
         self._look_at = self._log_checked + _FIRST_LOOK_S
+        self._looking = threading.Lock()
         self._said: dict[str, float] = {}
         self._nobody = False
         self._exit: int | None = None
@@ -173,7 +180,8 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             launcher.bound_log(self._kept.log)
-        if now > self._look_at and (self._command_pid or self._ending):
+        due = now > self._look_at and (self._command_pid or self._ending)
+        if due and not self._looking.locked():
             self._look_at = now + _LOOK_S
             self._in_background("look for warnings", self._look)
         self._watch_memory(now)
@@ -181,6 +189,11 @@ class Supervisor:
     def _look(self) -> None:
         """Pass on what the sidecar warns of, each kind once in a while, and what the end waits for;
         note whether a trainer has come."""
+        # stderr may be gone, and a volume; neither may hold up the end
+        with contextlib.suppress(Exception), self._looking:
+            self._tell()
+
+    def _tell(self) -> None:
         held = self._held()
         if held is None or held.live is None:
             return
@@ -314,16 +327,17 @@ class Supervisor:
             if launcher.wait_up(self._kept, None, timeout_s=_GRACE_S):
                 calls.flush(self._kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
-            say(f"not flushed: {error}")
+            _try_to_say(f"not flushed: {error}")
         return News.FINISHED
 
     def _close(self) -> Event:
         try:
             launcher.wait_up(self._kept, None, timeout_s=_GRACE_S)
-            self._look()
+            if not self._looking.locked():
+                self._look()
             self._closed = launcher.end(self._kept)
         except KeepstepError as error:
-            say(f"not closed: {error}")
+            _try_to_say(f"not closed: {error}")
         return News.FINISHED
 
     def _finish(self, action: Exit) -> None:

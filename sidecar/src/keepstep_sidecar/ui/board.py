@@ -58,7 +58,10 @@ class Board:
         try:
             while True:
                 await self._watched.wait()
-                await self._list()
+                try:
+                    await self._list()
+                except OSError as error:  # a file system that is away for a moment
+                    _log.warning("the directory cannot be listed: %s", error)
                 for name in self._listed:
                     self._begin(name)
                 await asyncio.sleep(EVERY_S)

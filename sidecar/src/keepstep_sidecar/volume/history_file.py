@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.core.goodput import Tally
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Restart
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.scan import opened
@@ -29,6 +29,7 @@ _LARGEST_BYTES: Final = 4 << 20
 _LARGEST_HEAD: Final = 64 << 10
 _LARGEST_LINE: Final = 4096
 _LARGEST_NUMBER: Final = 1 << 53
+_LARGEST_S: Final = 1e11
 _AHEAD_S: Final = 86400.0
 """An event of the future was written under a clock that was wrong, or by a stranger."""
 
@@ -153,8 +154,25 @@ def _parse(line: bytes) -> Event | None:
         event = _event.decode(line)
     except (ValueError, RecursionError):
         return None
-    sane = 0 < event.sequence < _LARGEST_NUMBER and 0.0 <= event.at <= event.until
-    return event if sane else None
+    return event if _is_sane(event) else None
+
+
+def _is_sane(event: Event) -> bool:
+    """Nothing that a sum of such events cannot hold."""
+    counts = [
+        one for one in (event.count, event.first, event.number, event.rank) if one is not None
+    ]
+    seconds = [event.seconds, *(_seconds_of(event.restart) if event.restart else ())]
+    return (
+        0 < event.sequence < _LARGEST_NUMBER
+        and 0.0 <= event.at <= event.until
+        and all(0 <= one < _LARGEST_NUMBER for one in counts)
+        and all(0.0 <= one < _LARGEST_S for one in seconds)
+    )
+
+
+def _seconds_of(restart: Restart) -> tuple[float, ...]:
+    return tuple(getattr(restart, one.name) for one in dataclasses.fields(restart))
 
 
 def _lines(events: Iterable[Event]) -> bytes:

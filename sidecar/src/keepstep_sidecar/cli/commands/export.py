@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +124,7 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
     from keepstep_sidecar.cli import output
 
     if told.found:
-        output.echo(f"{told.path}: step {id} was exported there before, nothing is to be done")
+        output.echo(f"{told.path}: step {id} was exported there before; it was not verified again")
         return
     files = "1 file" if len(told.files) == 1 else f"{len(told.files)} files"
     output.echo(
@@ -138,7 +138,9 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
         output.echo(f"left out, no tensors: {few(told.left_out, 4)}")
     if told.own:
         output.echo(
-            f"several ranks had their own, the lowest rank's is written: {few(told.own, 4)}"
+            "warning: several ranks had their own, the lowest rank's is written, which is right for"
+            f" copies, not for slices that are no DTensor: {few(told.own, 4)}",
+            err=True,
         )
 
 
@@ -212,11 +214,14 @@ async def _with_step(
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
-    id = _committed(held, epochs, word)
+    suspects = await asyncio.to_thread(_suspects, kept)
+    id = _committed(held, epochs, word, suspects)
     if kept.config.peers is not None and (id is None or word == _NEWEST):
         silent = await _add_peers(kept, kept.config.peers, held)
-        id = _committed(held, epochs, word)
+        id = _committed(held, epochs, word, suspects)
     if id is not None:
+        for doubt in _doubts(id, epochs, suspects):
+            output.echo(f"warning: step {id} {doubt}", err=True)
         if silent:
             output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[id][rank] for rank in sorted(held[id]))
@@ -292,9 +297,25 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
     return silent
 
 
-def _committed(held: _Held, epochs: Sequence[Epoch], word: str) -> StepId | None:
-    """The step that is meant, if every shard of it is in reach. Raises UsageError for a number that
-    several epochs have."""
+def _suspects(kept: RunDir) -> frozenset[StepId]:
+    """Steps after which the script failed by itself, twice: a restore passes over them."""
+    from keepstep_sidecar.cli import inventory
+
+    return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
+
+
+def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -> Iterator[str]:
+    if id in suspects:
+        yield "is suspect: the script failed twice soon after it"
+    if _dead(id, epochs):
+        yield "is dead: the run went back to an older step and on from there"
+
+
+def _committed(
+    held: _Held, epochs: Sequence[Epoch], word: str, suspects: Collection[StepId]
+) -> StepId | None:
+    """The step that is meant, if every shard of it is in reach; the newest is the newest that a
+    restore would take. Raises UsageError for a number that several epochs have."""
     # the commit rule: sealed shards cover the whole world
     whole = sorted(
         id
@@ -302,7 +323,8 @@ def _committed(held: _Held, epochs: Sequence[Epoch], word: str) -> StepId | None
         if {one.shard.world for one in ranks.values()} == {len(ranks)}
     )
     if word == _NEWEST:
-        return max((id for id in whole if not _dead(id, epochs)), default=None)
+        alive = [id for id in whole if not _dead(id, epochs)]
+        return max([id for id in alive if id not in suspects] or alive, default=None)
     meant = [id for id in whole if word in (str(id), str(id.step))]
     if len(meant) > 1:
         names = ", ".join(map(str, meant))

@@ -18,6 +18,8 @@ from keepstep_sidecar.config.sidecar import KEYS
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _LINGER_S: Final = 900.0
+_DYING_S: Final = 10.0
+"""Trainers of a command that was killed may take so long to end."""
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -130,6 +132,7 @@ def _supervise(
 
     make_home(kept)
     with launcher.supervising(kept):
+        launcher.require_idle(kept, timeout_s=_DYING_S)
         adopted = launcher.adopt(kept)
         return Supervisor(
             kept,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.errors import SidecarError, UsageError
+from keepstep.errors import SidecarError
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -51,8 +51,7 @@ def _stop(kept: RunDir) -> bool:
     from keepstep.processes import Process
     from keepstep_sidecar.cli import calls, launcher, messages, output
 
-    if pid := launcher.trainer_of(kept):
-        raise UsageError(f"run {kept.run!r} is training (pid {pid}); end that first")
+    launcher.require_idle(kept)
     live = calls.status(kept.socket)
     for depot in live.depots if live is not None else ():
         if depot.backlog:

@@ -76,9 +76,14 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
     happened: dict[str, tuple[Event, ...]] = {}
     goodputs: dict[str, Goodput | None] = {}
     scans: dict[str, tuple[tuple[int, ...], inventory.Holdings]] = {}
+    told_by: dict[str, float] = {}
 
     def held_by(kept: run_dir.RunDir) -> inventory.Holdings:
         if (live := calls.status(kept.socket)) is not None:
+            if told_by.get(kept.run) != live.started_at:
+                # what the one before had not written yet has its numbers again
+                happened.pop(kept.run, None)
+            told_by[kept.run] = live.started_at
             happened[kept.run] = _more(kept, happened.get(kept.run, ()))
             goodputs[kept.run] = live.goodput
             return inventory.of_live(live)

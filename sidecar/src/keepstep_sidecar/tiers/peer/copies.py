@@ -29,7 +29,7 @@ from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
-from keepstep_sidecar.tiers.peer.receive import IncomingCopy, is_part
+from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
@@ -218,6 +218,8 @@ class Copies:
             try:
                 with transfer.opened(other) as image:
                     return part.take_from(image)
+            except Broken as broken:
+                raise broken.error from None
             except (ImageError, StorageError) as error:
                 warn("not copied from here", path=other.where, reason=str(error))
                 return 0

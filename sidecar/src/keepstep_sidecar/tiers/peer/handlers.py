@@ -127,8 +127,12 @@ class Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self._refuse(500, "StorageError", str(error))
         finally:
-            if self._may_be_large:
-                self.context.large.release()
+            self._release_large()
+
+    def _release_large(self) -> None:
+        if self._may_be_large:
+            self._may_be_large = False
+            self.context.large.release()
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
@@ -154,6 +158,7 @@ class Handler(BaseHTTPRequestHandler):
         if part is None:
             self._say(protocol.Begun(sealed=True))
             return
+        self._release_large()  # others read theirs while this copies
         for other in self.context.shards.others(name):
             self.context.copies.take_from(part, other)
         self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,16 @@ from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.shard_file import seal_file
+
+_TAKE_S = 20.0
+
+
+class Broken(Exception):
+    """This copy's file failed; `error` says how."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class IncomingCopy:
@@ -88,18 +99,27 @@ class IncomingCopy:
     def take_from(self, other: Opened) -> int:
         """Write what another image of this machine has alike, as those of replicas do; how many
         chunks. Each is verified on its way; a copy that rots there is none of ours. From the end
-        on, as what is missing comes from the beginning. Raises OSError, StorageError as `write`."""
-        taken = 0
+        on, as what is missing comes from the beginning; some seconds at most, as the sender asks
+        again. Raises Broken, StorageError as `write`."""
+        taken, ends = 0, time.monotonic() + _TAKE_S
         with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
             for chunk in reversed(self.missing):
+                if time.monotonic() > ends:
+                    break
                 if not _alike(chunk, self.manifest, other.manifest):
                     continue
                 begin, end = self.manifest.bounds(chunk)
                 with view[: end - begin] as data, contextlib.suppress(DigestError):
                     for _, read in other.read([(chunk, data)]):
-                        self.write(chunk, read, whose=other.source.where)
+                        self._write_own(chunk, read, whose=other.source.where)
                         taken += 1
         return taken
+
+    def _write_own(self, chunk: int, data: memoryview, *, whose: str) -> None:
+        try:
+            self.write(chunk, data, whose=whose)
+        except OSError as error:  # of this file, not of the one that is read
+            raise Broken(error) from error
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:

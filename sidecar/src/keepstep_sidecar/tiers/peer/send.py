@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -87,7 +88,8 @@ class _Missing:
         """Whether this one is to be sent still."""
         if time.monotonic() > self._ask_at and self._asking.acquire(blocking=False):
             try:
-                self.ask()
+                with contextlib.suppress(StorageError):  # it is busy: what it said before holds
+                    self.ask()
                 self._pause_s *= 2
                 self._ask_at = time.monotonic() + self._pause_s
             finally:
