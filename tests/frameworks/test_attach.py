@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import types
 
@@ -12,6 +14,8 @@ import transformers
 
 import keepstep
 from keepstep.integrations import transformers as integration
+from tests import warm
+from tests.cli.conftest import Keepstep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,3 +88,48 @@ def test_a_version_that_was_never_tested_is_named(monkeypatch):
         importlib.reload(integration)
     monkeypatch.undo()
     importlib.reload(integration)
+
+
+ALONE = """
+import os, sys
+import torch, transformers
+from keepstep.integrations.transformers import attach
+
+class End(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == int(sys.argv[1]):
+            os.kill(os.getpid(), 9)
+
+class Line(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+options = {"output_dir": "out", "use_cpu": True, "report_to": [], "max_steps": 6}
+arguments = transformers.TrainingArguments(**options, per_device_train_batch_size=1)
+rows = [{"x": torch.ones(2)}] * 8
+trainer = transformers.Trainer(model=Line(2, 2), args=arguments, train_dataset=rows)
+trainer.add_callback(End())
+attach(trainer, dir=".keepstep").train()
+print("from", trainer.checkpointer.epoch.parent.step, "to", trainer.state.global_step)
+"""
+
+
+def test_a_notebook_needs_no_command_in_front(tmp_path):
+    keeper = Keepstep(tmp_path)
+    python = warm.python(("transformers", *warm.TRAINER))
+    variables = {name: one for name, one in os.environ.items() if name != "KEEPSTEP_SOCKET"}
+    variables |= {"KEEPSTEP_TEST_CLI": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    keeper.script("train.py", ALONE)
+
+    def train(kill: int) -> subprocess.CompletedProcess[str]:
+        command = [python, "train.py", str(kill)]
+        options = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+        return subprocess.run(command, **options, timeout=120)
+
+    try:
+        assert train(4).returncode == -9
+        done = train(-1)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines()[-1] in ("from 4 to 6", "from 3 to 6")
+    finally:
+        keeper.end()

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit)
     resume = seed / "lightning.ckpt"
     plain = fit.undisturbed(resume=str(resume))
     kept, said = fit.kept(resume=str(resume), kill=[18, 25])
-    assert said.count("lightning.ckpt' is left alone: this run holds step") == 2
+    assert said.count("lightning.ckpt' is left alone: this run holds a step") == 2
     assert min(losses(kept)) == EPOCH
     assert_same_log(plain, kept, kills=2)
 

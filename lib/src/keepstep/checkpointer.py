@@ -131,7 +131,7 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_said = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = os.environ.get(SOCKET_ENV, "") if dir is None else embedded.start(dir)
+        self._socket = embedded.socket(dir)
         if self._socket:
             self._agent = Agent(self._socket, rank=self._rank, world=self._world)
             self._stats = self._agent.stats

@@ -14,14 +14,18 @@ _START_S = 90.0
 _ENDED_WELL, _MISUSED = 0, 2
 
 
-def start(directory: str | os.PathLike[str]) -> str:
-    """The socket of a sidecar that keeps the run of this script below `directory`.
+def socket(directory: str | os.PathLike[str] | None) -> str:
+    """That of the sidecar which `keepstep run` or a pod has for this process; else of one that
+    keeps the run of this script below `directory`, or '' where None is asked for.
 
     Every rank asks; the first one of a machine starts it, the others find it. The run is called as
     the script's file, or notebook. Raises UsageError with what the command said.
     """
-    if inherited := os.environ.get(SOCKET_ENV):
-        return inherited  # of `keepstep run`, or a pod's
+    inherited = os.environ.get(SOCKET_ENV, "")
+    return inherited if inherited or directory is None else _start(directory)
+
+
+def _start(directory: str | os.PathLike[str]) -> str:
     script = _script()
     words = [sys.executable, "-m", "keepstep_sidecar.cli", "start", "--dir", os.fspath(directory)]
     try:
@@ -36,9 +40,9 @@ def start(directory: str | os.PathLike[str]) -> str:
         raise UsageError(
             f"dir={os.fspath(directory)!r}: no sidecar after {_START_S:g} s"
         ) from error
-    socket = done.stdout.strip()
-    if done.returncode == _ENDED_WELL and socket:
-        return socket
+    printed = done.stdout.strip()
+    if done.returncode == _ENDED_WELL and printed:
+        return printed
     missing = "No module named" in done.stderr and "keepstep_sidecar" in done.stderr
     if missing and done.returncode not in (_ENDED_WELL, _MISUSED):
         raise UsageError(

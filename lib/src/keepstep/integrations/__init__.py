@@ -8,6 +8,9 @@ of it.
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from torch import distributed
 
 from keepstep.errors import UsageError
 
@@ -19,6 +22,16 @@ def require(package: str, version: str, *, at_least: str, below: str) -> None:
             f"{package} {version} was never tested with this keepstep: it takes {package}"
             f" >= {at_least}, < {below}; install one of those, or another keepstep"
         )
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether it is so on one of them: one machine may know of a step that another has not heard of
+    yet, and all ranks must decide alike. A collective, where there are several."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return mine
+    said: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(said, mine)
+    return any(said)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

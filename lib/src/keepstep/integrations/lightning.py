@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,11 +29,11 @@ from typing import Any
 import torch
 
 from keepstep.checkpointer import Checkpointer, Restored
+from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import loaders, require
+from keepstep.integrations import any_rank, loaders, require
 from keepstep.state import rng
-from keepstep.wire.trainer import SOCKET_ENV
 
 log = logging.getLogger("keepstep")
 
@@ -126,7 +125,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             return
         _require(_package_of(trainer))
         _refuse(trainer)
-        socket_path = os.environ.get(SOCKET_ENV, "")
+        socket_path = embedded.socket(self.options.get("dir"))
         if socket_path and self._fit is not None:
             raise UsageError(
                 "fit() was called already: a run keeps one training. Begin the next one in a"
@@ -171,8 +170,7 @@ class _Fit:
         connector = self.trainer._checkpoint_connector
 
         def leave_alone(original: Callable[..., Any], path: Any = None, *args: Any) -> Any:
-            # one machine may know of a step that another has not heard of yet
-            if path and self.trainer.strategy.reduce_boolean_decision(bool(held), all=False):
+            if path and any_rank(bool(held)):
                 log.warning("keepstep: ckpt_path=%r is left alone: this run holds a step", path)
                 self.left_alone, path = path, None
             return original(path, *args)

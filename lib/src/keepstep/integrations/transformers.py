@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,11 +27,11 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from keepstep.checkpointer import Checkpointer, Restored
+from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import require
+from keepstep.integrations import any_rank, require
 from keepstep.state import rng
-from keepstep.wire.trainer import SOCKET_ENV
 
 log = logging.getLogger("keepstep")
 
@@ -128,21 +127,21 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """As Trainer's, going on from the run's newest step. `resume_from_checkpoint` counts only
         where the run holds no step."""
         _refuse(self)
-        socket_path = os.environ.get(SOCKET_ENV, "")
+        socket_path = embedded.socket(self.keepstep_options.get("dir"))
         if socket_path and self._keepstep is not None:
             raise UsageError(
                 "train() was called already: a run keeps one training. Begin the next one in a"
                 " process and a run of its own (keepstep run --run NAME)"
             )
         self._keepstep = training = _Training(_nothing_yet(self.args.device))
-        if resume_from_checkpoint and socket_path:
-            held = held_steps(socket_path, timeout_s=_SCAN_S)
-            if held:
-                log.warning(
-                    "keepstep: resume_from_checkpoint=%r is left alone: this run holds step %d",
-                    *(resume_from_checkpoint, max(held)),
-                )
-                training.left_alone, resume_from_checkpoint = resume_from_checkpoint, None
+        asks = bool(resume_from_checkpoint and socket_path)
+        held = asks and bool(held_steps(socket_path, timeout_s=_SCAN_S))
+        if resume_from_checkpoint and any_rank(held):
+            log.warning(
+                "keepstep: resume_from_checkpoint=%r is left alone: this run holds a step",
+                resume_from_checkpoint,
+            )
+            training.left_alone, resume_from_checkpoint = resume_from_checkpoint, None
         return super().train(resume_from_checkpoint, *args, **options)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
