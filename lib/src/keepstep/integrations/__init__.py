@@ -7,6 +7,7 @@ of it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from typing import Any
 
@@ -22,6 +23,12 @@ def require(package: str, version: str, *, at_least: str, below: str) -> None:
             f"{package} {version} was never tested with this keepstep: it takes {package}"
             f" >= {at_least}, < {below}; install one of those, or another keepstep"
         )
+
+
+def require_accelerate() -> None:
+    """Raises UsageError for a version of accelerate that was never tested."""
+    version = importlib.metadata.version("accelerate")
+    require("accelerate", version, at_least="1.15", below="1.16")
 
 
 def any_rank(mine: bool) -> bool:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError
+from keepstep.integrations import require_accelerate
 from keepstep.state import rng
 
 
@@ -27,10 +28,13 @@ class Batches:
     """What is left of each epoch of a loader; a component, to be named to the `Checkpointer`.
 
     `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
-    accelerate and Fabric do, goes in as it is. Raises UsageError for one that has begun an epoch.
+    accelerate and Fabric do, goes in as it is. Raises UsageError for one that has begun an epoch,
+    and for a version of accelerate that was never tested.
     """
 
     def __init__(self, loader: Any) -> None:
+        if type(loader).__module__.partition(".")[0] == "accelerate":
+            require_accelerate()
         self.loader, self.epoch = loader, 0
         # accelerate's `base_dataloader`, Fabric's `_dataloader`
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)

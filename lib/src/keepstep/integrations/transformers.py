@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import accelerate
 import torch
 import transformers
 from transformers import Trainer
@@ -30,7 +29,7 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, require
+from keepstep.integrations import any_rank, require, require_accelerate
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -38,7 +37,7 @@ log = logging.getLogger("keepstep")
 T = TypeVar("T", bound=Trainer)
 
 require("transformers", transformers.__version__, at_least="5.19", below="5.24")
-require("accelerate", accelerate.__version__, at_least="1.15", below="1.16")
+require_accelerate()
 
 _PROGRESS = (
     "epoch",
