@@ -60,12 +60,19 @@ class Lives:
     ) -> tuple[Path, str]:
         """Under `keepstep run`. Returns its folder, and what was said."""
         command = self._command(out, settings, ranks)
-        with self.keepstep.start(
-            *("run", "--run", "trainer", "--restarts", "3", "--", *command),
-            env=self._variables(),
-            stderr=subprocess.STDOUT,
-        ) as process:
-            said, _ = process.communicate(timeout=200)
+        # into a file: whoever else came to hold a pipe would keep its end from being seen
+        log = self._home / f"{out}.log"
+        with (
+            log.open("w") as file,
+            self.keepstep.start(
+                *("run", "--run", "trainer", "--restarts", "3", "--", *command),
+                env=self._variables(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            ) as process,
+        ):
+            process.wait(200)
+        said = log.read_text()
         assert process.returncode == code, said[-5000:]
         return self._home / out, said
 

@@ -6,9 +6,6 @@ import hashlib
 import importlib
 import json
 import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-OUT = Path(sys.argv[1])
-SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
-RANK = int(os.environ.get("RANK", "0"))
+from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+
 ROWS = 60
 lightning: Any = importlib.import_module(SETTINGS.get("package", "lightning.pytorch"))
 
@@ -178,18 +174,6 @@ class Count(lightning.Callback):  # type: ignore[misc]
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         self.validations += not trainer.sanity_checking
-
-
-def record(step: int, loss: torch.Tensor) -> None:
-    with (OUT / f"losses-{RANK}").open("a") as file:
-        file.write(json.dumps([step, loss.item().hex(), os.getpid()]) + "\n")
-
-
-def maybe_kill(step: int) -> None:
-    mark = OUT / f"killed-{step}"
-    if step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

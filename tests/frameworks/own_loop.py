@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import keepstep
 from keepstep.integrations.loaders import Batches
+from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
 
-OUT = Path(sys.argv[1])
-SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
-RANK = int(os.environ.get("RANK", "0"))
 ROWS = 60
 
 
@@ -30,18 +25,6 @@ class Rows(Dataset[Any]):
     def __getitem__(self, at: int) -> torch.Tensor:
         row = torch.randn(8, generator=torch.Generator().manual_seed(at))
         return row + 0.1 * torch.randn(8) if SETTINGS.get("augment") else row
-
-
-def record(step: int, loss: torch.Tensor) -> None:
-    with (OUT / f"losses-{RANK}").open("a") as file:
-        file.write(json.dumps([step, loss.item().hex(), os.getpid()]) + "\n")
-
-
-def maybe_kill(step: int) -> None:
-    mark = OUT / f"killed-{step}"
-    if step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def loader() -> Any:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
-import signal
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
 from tests.frameworks.titan_on_cpu import Trainer, metrics
 
 # isort: split
@@ -31,9 +28,6 @@ from torchtitan.models.common import Embedding, Linear
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
-OUT = Path(sys.argv[1])
-SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
-RANK = int(os.environ.get("RANK", "0"))
 LENGTH, VOCABULARY, WIDTH = 8, 64, 16
 
 
@@ -137,16 +131,11 @@ class Recorded(Trainer):
 
     def forward_backward_step(self, **arguments: Any) -> Any:
         loss = super().forward_backward_step(**arguments)
-        line = [self.step, loss.item().hex(), os.getpid()]
-        with (OUT / f"losses-{RANK}").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        record(self.step, loss)
         return loss
 
     def killed(self, *_: Any) -> None:
-        mark = OUT / f"killed-{self.step}"
-        if self.step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        maybe_kill(self.step)
 
 
 def made() -> Any:

@@ -1,18 +1,12 @@
 """A tiny training with Hugging Face's Trainer: `python trainer.py OUT [SETTINGS as JSON]`.
 
-Writes into OUT: the loss of every micro-batch as it comes (with step and process), and, at the end,
-all that must be the same in an undisturbed run. Kills itself before the optimizer's steps that
-`kill` names, once each.
+Beside what `script.py` writes: at the end, all that must be the same in an undisturbed run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +27,8 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
+from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
 
-OUT = Path(sys.argv[1])
-SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
-RANK = int(os.environ.get("RANK", "0"))
 TIMES = ("runtime", "per_second")
 ROWS = 60
 
@@ -84,10 +76,7 @@ class Losses(TrainerCallback, ExportableState):
         self.steps += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        mark = OUT / f"killed-{state.global_step}"
-        if state.global_step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        maybe_kill(state.global_step)
 
 
 def recorded(kind: Any) -> Any:
@@ -96,9 +85,7 @@ def recorded(kind: Any) -> Any:
     class Recorded(kind):  # type: ignore[misc]
         def training_step(self, *args: Any, **options: Any) -> Any:
             loss = super().training_step(*args, **options)
-            line = [self.state.global_step, loss.item().hex(), os.getpid()]
-            with (OUT / f"losses-{RANK}").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            record(self.state.global_step, loss)
             return loss
 
     return Recorded

@@ -19,7 +19,16 @@ from tests.tiers import reading
 from tests.tiers.local import durable
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
-Make = Callable[..., Node]
+Pair = tuple[Node, Node]
+
+
+@pytest.fixture
+def pair(node: Callable[..., Node]) -> Pair:
+    """A pod, and its buddy."""
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    return here, buddy
 
 
 def alike(rank: int, step: int = 5) -> Slot:
@@ -53,10 +62,8 @@ async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> No
     verify_image(view, slot.layout, run=RUN, id=found.step_id)
 
 
-async def test_what_the_buddys_own_image_has_alike_is_not_sent(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
+async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> None:
+    here, buddy = pair
     slot = alike(0)
     async with running(here, buddy):
         write(buddy, alike(1))
@@ -68,10 +75,8 @@ async def test_what_the_buddys_own_image_has_alike_is_not_sent(node: Make) -> No
         await is_whole(here, buddy, slot, found)
 
 
-async def test_what_has_rotted_at_the_buddy_is_sent(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
+async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:
+    here, buddy = pair
     slot = alike(0)
     async with running(here, buddy):
         flip(write(buddy, alike(1)).path, 2 * CHUNK_BYTES + 77)
@@ -83,13 +88,11 @@ async def test_what_has_rotted_at_the_buddy_is_sent(node: Make) -> None:
 
 
 async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
-    node: Make, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(send, "_ASK_AGAIN_S", 0.0)
     monkeypatch.setattr(send.protocol, "STREAMS", 1)
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
+    here, buddy = pair
     slot, own = alike(0), alike(1)
     put = buddy.remote_tier._copies.write
 
@@ -108,10 +111,8 @@ async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
         await is_whole(here, buddy, slot, found)
 
 
-async def test_a_file_there_that_is_no_shard_hinders_nothing(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
+async def test_a_file_there_that_is_no_shard_hinders_nothing(pair: Pair) -> None:
+    here, buddy = pair
     slot = alike(0)
     async with running(here, buddy):
         own = write(buddy, alike(1))
@@ -124,11 +125,9 @@ async def test_a_file_there_that_is_no_shard_hinders_nothing(node: Make) -> None
 
 
 async def test_a_copy_whose_own_file_fails_is_begun_anew(
-    node: Make, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
+    here, buddy = pair
     slot, broken = alike(0), []
     real = IncomingCopy.write
 

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from torch import distributed
+from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
 
@@ -29,6 +30,15 @@ def require_accelerate() -> None:
     """Raises UsageError for a version of accelerate that was never tested."""
     version = importlib.metadata.version("accelerate")
     require("accelerate", version, at_least="1.15", below="1.16")
+
+
+def require_torch(optimizer: object) -> None:
+    """Raises UsageError for an optimizer that is none of torch's."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
+            " torch.optim.Optimizer"
+        )
 
 
 def any_rank(mine: bool) -> bool:

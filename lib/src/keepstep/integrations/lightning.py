@@ -26,13 +26,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, loaders, require
+from keepstep.integrations import any_rank, loaders, require, require_torch
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -104,11 +102,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         depends on. Raises UsageError for an optimizer that is none of torch's."""
         components: dict[str, Any] = {"model": trainer.strategy.model}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise UsageError(
-                    f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
-                    " torch.optim.Optimizer"
-                )
+            require_torch(optimizer)
             components[f"optimizer{at or ''}"] = optimizer
         for at, config in enumerate(trainer.lr_scheduler_configs):
             components[f"scheduler{at or ''}"] = config.scheduler

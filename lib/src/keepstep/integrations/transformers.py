@@ -29,7 +29,7 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, require, require_accelerate
+from keepstep.integrations import any_rank, require, require_accelerate, require_torch
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -111,11 +111,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """What is kept, by name, once all is prepared; override it to add what else the next step
         depends on. Raises UsageError for an optimizer that is none of torch's."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
-                " torch.optim.Optimizer"
-            )
+        require_torch(optimizer)
         components = {"model": self.model_wrapped, "optimizer": optimizer}
         others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
         return components | {name: one for name, one in others.items() if one is not None}
