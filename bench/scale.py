@@ -418,7 +418,7 @@ def run_one(part: str, kind: str, world: int) -> dict[str, float]:
     return found | {"peak_mib": _peak_mib() - before}
 
 
-def _apart(part: str, kind: str, world: int) -> dict[str, float] | str:
+def apart(part: str, kind: str, world: int) -> dict[str, float] | str:
     """The same in a process of its own, or why not."""
     command = [sys.executable, "-m", "bench.scale", "--one", part, kind, str(world)]
     with subprocess.Popen(
@@ -507,7 +507,7 @@ def main() -> None:
     for part in options.parts:
         for kind in options.kinds:
             for world in options.worlds:
-                found = results[part, kind, world] = _apart(part, kind, world)
+                found = results[part, kind, world] = apart(part, kind, world)
                 print(part, kind, world, found, flush=True)
     print(text := table(results, options.worlds))
     if options.write:
