@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -415,6 +416,19 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
     id = lone_team.reach(20, "durable")
     for one in ranks:
         assert one.wait(id, "committed", flush=True).reached
+
+
+def test_a_lost_node_is_given_up_before_a_slow_operator_would_be(
+    pods: Callable[[str], list[Pod]],
+) -> None:
+    """Nobody acknowledges what is sent there, as where a node is lost: the queue is full."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        stack.enter_context(socket.create_connection(full.getsockname()))
+        (pod, _) = pods(f"https://127.0.0.1:{full.getsockname()[1]}/v1/reports")
+        pod.start()
+        (failure,) = eventually(lambda: events(pod, "report failed"))
+    assert failure["kind"] == "connection"
 
 
 def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(

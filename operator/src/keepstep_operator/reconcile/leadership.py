@@ -93,11 +93,12 @@ class Leadership:
             said = f"{holder} {spec.get('renewTime')}"
             if said != seen:
                 seen, since = said, now
-            is_free = holder in ("", self._identity) or now - since >= self._lease_s
+            left_s = since + self._lease_s - now
+            is_free = holder in ("", self._identity) or left_s <= 0
             if is_free and await self._take(lease):
                 say("leading", lease=self._name, before=holder)
                 return
-            await self._pause(RETRY_S)
+            await self._pause(min(RETRY_S, left_s / self._scale) if left_s > 0 else RETRY_S)
 
     async def hold(self) -> None:
         """Until another replica leads."""

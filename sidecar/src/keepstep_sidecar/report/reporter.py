@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -35,8 +36,13 @@ _log = logging.getLogger("keepstep.sidecar")
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
-_FIRST_FAILURES = 15
+_FIRST_FAILURES = 30
 """Another replica of the operator leads within half a minute: it is looked for that often first."""
+_LOOKING_S = 2.0
+"""So long where nobody is there to be overloaded by it."""
+_NOBODY_S = 3
+"""After that a node that acknowledges nothing is taken for lost; a kernel acknowledges for a
+process that is only slow."""
 _AT_ONCE_S = 0.5
 """Within that it is tried again when a connection breaks: the next one may lead elsewhere."""
 _LONGEST_URGENT_BACKOFF_S = 4.0
@@ -98,7 +104,9 @@ class Rhythm:
             return _AT_ONCE_S * chance
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
         longest = _LONGEST_BACKOFF_S
-        if urgent:
+        if broken and failures <= _FIRST_FAILURES:
+            longest = max(_LOOKING_S, self.least_gap_s)
+        elif urgent:
             longest = _LONGEST_URGENT_BACKOFF_S
         elif failures <= _FIRST_FAILURES:
             longest = max(_FIRST_BACKOFF_S, self.least_gap_s)
@@ -143,7 +151,7 @@ class Reporter:
     async def run(self) -> None:
         """Report until `Operator.finish`."""
         self._operator.ended = False
-        connector = aiohttp.TCPConnector(limit=1)
+        connector = aiohttp.TCPConnector(limit=1, socket_factory=_socket)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
                 while not self._operator.finishing:
@@ -298,6 +306,15 @@ class Reporter:
         self._known = report if follows else None
         self._sent = self._look.news(report) if follows or not told.since else None
         self._rhythm = Rhythm.of(reply)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that gives a lost node up after `_NOBODY_S` seconds, both while it connects (the first
+    SYN is repeated once, after a second, and given up two seconds later) and later."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOBODY_S * 1000)
+    return made
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
