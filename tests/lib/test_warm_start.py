@@ -10,11 +10,14 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from keepstep.warm import torchrun
 from keepstep.warm.client import LARGEST_BYTES, ColdStart, ForkServer, pair
 from keepstep.warm.command import Python, interpreter, late_differences, parse
 from tests.harness import SidecarProcess, eventually
@@ -448,3 +451,44 @@ def test_variables_of_a_worker_may_differ_and_no_others() -> None:
         "PYTHONPATH",
         "TORCHINDUCTOR_X",
     ]
+
+
+# --- torchrun ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """torch's own, as it was afterwards; it is told to wait and does not."""
+    for name in ("get_method_name", "_delay"):
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
+    return dynamic_rendezvous
+
+
+def _record(rendezvous: ModuleType) -> str:
+    return str(rendezvous.get_method_name())
+
+
+def _joins(rendezvous: ModuleType) -> str:
+    return _record(rendezvous)
+
+
+def test_the_names_of_methods_that_a_rendezvous_looks_up_stay_what_they_are(
+    rendezvous: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _joins(rendezvous) == "_joins"
+    torchrun.hasten_rendezvous(alone=True)
+    monkeypatch.delattr("inspect.stack")
+    assert _joins(rendezvous) == "_joins"
+
+
+@pytest.mark.parametrize(("alone", "waited"), [(True, [1.0]), (False, [0.2, 1.0])])
+def test_only_one_node_joins_without_a_random_pause(
+    rendezvous: ModuleType, monkeypatch: pytest.MonkeyPatch, alone: bool, waited: list[float]
+) -> None:
+    found: list[float] = []
+    monkeypatch.setattr("time.sleep", found.append)
+    monkeypatch.setattr("random.uniform", lambda *_: 0.2)
+    torchrun.hasten_rendezvous(alone=alone)
+    rendezvous._delay(seconds=(0, 0.3))
+    rendezvous._delay(seconds=1.0)
+    assert found == waited
