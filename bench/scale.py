@@ -41,6 +41,7 @@ import msgspec
 from bench import machine, scale_operator
 from keepstep.core.candidates import Candidate, Candidates, Offer
 from keepstep.core.ledger import Ledger, Reported
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.boxes import Box, IndexBuilder
@@ -132,6 +133,12 @@ def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
     """As `Topology.twins` finds them."""
     same = range(rank % NODE, world, NODE) if kind == "ddp" else ()
     return tuple(one for one in same if one != rank)
+
+
+def alike_of(kind: str, rank: int, world: int) -> Ranks:
+    """The rank and its twins."""
+    twins = twins_of(kind, rank, world)
+    return Ranks.of((rank, *twins)) if twins else NOBODY
 
 
 class Model:
@@ -289,9 +296,9 @@ def _needed(kind: str, world: int) -> list[int]:
     """The saved ranks of which a sidecar with nothing in memory shows a node's trainers an image;
     what it reads of each is once the bytes at rest."""
     shards = {
-        rank: [_Copy(Tier.PEER, Shard(step_id=NEWEST, rank=rank, world=world, twins=twins))]
+        rank: [_Copy(Tier.PEER, Shard(step_id=NEWEST, rank=rank, world=world, alike=alike))]
         for rank in range(world)
-        for twins in [twins_of(kind, rank, world)]
+        for alike in [alike_of(kind, rank, world)]
     }
     pool: Any = SimpleNamespace(ranks={}, of=lambda _: shards)
     return CopyLocator({}, pool, pool, pool).one_of_twins(NEWEST, range(world), known=())
@@ -341,7 +348,7 @@ def _listing(kind: str, node: int, world: int) -> bytes:
         Listed(
             rank=rank, id=StepId(_EPOCH, step), world=world, root=f"{step:016x}{rank:016x}",
             params_digest=f"{step:016x}{rank:016x}", written_at=1.79e9, bytes=1 << 34,
-            twins=twins_of(kind, rank, world), copy=owner != node,
+            twin_runs=alike_of(kind, rank, world), copy=owner != node,
         )
         for owner in dict.fromkeys((node, (node - 1) % pods))
         for rank in range(owner * NODE, owner * NODE + NODE)

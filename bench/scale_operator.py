@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from bench.operator_load import Apart
+from keepstep.core.ranks import Ranks
 from keepstep_sidecar.report.reporter import Rhythm
 from tests.harness import until
 from tests.operator.promises.surface import (
@@ -79,7 +80,7 @@ def _with_twins(kind: str, told: Body) -> Body:
     for tier in ("memory", "local", "peer"):
         for one in told.get(tier, []):
             same = range(number % NODE, one["world"], NODE) if kind == "ddp" else ()
-            one["twins"] = [each for each in same if each != number]
+            one["twin_runs"] = Ranks.of(same)
     return told
 
 

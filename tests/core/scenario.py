@@ -29,6 +29,7 @@ from keepstep.core.ledger import (
     Unknown,
 )
 from keepstep.core.persist_planner import PersistPlanner, Write
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
 from keepstep.core.shard import Shard
@@ -343,7 +344,7 @@ def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:
         world=world,
         root=root or None,
         params_digest=params or None,
-        twins=twins,
+        alike=Ranks.of((rank, *twins)) if twins else NOBODY,
     )
 
 

@@ -25,6 +25,7 @@ from keepstep.core.ledger import (
     RestorePlan,
     Retire,
 )
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.core.vote import Decision, choose
@@ -97,6 +98,10 @@ class Tiers(RuleBasedStateMachine):
         per_node = world // len(self.nodes)
         return tuple(one for one in range(rank % per_node, world, per_node) if one != rank)
 
+    def _alike(self, rank: int, world: int) -> Ranks:
+        twins = self._twins(rank, world)
+        return Ranks.of((rank, *twins)) if twins else NOBODY
+
     # --- ledgers -------------------------------------------------------------------------
 
     def _rebuild(self) -> None:
@@ -152,7 +157,7 @@ class Tiers(RuleBasedStateMachine):
 
     def _held(self, id: StepId, rank: int) -> Shard:
         world = self.worlds[id]
-        return Shard(step_id=id, rank=rank, world=world, twins=self._twins(rank, world))
+        return Shard(step_id=id, rank=rank, world=world, alike=self._alike(rank, world))
 
     # --- what is there -------------------------------------------------------------------
 

@@ -278,12 +278,16 @@ ANSWERS: dict[type[Any], dict[str, Any]] = {
     },
     trainer.Problem: {"code": "internal", "message": "x"},
 }  # fmt: skip
+_RUNS = {"runs": [[0, 1, 1]]}
 LISTING = {
     "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
-    "shards": [{"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32, "twins": [1]}],
+    "shards": [
+        {"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32, "twins": [1]},
+        {"id": _ID, "rank": 1, "world": 2, "bytes": 5, "root": "0" * 32, "twin_runs": _RUNS},
+    ],
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
-_HELD = {"id": _ID, "world": 2}
+_HELD = {"id": _ID, "world": 2, "twin_runs": _RUNS}
 REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import threading
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from keepstep_sidecar.tiers.peer import client, handlers
+from keepstep.core.ranks import Ranks
+from keepstep_sidecar.tiers.peer import client, handlers, protocol
 from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import OLDER_STREAMS, STREAMS, Begun, Listing, streams
@@ -111,6 +113,27 @@ def test_a_peer_that_says_nonsense_gets_one_connection(told: int) -> None:
 
 def test_a_listing_of_an_older_peer_says_two() -> None:
     assert msgspec.json.decode(b'{"run": "gpt"}', type=Listing).streams == OLDER_STREAMS
+
+
+async def test_an_older_peer_that_does_not_say_that_it_reads_runs_is_told_lists_of_twins(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, other = node(0), node(1)
+    async with running(here, other):
+        other.write(5, rank=1)
+        truth = other.remote_tier._shards.listing()
+        shards = tuple(replace(one, twin_runs=Ranks.of((0, 1))) for one in truth.shards)
+        monkeypatch.setattr(
+            other.remote_tier._shards, "listing", lambda: replace(truth, shards=shards)
+        )
+
+        def ask() -> tuple[Listing, Listing]:
+            with client.Link(other.address, FileCredentials(here.files)) as link:
+                return link.listing(), link._ask("GET", protocol.SHARDS, kind=Listing)
+
+        now, older = await asyncio.to_thread(ask)
+        assert [(one.twins, [*one.twin_runs]) for one in now.shards] == [((), [0, 1])]
+        assert [one.twins for one in older.shards] == [(0,)]
 
 
 async def test_a_connection_that_asks_for_nothing_keeps_no_buffer(

@@ -95,6 +95,8 @@ class OperatorHost:
         self.all_peers = False
         self.authorities = ""
         self.leaving = False
+        self.reads_runs = True
+        self.pem = identity.pem
         self.interval_s = 2.0
         self.port = port
         self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
@@ -178,6 +180,7 @@ class OperatorHost:
             all_peers=self.all_peers,
             authorities=self.authorities,
             leaving=self.leaving,
+            reads_runs=self.reads_runs,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer, content, read_image
 
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.errors import SidecarError, StorageError
 from keepstep.image import Layout, chunk_bounds
@@ -350,7 +351,7 @@ class Node:
                 step_id=self.id,
                 rank=rank,
                 world=32,
-                twins=tuple(one for one in range(rank % 4, 32, 4) if twins and one != rank),
+                alike=Ranks.of(range(rank % 4, 32, 4)) if twins else NOBODY,
             )
             for rank in range(32)
         ]

@@ -128,7 +128,7 @@ async def test_it_says_what_it_is_and_gives_header_and_seal(
         source, slot = lying.source, lying.slot
         shard = source.shard
         assert (shard.step_id, shard.rank, shard.world) == (slot.id, 0, 2)
-        assert (shard.size_bytes, shard.twins) == (slot.layout.size_bytes, slot.layout.twins)
+        assert (shard.size_bytes, shard.alike) == (slot.layout.size_bytes, slot.layout.alike)
         manifest = await read(source, lambda opened: opened.manifest)
         assert manifest.layout == slot.layout
         assert manifest.shard.root == shard.root

@@ -237,10 +237,20 @@ def doubting(*after: StepId) -> bytes:
 
 def twinned(twin: int) -> bytes:
     """A report of an image of a world of two with such a twin."""
-    report = Sidecar(rank=0).durable(1).report()
-    (rank,) = report.ranks
-    held = tuple(replace(one, twins=(twin,)) for one in rank.local)
-    return msgspec.json.encode(replace(report, ranks=(replace(rank, local=held),)))
+    return with_images(twins=[twin])
+
+
+def with_images(**more: Any) -> bytes:
+    """A report of one image of a world of two that says more."""
+    report = msgspec.to_builtins(Sidecar(rank=0).durable(1).report())
+    for image in report["ranks"][0]["local"]:
+        image |= more
+    return msgspec.json.encode(report)
+
+
+def alike(*runs: tuple[int, int, int]) -> bytes:
+    """The same with such ranks in the place of a rank and its twins."""
+    return with_images(twin_runs={"runs": runs})
 
 
 FORGED = {
@@ -331,6 +341,11 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
         (msgspec.json.encode(Sidecar(rank=0, archive=[step(10**16)]).report()), 400),
         (msgspec.json.encode(Sidecar(rank=0, address="a" * 281).report()), 400),
         (twinned(2), 400),
+        (alike((0, 2, 2)), 400),
+        (alike((1, 1, 1)), 400),
+        (alike((0, 10**12, 1)), 400),
+        (alike((0, 1, 0)), 400),
+        (alike((-1, 1, 1)), 400),
         (doubting(step(10**16)), 400),
         (doubting(*map(step, range(1025))), 400),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.steps import StepId
 
 
@@ -13,9 +14,10 @@ class Shard:
     """One sealed image of one rank, wherever it lies.
 
     `root`: digest over its digests, None in memory; `params_digest`: of its section `params`; both
-    hex. `written_at`: unix seconds, by its own control page. `twins`: ranks whose images hold the
-    very same boxes; one of them is enough to restore them all. `size_bytes`: of the whole image, 0
-    where nobody said; it makes no other image.
+    hex. `written_at`: unix seconds, by its own control page. `alike`: the rank and its twins, all
+    of whose images hold the very same boxes, so that one is enough to restore them all; nobody
+    where it has none. `size_bytes`: of the whole image, 0 where nobody said; it makes no other
+    image.
     """
 
     step_id: StepId
@@ -24,7 +26,7 @@ class Shard:
     size_bytes: int = field(default=0, compare=False)
     root: str | None = None
     params_digest: str | None = None
-    twins: tuple[int, ...] = ()
+    alike: Ranks = NOBODY
     written_at: float | None = None
 
 
@@ -43,6 +45,8 @@ class Told(Protocol):
     @property
     def params_digest(self) -> str | None: ...
     @property
-    def twins(self) -> tuple[int, ...]: ...
+    def alike(self) -> Ranks:
+        """The rank itself may be missing: an older one told of its twins alone."""
+
     @property
     def written_at(self) -> float | None: ...

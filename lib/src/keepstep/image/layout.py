@@ -18,6 +18,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.errors import FormatError, TornError
 from keepstep.image import headers
 from keepstep.image.headers import HUGE_PAGE_BYTES, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
@@ -50,6 +51,11 @@ class Layout:
     extras_capacity_bytes: int = field(compare=False)
     twins: tuple[int, ...] = field(compare=False, default=())
     parameters: Mapping[str, Parameters] = field(compare=False, repr=False, default_factory=dict)
+
+    @cached_property
+    def alike(self) -> Ranks:
+        """The rank and its twins; nobody where it has none."""
+        return Ranks.of((self.rank, *self.twins)) if self.twins else NOBODY
 
     @property
     def digests_begin(self) -> int:

@@ -104,7 +104,7 @@ class Manifest:
             size_bytes=self.layout.size_bytes,
             root=self.control.root,
             params_digest=(self.control.sections or {}).get(Section.PARAMS.value),
-            twins=self.layout.twins,
+            alike=self.layout.alike,
             written_at=self.control.written_at,
         )
 

@@ -9,9 +9,11 @@ removed or change its meaning (the sidecar is pinned per run, the operator is up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.ranks import NOBODY, Ranks, shared
 from keepstep.core.shard import Shard, Told
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, StepId, Tier
@@ -26,9 +28,16 @@ STILL_USED_EXIT = 3
 the operator had taken it for gone."""
 
 
+_Image = TypeVar("_Image", bound="ReportedShard")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportedShard:
-    """A `Shard` of the rank that it is reported under."""
+    """A `Shard` of the rank that it is reported under.
+
+    `twin_runs`: the rank and its twins. `twins`: the twins as a list, for whoever does not say that
+    it reads runs, and where runs would be too many.
+    """
 
     id: StepId
     world: int
@@ -37,6 +46,17 @@ class ReportedShard:
     written_at: float | None = None
     twins: tuple[int, ...] = ()
     bytes: int = field(default=0, compare=False)
+    twin_runs: Ranks = NOBODY
+
+    def __post_init__(self) -> None:
+        if self.twin_runs:
+            if not self.twin_runs.is_short or self.twin_runs.last >= self.world:
+                raise ValueError("twins that cannot be")
+            object.__setattr__(self, "twin_runs", shared(self.twin_runs))
+
+    @property
+    def alike(self) -> Ranks:
+        return self.twin_runs or Ranks.of(self.twins)
 
     @property
     def step_id(self) -> StepId:
@@ -54,9 +74,16 @@ class ReportedShard:
             root=shard.root,
             params_digest=shard.params_digest,
             written_at=shard.written_at,
-            twins=shard.twins,
             bytes=shard.size_bytes,
+            twins=() if shard.alike.is_short else tuple(shard.alike),
+            twin_runs=shard.alike if shard.alike.is_short else NOBODY,
         )
+
+    def with_list(self: _Image, rank: int) -> _Image:
+        """Told as `rank`'s to one who reads no runs."""
+        if not self.twin_runs:
+            return self
+        return replace(self, twins=tuple(one for one in self.twin_runs if one != rank))
 
     def shard(self, rank: int) -> Shard:
         return Shard(
@@ -67,7 +94,7 @@ class ReportedShard:
             root=self.root,
             params_digest=self.params_digest,
             written_at=self.written_at,
-            twins=self.twins,
+            alike=self.twin_runs or (Ranks.of((rank, *self.twins)) if self.twins else NOBODY),
         )
 
 
@@ -90,6 +117,14 @@ class ReportedRank(RankCounters):
     peer_answer: Answer | None = None
     archive_answer: Answer | None = None
     gone: dict[Tier, tuple[StepId, ...]] = field(default_factory=dict)
+
+    def with_lists(self) -> ReportedRank:
+        """Told to one who reads no runs."""
+        listed = {
+            str(tier): tuple(one.with_list(self.rank) for one in held)
+            for tier, (held, _) in self.by_tier().items()
+        }
+        return replace(self, **listed)  # type: ignore[arg-type]
 
     def by_tier(self) -> dict[Tier, tuple[tuple[ReportedShard, ...], Answer | None]]:
         """What it lists of each tier, and its answer."""
@@ -207,6 +242,7 @@ class ReportReply:
     answers, as 0, the next one has to be whole.
     `archive`: a committed step that the archive gets in the stead of a due one that never was one.
     `failures`: of the script's own, as all pods told: a pod that was made anew has no record.
+    `reads_runs`: of images it reads `twin_runs`; to one that does not say so, `twins` are listed.
     """
 
     interval_s: float = 30.0
@@ -226,6 +262,7 @@ class ReportReply:
     authorities: str = ""
     archive: StepId | None = None
     failures: tuple[Failure, ...] = ()
+    reads_runs: bool = False
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

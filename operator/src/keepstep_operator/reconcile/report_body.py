@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from keepstep.core.ranks import Ranks
 from keepstep.core.suspicion import KEPT, Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (
@@ -43,7 +44,7 @@ MOST_EPOCHS: Final = 1024
 """Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
 a run may have begun any number of times."""
 MOST_TWINS: Final = 1 << 18
-"""Named in one report."""
+"""Listed in one report; of those that are told as runs the different sets count, as bitmaps."""
 MOST_WARNINGS: Final = 32
 MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_DOUBTED: Final = KEPT * KEPT
@@ -147,13 +148,15 @@ def _failures(raw: Sequence[msgspec.Raw]) -> tuple[Failure, ...]:
 def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
     found: list[ReportedRank] = []
     held = twins = 0
+    runs: set[Ranks] = set()
     for one in raw:
         told = _rank(one) if len(memoryview(one)) <= _SMALL_BYTES else (yield from _long_rank(one))
         held += bool(told.peer) or not kept(told)
         if held > MOST_RANKS or len(found) >= held + MOST_OTHERS:
             raise Refused(400, "bad-report", "more ranks than one pod can have")
         twins += _check_rank(told)
-        if twins > MOST_TWINS:
+        runs.update(image.twin_runs for image in _images(told))
+        if twins > MOST_TWINS or sum(each.last + 1 for each in runs) > MOST_BITS_OF_ALL:
             raise Refused(400, "bad-report", "more twins than one pod can tell of")
         found.append(_newest(told))
         yield
@@ -232,11 +235,13 @@ def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ..
 
 
 def _check_rank(one: ReportedRank) -> int:
-    """How many twins it names."""
-    held = (*one.memory, *one.local, *one.peer, *one.archive)
+    """How many twins it lists."""
+    held = _images(one)
     worlds = {one.world, *(image.world for image in held)}
     with_twins = [image for image in held if image.twins]
-    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins):
+    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins) or any(
+        one.rank not in image.twin_runs for image in held if image.twin_runs
+    ):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
@@ -249,6 +254,10 @@ def _check_rank(one: ReportedRank) -> int:
     if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
     return sum(len(image.twins) for image in with_twins)
+
+
+def _images(one: ReportedRank) -> tuple[ReportedShard, ...]:
+    return (*one.memory, *one.local, *one.peer, *one.archive)
 
 
 def _is_step(id: StepId) -> bool:

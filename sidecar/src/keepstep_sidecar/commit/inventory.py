@@ -13,6 +13,8 @@ from pathlib import Path
 
 from keepstep.core.candidates import Offer
 from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.ledger.holding import is_full
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
 from keepstep.image import Layout
@@ -195,7 +197,7 @@ def _in_slot(id: StepId, layout: Layout) -> Shard:
         rank=layout.rank,
         world=layout.world,
         size_bytes=layout.size_bytes,
-        twins=layout.twins,
+        alike=layout.alike,
     )
 
 
@@ -448,16 +450,16 @@ class CopyLocator:
         them holds. Of images beyond memory."""
         reading, needed = set(known), list[int]()
         for rank in ranks:
-            if reading.isdisjoint(self._twins(id, rank)):
+            if reading.isdisjoint(self._alike(id, rank)):
                 needed.append(rank)
                 reading.add(rank)
         return needed
 
-    def _twins(self, id: StepId, rank: int) -> tuple[int, ...]:
+    def _alike(self, id: StepId, rank: int) -> Ranks:
         """Of its image beyond memory."""
         if (local := self._shards.get(id, {}).get(rank)) is not None:
-            return local.twins
-        return next((one.shard.twins for one in self._remotes.of(id).get(rank, ())), ())
+            return local.alike
+        return next((one.shard.alike for one in self._remotes.of(id).get(rank, ())), NOBODY)
 
     def ids(self) -> set[StepId]:
         """Every step of which something is within reach."""
@@ -483,23 +485,22 @@ class CopyLocator:
     def _offer(self, id: StepId) -> Offer | None:
         if (world := self.world_of(id)) is None:
             return None
-        reached: dict[Tier, set[int]] = {}
-        for tier, rank, twins in self._copies(id):
-            # one call for all twins: a large world has as many for each of its ranks
-            reached.setdefault(tier, {rank}).update((rank, *twins))
-        left = set(range(world))
+        reached: dict[Tier, int] = {}
+        for tier, rank, alike in self._copies(id):
+            reached[tier] = reached.get(tier, 0) | 1 << rank | alike.bits
+        found = 0
         for tier in NEAREST_FIRST:
-            left -= reached.get(tier, set())
-            if not left:
+            found |= reached.get(tier, 0)
+            if is_full(found, world):
                 return Offer(id=id, tier=tier, world=world)
         return None
 
-    def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, tuple[int, ...]]]:
-        """(tier, rank, twins) of all copies."""
+    def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, Ranks]]:
+        """(tier, rank, the rank and its twins) of all copies."""
         for rank, slots in self._pool.ranks.items():
             if (at := slots.find(id)) is not None:
-                yield at.tier, rank, at.layout.twins
+                yield at.tier, rank, at.layout.alike
         for rank, found in self._shards.get(id, {}).items():
-            yield Tier.LOCAL, rank, found.twins
+            yield Tier.LOCAL, rank, found.alike
         for rank, places in self._remotes.of(id).items():
-            yield places[0].tier, rank, places[0].shard.twins
+            yield places[0].tier, rank, places[0].shard.alike

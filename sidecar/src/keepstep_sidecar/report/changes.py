@@ -33,6 +33,11 @@ def changes(known: Report | None, now: Report) -> Report:
     )
 
 
+def with_lists(report: Report) -> Report:
+    """The same, for an operator that reads no runs of twins."""
+    return replace(report, ranks=tuple(one.with_lists() for one in report.ranks))
+
+
 def _goes_on(known: Report, now: Report) -> bool:
     after = {one.rank: one.by_tier() for one in now.ranks}
     return (

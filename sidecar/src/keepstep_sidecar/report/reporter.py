@@ -29,7 +29,7 @@ from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.report.changes import changes
+from keepstep_sidecar.report.changes import changes, with_lists
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -145,6 +145,9 @@ class Reporter:
         self._sent: Report | None = None
         self._known: Report | None = None
         """The last report, when the operator said that it goes on from there."""
+        self._reads_runs = True
+        """The operator reads twins as runs, until it does not say so: what one that reads lists
+        alone is told first lacks the twins, and the next report has them."""
         self._volumes: tuple[VolumeStatus, ...] = ()
         self._measured_at = -_MEASURE_EVERY_S
 
@@ -265,7 +268,7 @@ class Reporter:
             "Authorization": f"Bearer {_token(self._config.token_file)}",
             "Content-Type": "application/json",
         }
-        body = msgspec.json.encode(report)
+        body = msgspec.json.encode(report if self._reads_runs else with_lists(report))
         try:
             # no redirects: the token is for this address only
             async with session.post(
@@ -296,15 +299,18 @@ class Reporter:
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of it. Changes that the operator cannot follow are told whole, at
-        once."""
+        once, and so are twins that it cannot read as runs."""
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._config.address, failures=self._failures)
         self._failures = 0
         self._logged.clear()
         self._operator.heard_at = time.time()
-        follows = reply.changes_since == report.sequence
+        understood = reply.reads_runs or not self._reads_runs or with_lists(told) == told
+        self._reads_runs = reply.reads_runs
+        follows = understood and reply.changes_since == report.sequence
         self._known = report if follows else None
-        self._sent = self._look.news(report) if follows or not told.since else None
+        taken = understood and (follows or not told.since)
+        self._sent = self._look.news(report) if taken else None
         self._rhythm = Rhythm.of(reply)
 
 

@@ -133,7 +133,7 @@ class ImageSources:
                 tier=source.tier,
                 bytes=source.shard.size_bytes,
                 extras_bytes=manifest.control.extras_bytes,
-                twins=source.shard.twins,
+                twins=tuple(one for one in source.shard.alike if one != saved),
             )
             return told
         return None

@@ -76,9 +76,8 @@ class Holding:
         self.ranks |= bitmap(ranks)
         self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
         for rank, one in images.items():
-            if one.twins:
+            if group := _group(rank, one):
                 self._twins = self._twins or {}
-                group = _group(rank, one)
                 self._twins[group] = self._twins.get(group, 0) | 1 << rank
 
     def remove(self, ranks: int) -> None:
@@ -103,7 +102,7 @@ class Holding:
             and _get(self._sizes, at) == shard.size_bytes
             and (shard.written_at or 0.0) <= self.written_at
             and not self.doubled >> rank & 1
-            and self._group_of(rank) == (_group(rank, shard) if shard.twins else 0)
+            and self._group_of(rank) == _group(rank, shard)
         )
 
     def root(self, rank: int) -> int:
@@ -139,8 +138,9 @@ def number_of(digest: str | None) -> int:
 
 
 def _group(rank: int, shard: Told) -> int:
-    """The rank and its twins."""
-    return bitmap((rank, *shard.twins))
+    """The rank and its twins, one and the same number for all of them; 0 where it has none."""
+    group = shard.alike.bits
+    return group | 1 << rank if group and not group >> rank & 1 else group
 
 
 def _index(ranks: int, rank: int) -> int:

@@ -412,6 +412,7 @@ class Run:
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
             archive=self._stand_in,
             failures=self.failures,
+            reads_runs=True,
         )
 
     def _committed(self, at: float) -> Iterator[Action]:

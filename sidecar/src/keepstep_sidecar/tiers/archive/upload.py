@@ -96,7 +96,7 @@ class Sender:
     async def _difference(self, prefix: str, shard: OpenShard) -> File | None:
         """From the file of its first twin. None where there is no such file, or no gain."""
         image = shard.manifest.shard
-        first = min((image.rank, *image.twins))
+        first = min((image.rank, *image.alike))
         if first == image.rank or shard.piece_count < FEWEST_PIECES:
             return None
         name = f"{prefix}/{shard_name(first, image.world)}"

@@ -14,10 +14,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,7 +83,7 @@ class Link:
 
     def listing(self) -> protocol.Listing:
         """All that it holds."""
-        return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
+        return self._ask("GET", protocol.SHARDS, headers=protocol.READS, kind=protocol.Listing)
 
     def begin(self, shard: Shard, manifest: bytes, *, size: int) -> protocol.Begun:
         """Begin a copy of `size` bytes, or go on with one."""
@@ -141,11 +142,12 @@ class Link:
         path: str,
         body: bytes | memoryview = b"",
         *,
+        headers: Mapping[str, str] = MappingProxyType({}),
         kind: type[T] | None,
         quiet_s: float = QUIET_S,
     ) -> T:
         with self._translated():
-            self._send(method, path, body, {}, quiet_s)
+            self._send(method, path, body, headers, quiet_s)
             response = self._response((200, 204))
             data = response.read(protocol.LARGEST_JSON_BYTES)
             if response.read(1):
@@ -157,7 +159,7 @@ class Link:
         method: str,
         path: str,
         body: bytes | memoryview,
-        headers: dict[str, str],
+        headers: Mapping[str, str],
         quiet_s: float,
     ) -> None:
         connection = self._connected()

@@ -136,7 +136,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
-            self._say(self.context.shards.listing())
+            listing = self.context.shards.listing()
+            reads_runs = all(
+                self.headers.get(name) == told for name, told in protocol.READS.items()
+            )
+            self._say(listing if reads_runs else listing.with_lists())
             return
         name = _name(match)
         with self.context.shards.open(name.id, name.rank, name.world) as reading:

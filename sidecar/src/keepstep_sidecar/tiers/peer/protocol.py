@@ -1,6 +1,7 @@
 """What pods of a run say to each other: HTTPS, JSON about shards, plain bytes of shards.
 
-    GET  /v1/shards                       Listing: all sealed shards here, own ones and copies
+    GET  /v1/shards                       Listing: all sealed shards here, own ones and copies,
+                                          whose twins are runs if `Keepstep-Reads` is `runs`
     GET  /v1/shards/<step>/<shard>        the file; `Range: bytes=a-b` for a part of it
     POST /v1/copies/<step>/<shard>        header, digest table and control page -> Begun
     PUT  /v1/copies/<step>/<shard>/<n>    chunk n, checked against the table
@@ -13,7 +14,7 @@ be is refused as it is decoded: a receiver remembers, and allocates, by what the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from keepstep.core.shard import Shard
@@ -27,6 +28,8 @@ WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
 LARGEST_WANTED_BYTES: Final = 4 << 20
 MOST_RANKS: Final = 65_536
+READS: Final = {"Keepstep-Reads": "runs"}
+"""The header of one who reads `twin_runs`; all others get lists of twins."""
 STREAMS: Final = 4
 """Connections of one transfer: some wait for a drive, or digest, while the others move bytes."""
 OLDER_STREAMS: Final = 2
@@ -51,8 +54,11 @@ class Listed(ReportedShard):
         return cls(**vars(ReportedShard.of(shard)), rank=shard.rank, copy=copy)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.rank < self.world <= _LARGEST_WORLD:
             raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
+        if self.twin_runs and self.rank not in self.twin_runs:
+            raise ValueError(f"rank {self.rank} with the twins of another one")
         if self.root is None:
             raise ValueError("a sealed shard without a root")
         if not 0 < self.bytes <= MAX_BYTES:
@@ -70,6 +76,10 @@ class Listing:
     ready: bool = True
     reason: str = ""
     streams: int = OLDER_STREAMS
+
+    def with_lists(self) -> Listing:
+        """Told to one who reads no runs."""
+        return replace(self, shards=tuple(one.with_list(one.rank) for one in self.shards))
 
 
 @dataclass(frozen=True, kw_only=True)

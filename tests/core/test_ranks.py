@@ -1,0 +1,68 @@
+"""Sets of ranks as runs: the same ranks, few numbers, and no work by what somebody claims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.core.ledger.holding import bitmap
+from keepstep.core.ranks import MOST_RANKS, MOST_RUNS, Ranks
+
+RANKS = st.sets(st.integers(0, 300), max_size=60)
+
+
+@given(RANKS | st.builds(lambda a, n, d: {*range(a, a + n * d, d)}, *[st.integers(1, 60)] * 3))
+def test_runs_name_the_ranks_that_they_were_made_of(those: Collection[int]) -> None:
+    made = Ranks.of(those)
+    assert [*made] == sorted(those)
+    assert (len(made), bool(made), made.last) == (len(those), bool(those), max(those, default=-1))
+    assert made.bits == bitmap(those)
+    assert [one for one in range(4000) if one in made] == sorted(those)
+    assert Ranks.of(reversed([*made])) == Ranks(made.runs)
+
+
+def test_the_same_place_of_every_node_is_one_run_and_one_object() -> None:
+    made = Ranks.of(range(3, 16_384, 8))
+    assert made.runs == ((3, 16_379, 8),)
+    assert Ranks.of([*made]) is made
+    assert made.bits is Ranks.of(range(3, 16_384, 8)).bits
+
+
+def test_two_runs_where_nodes_are_missing() -> None:
+    assert Ranks.of([0, 8, 16, 40, 48]).runs == ((0, 16, 8), (40, 48, 8))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ((1, 0, 1),),
+        ((-1, 3, 1),),
+        ((0, 4, 0),),
+        ((0, 4, -1),),
+        ((0, 4, 3),),
+        ((0, 8, 4), (4, 12, 4)),
+        ((8, 16, 8), (0, 4, 4)),
+    ],
+)
+def test_what_is_no_run_is_refused(runs: tuple[tuple[int, int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="no runs"):
+        Ranks(runs)
+
+
+def test_a_trillion_ranks_are_told_apart_without_being_counted() -> None:
+    claimed = Ranks(((0, 10**12, 1),))
+    assert len(claimed) == 10**12 + 1
+    assert 10**12 in claimed
+    assert 10**12 + 1 not in claimed
+    assert not claimed.is_short
+
+
+def test_many_runs_or_a_larger_world_are_told_as_a_list() -> None:
+    assert Ranks.of([MOST_RANKS - 1]).is_short
+    assert not Ranks.of([MOST_RANKS]).is_short
+    squares = [one * one for one in range(2 * MOST_RUNS + 2)]
+    assert not Ranks.of(squares).is_short
+    assert Ranks.of(squares[: 2 * MOST_RUNS]).is_short
