@@ -221,6 +221,20 @@ def test_a_history_that_begins_in_the_middle_counts_from_there() -> None:
     assert Tally().goodput(5.0) is None
 
 
+def test_rounding_makes_no_second_negative() -> None:
+    """A tally with one would not be believed by the next sidecar."""
+    tally, now, parent = Tally(), 1000.0, None
+    for number in range(1, 9):
+        epoch = Epoch(EpochId(number, f"{number:08x}"), parent)
+        restored = Event(sequence=1, kind=Kind.RESTORED, at=now, until=now, epoch=epoch)
+        parent, begin, now = StepId(epoch.id, 5 * number), now + 1.0, now + 3.0
+        staged = Event(
+            sequence=2, kind=Kind.STAGED, at=begin, until=now, step=parent, count=5, seconds=0.3
+        )
+        tally = tally.after([restored, staged])
+        assert tally.sane, tally.badput
+
+
 def test_a_long_run_takes_no_more_memory_and_no_second_is_lost() -> None:
     events, truth = simulate([Life(steps=1000, back=100), Life(steps=2000), Life(steps=3)] * 7)
     tally = Tally().after(events)

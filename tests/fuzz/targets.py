@@ -25,6 +25,8 @@ import safetensors
 import torch
 
 from keepstep.core import candidates
+from keepstep.core.goodput import Tally
+from keepstep.core.history import RELEASED, Event, Kind
 from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
@@ -41,6 +43,7 @@ from keepstep_operator.reconcile import report_body
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.history import History
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.twin import twin_name
@@ -48,6 +51,7 @@ from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
@@ -434,6 +438,138 @@ def manifest() -> bytes:
     return data[: len(layout.header)] + data[layout.digests_begin :]
 
 
+# --- the history of a run ------------------------------------------------------------------------
+
+
+_NOW = 1_790_000_000.0
+_OF_HISTORY = _HOME / "history.jsonl"
+
+
+def _history() -> list[Any]:
+    """The lines of a file, parsed: two lives, of two ranks, beyond a tally of others."""
+    now, file = _NOW - 5000.0, HistoryFile(_OF_HISTORY, run="run")
+
+    def clock() -> float:
+        return now
+
+    history, known = History(clock=clock), Tally()
+    for life in (1, 2, 3):
+        epoch = EpochId(life, f"{life:08x}")
+        parent = StepId(EpochId(life - 1, f"{life - 1:08x}"), 10 * life) if life > 1 else None
+        for rank in (0, 1):
+            now += 3.0
+            history.note(Kind.CAME, rank=rank, seconds=2.0, attempt="a")
+        for rank in (0, 1):
+            now += 1.1
+            history.note(
+                Kind.RESTORED, rank=rank, epoch=Epoch(epoch, parent), seconds=1.0, tier=Tier.LOCAL
+            )
+        for number in range(10 * life + 1, 10 * life + 15):
+            now += 0.7
+            history.staged(StepId(epoch, number), blocked_s=0.1)
+            history.committed(StepId(epoch, number))
+        history.lost(Kind.SKIPPED, rank=1, step=10 * life + 9, reason="no slot")
+        history.warn([f"warning {life}"])
+        history.note(Kind.INTERVAL, count=life)
+        now += 0.3
+        history.note(Kind.FAILED, rank=0, step=StepId(epoch, 10 * life + 14))
+        history.note(Kind.ENDED, rank=1, text="killed")
+        if life == 1:
+            known, history = known.after(history.all()), History(clock=clock)
+    file.append(history.all(), known)
+    return [json.loads(line) for line in _OF_HISTORY.read_bytes().splitlines()]
+
+
+HISTORY = _history()
+
+
+def _lines(lines: list[Any], rng: random.Random | None = None) -> bytes:
+    rng = rng or random.Random(0)
+    return b"".join(mutate.text(one, rng) + b"\n" for one in lines)
+
+
+def _drawn(rng: random.Random) -> list[Any]:
+    """A history as it might be: lives, steps, ends and steps that are gone back over."""
+    events: list[Event] = []
+    now, step, epoch = _NOW - 5000.0, -1, Epoch(EpochId(1, "00000001"))
+
+    def say(kind: Kind, *, seconds: float, at: float | None = None, **fields: Any) -> None:
+        events.append(
+            Event(
+                sequence=len(events) + 1, kind=kind, at=at or now, until=now,
+                seconds=seconds, **fields,
+            )
+        )  # fmt: skip
+
+    for _ in range(rng.randrange(3, 40)):
+        now += rng.random() * rng.choice((0.001, 0.1, 1, 30))
+        kind = rng.choice((Kind.CAME, Kind.ENDED, Kind.RESTORED, *[Kind.STAGED] * 4))
+        if kind is Kind.RESTORED:
+            step = max(-1, step - rng.randrange(10))
+            parent = StepId(epoch.id, step) if step >= 0 else None
+            epoch = Epoch(EpochId(epoch.id.number + 1, f"{epoch.id.number + 1:08x}"), parent)
+            say(kind, seconds=rng.random() * 3, epoch=epoch, rank=0)
+        elif kind is Kind.STAGED:
+            begin, count = now, rng.randrange(1, 6)
+            now, step = now + rng.random(), step + count
+            place = {"step": StepId(epoch.id, step), "first": step - count + 1, "count": count}
+            say(kind, seconds=rng.random() * 0.1, at=begin, **place)
+        else:
+            say(kind, seconds=rng.random() * 5, rank=0, text=rng.choice(("", RELEASED)))
+    head = {"format_version": 1, "run": "run"}
+    return [head, *map(msgspec.to_builtins, events)]
+
+
+def reseal_history(rng: random.Random) -> bytes:
+    """Lines that are changed, left out, doubled or moved; and some that are honest."""
+    lines = list(HISTORY) if rng.random() < 0.5 else _drawn(rng)
+    for _ in range(rng.choice((0, 1, 2, 5, 40))):
+        at, kind = rng.randrange(len(lines)), rng.randrange(6)
+        if kind == 0 and at and len(lines) > 2:
+            del lines[at]
+        elif kind == 1:
+            lines.insert(rng.randrange(1, len(lines) + 1), lines[at])
+        else:
+            lines[at] = mutate.of_tree(lines[at], rng, grow=rng.random() < 0.0005)
+    if rng.random() < 0.7:  # else most of what was moved is passed over
+        for number, line in enumerate(lines[1:], 1):
+            if isinstance(line, dict):
+                lines[number] = {**line, "sequence": number}
+    return _lines(lines, rng)
+
+
+def read_history(data: bytes) -> object:
+    """As a sidecar and the commands take it up, and as the sidecar writes it again. Time that is
+    in two buckets, a tally that the next sidecar would not believe: wrong."""
+    _OF_HISTORY.write_bytes(data)
+    file = HistoryFile(_OF_HISTORY, run="run")
+    events, before = file._read(_OF_HISTORY, _NOW)
+    if (events, before) != file.read(now=_NOW):
+        raise AssertionError("read otherwise a second time")
+    history = History(events, before, clock=lambda: _NOW)
+    tally = before.after(events)
+    for now in (_NOW, events[-1].until if events else 0.0):
+        goodput = tally.goodput(now)
+        if goodput is None:
+            continue
+        seconds = [*goodput.seconds.values(), goodput.ratio]
+        seconds += [one for cost in goodput.newest for _, one in cost.cost.items()]
+        if not all(0.0 <= one < 1e10 for one in seconds) or goodput.ratio > 1.0:
+            raise AssertionError(f"seconds that cannot be: {goodput}")
+        until = max(now, tally.mark, tally.ended or 0.0)
+        if before == Tally() and goodput.wall_s > until - goodput.since + 1e-3:
+            raise AssertionError(f"of {until - goodput.since} s: {goodput}")
+    if not tally.sane:
+        raise AssertionError(f"not believed: {tally}")
+    msgspec.json.encode(history.told("run", 0))
+    _OF_HISTORY.unlink()
+    HistoryFile(_OF_HISTORY, run="run").append(history.all(), history.before)
+    again = HistoryFile(_OF_HISTORY, run="run").read(now=_NOW)
+    if again != (history.all(), history.before):
+        raise AssertionError("not read as it was written")
+    return goodput
+
+
 def targets() -> tuple[Target, ...]:
     """All of them."""
     image, page = honest_images(), make.image()[-4096:]
@@ -457,6 +593,8 @@ def targets() -> tuple[Target, ...]:
                refusals=(ImageError,), bytewise=(json_of(STEP_RECORD),), reseal=reseal_step_record),
         Target(name="service.json", parse=read_service, refusals=(UsageError,),
                bytewise=(json_of(SERVICE),), reseal=reseal_json(SERVICE)),
+        Target(name="history.jsonl", parse=read_history, refusals=(ImageError,),
+               bytewise=(_lines(HISTORY),), reseal=reseal_history, times=40),
         Target(name="sidecar.toml", parse=read_record, refusals=(UsageError,),
                bytewise=(RECORD,)),
         Target(name="skeleton", parse=read_skeleton,

@@ -312,12 +312,13 @@ def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float, int]:
-    """Those up to this step; the seconds of those beyond, and how many steps they are."""
+    """Those up to this step; the seconds of those beyond, and how many steps they are: rounding
+    makes them neither negative nor any where nothing lies beyond."""
     kept: list[Segment] = []
     redone_s, redone = 0.0, 0
     for step, count, seconds in segments:
         left = min(count, max(0, count - (step - back_to)))
-        share_s = seconds * left / count
+        share_s = seconds if left == count else min(seconds, seconds * left / count)
         if left:
             kept.append((step - (count - left), left, share_s))
         redone_s, redone = redone_s + seconds - share_s, redone + count - left
