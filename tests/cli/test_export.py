@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from keepstep.export import _bands
 from tests import warm
 from tests.archive.test_directory import flip
 from tests.cli.conftest import Keepstep
@@ -24,11 +25,16 @@ SCRIPT = Path(__file__).with_name("export_script.py")
 
 def train(keepstep: Keepstep, layout: str, ranks: int, steps: int, *options: str) -> None:
     """A life of the run `export_script` that ends well."""
+    launch(keepstep, [str(SCRIPT), layout, str(steps)], ranks, *options)
+
+
+def launch(keepstep: Keepstep, words: list[str], ranks: int, *options: str) -> None:
+    """A script on so many ranks, which ends well."""
     python = warm.python(warm.TRAINER)
-    command = [python, str(SCRIPT), layout, str(steps)]
+    command = [python, *words]
     if ranks > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [python, *launch, *command[1:]]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [python, *torchrun, *words]
     environment = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
     mark = {"KEEPSTEP_TEST_CLI": str(keepstep.home)}
     with keepstep.start(
@@ -168,6 +174,63 @@ def test_a_step_of_dcp_save_is_exported_too(keepstep: Keepstep) -> None:
     said = keepstep("export", "5", "--to", "state", "--only", "optimizer").stdout
     assert "param_groups.0.betas" in said
     assert "state.0.exp_avg" in load(keepstep.home / "state")
+
+
+SLICES = """
+import os, torch, keepstep
+from torch import nn
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+slices, alike = nn.Linear(4, 2), nn.LayerNorm(4)
+for one in (slices, alike):  # several parts are compared
+    one.register_buffer("long", torch.arange(5 << 19, dtype=torch.float32))
+slices.long[-1] += rank
+slices.bias.data += rank
+slices.uneven = nn.Parameter(torch.ones(1 + rank))
+checkpointer = keepstep.Checkpointer(model=slices, alike=alike)
+checkpointer.restore()
+checkpointer.save(0)
+checkpointer.close()
+if rank == 0:
+    torch.save([slices.state_dict(), alike.state_dict()], "trained.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_are_not(
+    keepstep: Keepstep,
+) -> None:
+    """Plain tensors of which each rank has its own: which it is, their bytes tell."""
+    launch(keepstep, [str(keepstep.script("slices.py", SLICES))], 2)
+    slices, alike = torch.load(keepstep.home / "trained.pt")
+
+    said = keepstep("export", "0", "--to", "out", code=2).stderr
+    assert "ranks have values of their own in bias, long, uneven;" in said
+    assert "--lowest-rank" in said
+    assert not [one for one in keepstep.home.iterdir() if "out" in one.name]
+
+    told = keepstep.json("export", "0", "--to", "out", "--lowest-rank")
+    assert told["own"] == ["bias", "long", "uneven"]
+    assert_equal(load(keepstep.home / "out"), slices)
+    said = keepstep("export", "0", "--to", "again", "--lowest-rank").stderr
+    assert "values of their own, the lowest rank's are written" in said
+    assert keepstep.json("export", "0", "--to", "same", "--only", "alike")["own"] == []
+    assert_equal(load(keepstep.home / "same"), alike)
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [((), 1), ((0, 3), 1), ((7,), 3), ((3, 5), 5), ((3, 5), 11), ((2, 3, 4), 5)]
+)
+def test_what_is_compared_in_parts_is_compared_whole(shape: tuple[int, ...], most: int) -> None:
+    seen = torch.zeros(shape)
+    for box in _bands(shape, most):
+        place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        assert seen[place].numel() <= most
+        seen[place] += 1
+    assert torch.equal(seen, torch.ones(shape))
 
 
 def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:

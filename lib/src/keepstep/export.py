@@ -51,6 +51,9 @@ Read = Callable[[int, int, memoryview], None]
 the image of a saved rank. Called from several threads. Raises StorageError, ImageError."""
 
 _BUFFERS = 6
+_COMPARED, _COMPARED_BYTES = 1024, 16 << 20
+"""Pairs and bytes at a time, of tensors that ranks have for themselves."""
+
 _KEPT_CHUNKS = 8
 """After so many, pages of the new files that were written to leave this process."""
 
@@ -62,7 +65,8 @@ _OWN_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 class Exported:
     """`tied`: other names of a tensor that is written once, with the name that it has there.
     `left_out`: what is no tensor. `own`: tensors that ranks, or groups of them, have each for
-    themselves: those of the lowest rank were taken. `found`: it had been exported before."""
+    themselves, and with other values: those of the lowest rank were taken. `found`: it had been
+    exported before."""
 
     path: Path
     files: tuple[str, ...]
@@ -76,11 +80,12 @@ class Exported:
 
 @dataclass
 class _Component:
-    """`names`: of each tensor, as the user's object has it, the name that is stored."""
+    """`names`: of each tensor, as the user's object has it, the name that is stored; `own`: the
+    stored names of others that have that name for ranks of their own."""
 
     names: dict[str, str] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
-    own: set[str] = field(default_factory=set)
+    own: dict[str, dict[str, None]] = field(default_factory=dict)
     trained: bool = False
 
 
@@ -96,9 +101,12 @@ class Export:
         only: str | None = None,
         dtype: torch.dtype | None = None,
         shard_bytes: int,
+        lowest_rank: bool = False,
     ) -> None:
         """`layouts`: of all saved ranks, ascending. `only`: the component; None: the one with
         parameters, or the one named `model`. `shard_bytes`: of a file, unless one tensor has more.
+        `lowest_rank`: of tensors that ranks have for themselves, the lowest rank's are taken, also
+        where the others' are not alike.
 
         Raises UsageError for a component that is not there or a dtype that safetensors lacks,
         FormatError, CoverageError when the images do not make up the component's tensors.
@@ -113,6 +121,7 @@ class Export:
             raise UsageError(f"step {id} has no image")
         self.index = index.build()
         self.component = _chosen(components, only, id)
+        self._id, self._lowest_rank = id, lowest_rank
         self._about = {"run": run, "step": str(id), "component": self.component}
         self._of = components[self.component]
         self._saved, self._tied = self._distinct()
@@ -130,8 +139,9 @@ class Export:
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
         """Into `target`, which is made; one that holds this very export already is left as it is.
 
-        Raises UsageError for one that holds anything else, StorageError when the disk is full or
-        fails, and what `read` raises: nothing is left then.
+        Raises UsageError for one that holds anything else and for values that are not alike where
+        one rank's were to stand for all, StorageError when the disk is full or fails, and what
+        `read` raises: nothing is left then.
         """
         target = Path(os.path.realpath(target))
         files = _named(self._files, self._about)
@@ -139,6 +149,9 @@ class Export:
             raise UsageError(f"{target} is a mount point: name a directory in it, to be made")
         if found := _holds(target, files):
             return self._told(target, files, found=found)
+        own = self._differing(read)
+        if own and not self._lowest_rank:
+            raise UsageError(_not_one(own, self._id))
         growing = target.with_name(f".{target.name}.exporting")
         try:
             with _directory(growing):
@@ -146,7 +159,7 @@ class Export:
                 _publish(growing, target)
         except OSError as error:
             raise StorageError(_why(error, target, files)) from error
-        return self._told(target, files, found=False)
+        return self._told(target, files, own=own)
 
     def _fill(
         self, growing: Path, files: list[_File], read: Read, on_bytes: Callable[[int], None]
@@ -164,6 +177,47 @@ class Export:
             del targets
         if len(files) > 1:
             _write_text(growing / _INDEX, _index_of(files))
+
+    # --- what ranks have for themselves --------------------------------------------------------
+
+    def _differing(self, read: Read) -> tuple[str, ...]:
+        """Names of which ranks have tensors of their own that are not alike, bit by bit."""
+        found: set[str] = set()
+        images = _Images(self.index, read)
+        for batch in _batches(self._pairs(found)):
+            wants = [
+                plan.Want(saved.name, one.box) for one in batch for saved in (one.taken, one.other)
+            ]
+            dtypes = [one.dtype for one in batch for _ in range(2)]
+            targets = [
+                torch.empty(want.box.sizes, dtype=dtype)
+                for want, dtype in zip(wants, dtypes, strict=True)
+            ]
+            planned = plan.make(wants, self.index, rank=0, nearness=images.nearness)
+            transfer.run(planned, targets, images, dtypes)
+            flat = [one.reshape(-1).view(torch.uint8) for one in targets]
+            found.update(
+                one.name
+                for one, taken, other in zip(batch, flat[::2], flat[1::2], strict=True)
+                if not torch.equal(taken, other)
+            )
+        return tuple(sorted(found))
+
+    def _pairs(self, found: set[str]) -> Iterator[_Pair]:
+        """What is to be compared. A name that is `found` to differ is looked at no more; one
+        whose other tensor has another shape is put there."""
+        for name, others in self._of.own.items():
+            taken = self.index.find(self._of.names[name])
+            for other in map(self.index.find, others):
+                if taken is None or other is None:
+                    raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
+                if (taken.dtype, taken.shape) != (other.dtype, other.shape):
+                    found.add(name)
+                dtype = _dtype_of(taken)
+                for box in _bands(taken.shape, _COMPARED_BYTES // 4 // dtype.itemsize):
+                    if name in found:
+                        break
+                    yield _Pair(name, taken, other, box, dtype)
 
     # --- what to write -------------------------------------------------------------------------
 
@@ -199,7 +253,9 @@ class Export:
         ]
         return plan.make(wants, self.index, rank=0, nearness=_Images(self.index).nearness)
 
-    def _told(self, target: Path, files: list[_File], *, found: bool) -> Exported:
+    def _told(
+        self, target: Path, files: list[_File], *, own: tuple[str, ...] = (), found: bool = False
+    ) -> Exported:
         return Exported(
             path=target,
             files=tuple(one.name for one in files),
@@ -207,9 +263,55 @@ class Export:
             bytes=sum(one.size_bytes for one in files),
             tied=self._tied,
             left_out=tuple(sorted(self._of.values)),
-            own=tuple(sorted(self._of.own)),
+            own=own,
             found=found,
         )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A part of two tensors that have one name."""
+
+    name: str
+    taken: Saved
+    other: Saved
+    box: Box
+    dtype: torch.dtype
+
+
+def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
+    """As many as are compared at a time: a rank may have thousands that are small."""
+    batch: list[_Pair] = []
+    size = 0
+    for one in pairs:
+        batch.append(one)
+        size += 2 * math.prod(one.box.sizes) * one.dtype.itemsize
+        if size >= _COMPARED_BYTES or len(batch) >= _COMPARED:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _bands(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most so many elements that make up the whole, in order."""
+    if math.prod(shape) <= most:
+        yield Box((0,) * len(shape), shape)
+        return
+    rows = max(1, most // max(1, math.prod(shape[1:])))
+    for at in range(0, shape[0], rows):
+        count = min(rows, shape[0] - at)
+        for inner in _bands(shape[1:], most if count == 1 else math.prod(shape[1:])):
+            yield Box((at, *inner.offsets), (count, *inner.sizes))
+
+
+def _not_one(names: tuple[str, ...], id: StepId) -> str:
+    return (
+        f"step {id}: ranks have values of their own in {few(names, 6)}; one rank's are not the"
+        " whole model's where they are slices (tensor parallelism without DTensor), which nobody"
+        " can put together by their names. Where the lowest rank's are right, as of buffers that"
+        " each rank counts by itself: --lowest-rank"
+    )
 
 
 # --- components ------------------------------------------------------------------------------
@@ -227,7 +329,7 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
         if kept in layout.entries and layout.entries[kept].spec.section is Section.PARAMS:
             one.trained = True
         if one.names.setdefault(name, kept) != kept:
-            one.own.add(name)
+            one.own.setdefault(name, {})[kept] = None
 
 
 def _bare(name: str) -> str:

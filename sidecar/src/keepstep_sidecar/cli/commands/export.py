@@ -56,6 +56,11 @@ _OPENED_AT_ONCE = 16
     help="What floating point numbers become, rounded to nearest even.  [default: as they are]",
 )
 @size_option("--shard-size", default="5GB", help="Of each file at most.  [default: 5GB]")
+@click.option(
+    "--lowest-rank",
+    is_flag=True,
+    help="Of tensors that ranks have for themselves, write the lowest rank's though they differ.",
+)
 @click.argument("word", metavar="STEP")
 def export(
     word: str,
@@ -63,6 +68,7 @@ def export(
     only: str | None,
     dtype: str | None,
     shard_size: int,
+    lowest_rank: bool,
     as_json: bool,
     **where: Any,
 ) -> None:
@@ -88,6 +94,7 @@ def export(
         "only": only,
         "dtype": None if dtype is None else library.DTYPES[dtype],
         "shard_bytes": shard_size,
+        "lowest_rank": lowest_rank,
     }
 
     def work(step: _Step, cancel: Cancel) -> Exported:
@@ -138,8 +145,8 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
         output.echo(f"left out, no tensors: {few(told.left_out, 4)}")
     if told.own:
         output.echo(
-            "warning: several ranks had their own, the lowest rank's is written, which is right for"
-            f" copies, not for slices that are no DTensor: {few(told.own, 4)}",
+            "warning: ranks have values of their own, the lowest rank's are written, which are not"
+            f" the whole model's where they are slices: {few(told.own, 4)}",
             err=True,
         )
 
