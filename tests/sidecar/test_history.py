@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,7 +22,10 @@ from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Kind
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import History as Told
+from keepstep_sidecar.api import status
+from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
+from keepstep_sidecar.volume.faults import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile
 from tests.harness import SidecarProcess, eventually
 
@@ -104,6 +111,73 @@ def test_a_question_that_is_none_is_refused(sidecar: SidecarProcess) -> None:
         answer = sidecar.get(f"/v1/history?since={since}")
         assert answer["code"] == "bad-request"
         assert "since=" in answer["message"]
+
+
+def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
+    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
+) -> None:
+    sidecar = sidecars().start(**{FAULTS_ENV: "history.write:hang"})
+    eventually(lambda: "history.write hangs" in sidecar.log.read_text(), what="a write hangs")
+    trainer = trainers(sidecar.socket).begin_run()
+    for number in range(1, 4):
+        assert trainer.wait(trainer.stage(number), "committed", flush=True).reached
+    told = eventually(lambda: of(Kind.COMMITTED, events(sidecar)), what="it is told")
+    assert told[-1].step == step(3)
+    trainer.disconnect()
+    assert sidecar.terminate() == 0
+    assert not sidecar.root.joinpath("history.jsonl").exists()
+
+
+class Gate(HistoryFile):
+    """On a volume that answers when it is open."""
+
+    def __init__(self, path: Path, *, run: str) -> None:
+        super().__init__(path, run=run)
+        self.open = threading.Event()
+        self.writes = 0
+
+    def append(self, events: Sequence[Event], before: Tally) -> None:
+        self.writes += 1
+        assert self.open.wait(60)
+        super().append(events, before)
+
+
+def test_only_what_is_new_is_written_and_what_a_slow_volume_could_not_take_is_in_the_sums(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status, "_KEEP_S", 0.01)
+    monkeypatch.setattr(status, "_HANGS_S", 0.02)
+    caplog.set_level(logging.INFO, "keepstep")
+    history, file = one_of_each(clock), Gate(tmp_path / "history.jsonl", run="run")
+
+    async def until(reached: Callable[[], bool]) -> None:
+        await asyncio.to_thread(eventually, reached, what="the next of it")
+
+    async def story() -> None:
+        keeping = asyncio.create_task(
+            status.keep_history(
+                cast("Service", SimpleNamespace(history=history, history_file=file))
+            )
+        )
+        await until(lambda: "history waits" in caplog.text)
+        for number in range(50, 50 + 2 * KEPT):
+            clock.now += 1.0
+            history.staged(step(number), blocked_s=0.5)
+        clock.now += 2.0
+        await asyncio.sleep(0.1)  # ten times the pause
+        assert file.writes == caplog.text.count("history waits") == 1
+        file.open.set()
+        await until(lambda: not history.has_since(file.written))
+        writes = file.writes
+        await asyncio.sleep(0.1)
+        assert file.writes == writes <= 3
+        keeping.cancel()
+
+    asyncio.run(story())
+    assert caplog.text.count("history shortened") == 1
+    known, before = HistoryFile(file.path, run="run").read(now=clock.now)
+    assert known == history.all()
+    assert History(known, before, clock=clock).goodput() == history.goodput()
 
 
 # --- bounded ---------------------------------------------------------------------------------

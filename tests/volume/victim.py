@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, shard_name
+from keepstep_sidecar.history import History
+from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 
@@ -28,6 +30,8 @@ def main(root: Path) -> None:
     load(volume, path, empty_slot(make_layout()))
     print("retiring", flush=True)
     volume.retire(step_id(1))
+    history = History()
+    HistoryFile(volume.root / "history.jsonl", run=RUN).append(history.all(), history.before)
     print("losing", flush=True)
     volume.quarantine(path, "test")
     print("done", flush=True)

@@ -19,7 +19,7 @@ from keepstep_sidecar.api.listening import listen
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving
 from keepstep_sidecar.api.service import Service
-from keepstep_sidecar.api.status import keep_history, volume_status
+from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
 from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
@@ -101,13 +101,14 @@ async def _serve(config: Config, claim: Claim) -> None:
         service, reports = build(config, volumes, tasks)
         try:
             service.start()
+            tasks.keep(functools.partial(note_warnings, service), "note warnings")
             tasks.keep(functools.partial(keep_history, service), "keep history")
             if reports is not None:
                 tasks.keep(reports.run, "report")
             await listen(service, tasks, claim)
         finally:
             await service.remote_tiers.close()
-            await asyncio.to_thread(service.close)
+            await service.close()
 
 
 def _history(file: HistoryFile) -> History:

@@ -7,13 +7,14 @@ again. All state lives on one event loop, so a predicate that is false stays fal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from keepstep.errors import KeepstepError
 from keepstep_sidecar.log import warn
@@ -173,6 +174,33 @@ async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
             if not future.cancelled():
                 future.exception()  # seen: the cancellation is what counts
         raise
+
+
+def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `work` on a thread of its own that nothing waits for, not even the end of this process:
+    for what may hang for ever, and may be lost."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 # --- priority --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from keepstep.core.history import Event, Kind
 from keepstep.steps import StepId
 from keepstep.wire.status import History as Told
 from keepstep_sidecar import __version__
+from keepstep_sidecar.concurrency import Changes
 
 KEPT: Final = 4096
 """Events that are known at most; the oldest go, a quarter at a time."""
@@ -70,6 +71,8 @@ class History:
             (one.step for one in self._events if one.kind is Kind.STAGED and one.step), default=None
         )
         self._warnings: tuple[str, ...] = ()
+        self.changes = Changes()
+        """Rings when something happened."""
         self.note(Kind.STARTED, text=__version__)
 
     # --- what happens ------------------------------------------------------------------------
@@ -137,6 +140,7 @@ class History:
         open.until = now
         open.count += count
         open.seconds += seconds
+        self.changes.ring()
 
     def _close(self, *, before: float | None = None) -> None:
         """End what is being counted; `before`: only what began by then."""
@@ -164,6 +168,7 @@ class History:
         self._last += 1
         self._events.append(replace(event, sequence=self._last))
         self._tally = self._tally.after([event])
+        self.changes.ring()
         if len(self._events) > KEPT:
             self.before = self.before.after(self._events[: KEPT // 4])
             del self._events[: KEPT // 4]
@@ -180,6 +185,10 @@ class History:
         """Everything, also of this very second: for the end, and where the order matters most."""
         self._close()
         return self._after(0)
+
+    def has_since(self, sequence: int) -> bool:
+        """Whether anything happened after the event of that number."""
+        return self._last > sequence or bool(self._open)
 
     def goodput(self) -> Goodput | None:
         """Until now; None before the first restore."""

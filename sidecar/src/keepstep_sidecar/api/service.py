@@ -29,7 +29,7 @@ from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.concurrency import Changes, Tasks, detached
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.history import History
@@ -44,7 +44,8 @@ from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
-"""How long the last report may take: after the flush, within the grace period."""
+"""How long the last report may take, and the last of the history: after the flush, within the grace
+period."""
 
 _COMMIT_S = 10.0
 """How long a pod that ends waits to hear that its last step is committed, before it archives it."""
@@ -237,15 +238,19 @@ class Service:
         while not self.ending:
             await self.changes.until(lambda: self.ending, timeout_s=3600.0)
 
-    def close(self) -> None:
-        """Wait for what is being written, then let go of threads and volumes. Blocks."""
+    async def close(self) -> None:
+        """Wait for what is being written, then let go of threads and volumes."""
+        await asyncio.to_thread(self._end_threads)
+        last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
+        await asyncio.wait({detached(last, "last of the history")}, timeout=_LAST_WORD_S)
+        self.slots.directories.close()
+        await asyncio.to_thread(self.volumes.close)
+
+    def _end_threads(self) -> None:
         self.allocator.stop()
         self.chunk_buffers.stop()
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
-        self.history_file.append(self.history.all(), self.history.before)
-        self.slots.directories.close()
-        self.volumes.close()
 
     def require_running(self) -> None:
         """Raises SidecarError `stopping` once the end has begun."""

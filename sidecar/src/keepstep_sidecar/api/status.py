@@ -16,7 +16,9 @@ from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, Vol
 from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.concurrency import detached
 from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
@@ -74,17 +76,36 @@ async def status(service: Service) -> Status:
 
 
 _KEEP_S = 2.0
-"""How often the history goes to its file, and warnings are looked at."""
+"""How often warnings are looked at, and history that came goes to its file, at most."""
+
+_HANGS_S = 30.0
 
 
-async def keep_history(service: Service) -> None:
-    """Note warnings that come and go, and keep the history beyond this process. Until cancelled."""
+async def note_warnings(service: Service) -> None:
+    """Note warnings that come and go. Until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
         service.history.warn(warnings(service))
-        events = service.history.since(0)
-        append = functools.partial(service.history_file.append, events, service.history.before)
-        await service.committer.blocking(append)
+
+
+async def keep_history(service: Service) -> None:
+    """Keep the history beyond this process, where it can be kept. Until cancelled.
+
+    One write at a time, on a thread that nothing else needs: while its volume hangs, what comes
+    stays in the bounded list in memory.
+    """
+    history, file = service.history, service.history_file
+    while file.path is not None:
+        if not await history.changes.until(
+            lambda: history.has_since(file.written), timeout_s=3600.0
+        ):
+            continue
+        await asyncio.sleep(_KEEP_S)
+        append = functools.partial(file.append, history.since(0), history.before)
+        writing = detached(append, "history")
+        if not (await asyncio.wait({writing}, timeout=_HANGS_S))[0]:
+            warn("history waits", path=str(file.path), reason="its volume does not answer")
+        await writing
 
 
 def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:

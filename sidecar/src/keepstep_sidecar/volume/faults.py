@@ -37,6 +37,7 @@ POINTS = (
     "retire.unlink",
     "retire.done",
     "quarantine.rename",
+    "history.write",
     "record.write",
     "record.rename",
     "record.sync",
@@ -53,7 +54,8 @@ POINTS = (
 )
 """Every point there is. `point` refuses other names while faults are armed."""
 
-KINDS = ("kill", "eio", "enospc")
+KINDS = ("kill", "eio", "enospc", "hang")
+"""`hang`: the call never returns, as on a network volume that is away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def _parse_one(part: str) -> Fault:
     name, _, rest = part.partition(":")
     kind, _, hit = rest.partition("@")
     if name not in POINTS or kind not in KINDS or not (hit or "1").isdigit():
-        raise ValueError(f"{FAULTS_ENV}: not a fault: {part!r} (point:kill|eio|enospc[@n])")
+        raise ValueError(f"{FAULTS_ENV}: not a fault: {part!r} (point:kill|eio|enospc|hang[@n])")
     return Fault(point=name, kind=kind, hit=int(hit or 1))
 
 
@@ -92,6 +94,9 @@ class _Armed:
             kind = self._faults.get((name, self._hits[name]))
             if kind == "kill":  # under the lock: no other thread gets any further meanwhile
                 os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "hang":
+            os.write(2, f"{name} hangs (injected)\n".encode())
+            threading.Event().wait()
         if kind is not None:
             code = {"eio": errno.EIO, "enospc": errno.ENOSPC}[kind]
             raise OSError(code, f"{os.strerror(code)} (injected at {name})")

@@ -2,8 +2,9 @@
 
 A line of JSON an event, after one that says whose they are and what those before them come to. It
 is appended to and never flushed: nothing but what people are shown depends on it, so a power cut
-may take its end. A line that is torn or not ours is passed over. At its bound the file is replaced
-by what is known now, under another name and then by rename.
+may take its end. A line that is torn or not ours is passed over. At its bound, and when events were
+forgotten before they were written, the file is replaced by what is known now, under another name
+and then by rename.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import dataclasses
 import os
 import stat
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +23,8 @@ import msgspec
 from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Restart
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
-from keepstep_sidecar.log import warn
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.scan import opened
 
 FORMAT_VERSION: Final = 1
@@ -49,14 +52,26 @@ _head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
 
 
 class HistoryFile:
-    """Blocking. `path` None: nothing is read or kept. After an error it is tried again the next
-    time; each kind of error is said once."""
+    """Blocking; a volume that hangs holds up whoever writes, and nothing else. Thread-safe. `path`
+    None: nothing is read or kept. After an error it is tried again the next time; each kind of
+    error is said once."""
 
     def __init__(self, path: Path | None, *, run: str) -> None:
         self._path = path
         self._run = run
         self._written = 0
         self._trouble = ""
+        self._writing = threading.Lock()
+
+    @property
+    def path(self) -> Path | None:
+        """None where nothing is kept."""
+        return self._path
+
+    @property
+    def written(self) -> int:
+        """The number of the newest event that is kept; -1 before a file that is replaced."""
+        return self._written
 
     def read(self, *, now: float) -> tuple[list[Event], Tally]:
         """What is known from before, oldest first, and what came before that. Never raises: what
@@ -105,19 +120,24 @@ class HistoryFile:
     def append(self, events: Sequence[Event], before: Tally) -> None:
         """Keep of these events, which are all that is known, what is not in the file yet. `before`:
         of those that came before them. Never raises."""
-        if self._path is None or not events or events[-1].sequence <= self._written:
-            return
-        try:
-            self._append(self._path, events, before)
-        except (OSError, StorageError) as error:
-            if str(error) != self._trouble:
-                warn("history not kept", path=str(self._path), reason=str(error))
-            self._trouble = str(error)
-        else:
-            self._trouble, self._written = "", events[-1].sequence
+        with self._writing:
+            if self._path is None or not events or events[-1].sequence <= self._written:
+                return
+            try:
+                self._append(self._path, events, before)
+            except (OSError, StorageError) as error:
+                if str(error) != self._trouble:
+                    warn("history not kept", path=str(self._path), reason=str(error))
+                self._trouble = str(error)
+            else:
+                self._trouble, self._written = "", events[-1].sequence
 
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
-        if self._written >= 0:
+        faults.point("history.write")
+        forgotten = events[0].sequence - 1 - self._written
+        if self._written >= 0 and forgotten > 0:  # the head is to hold what they come to
+            say("history shortened", path=str(path), events=forgotten)
+        elif self._written >= 0:
             with contextlib.suppress(FileNotFoundError):
                 if 0 < _plain_size(path) < _LARGEST_BYTES:
                     # after a line that was torn, a new one begins
