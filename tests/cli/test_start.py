@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from keepstep.errors import SidecarError, UsageError
+from keepstep_sidecar.cli import calls, run_dir
 from tests import warm
 from tests.cli.conftest import MARK, TRAIN, Keepstep
 from tests.harness import eventually
@@ -58,6 +63,104 @@ def test_all_ranks_of_a_machine_have_one_sidecar(keepstep: Keepstep) -> None:
     done = plain(keepstep, *torchrun, "train.py", "4", "-1", **options)
     assert done.stdout == "from 2\nfrom 2\n"
     keepstep("stop")
+
+
+UNTIL_STOPPED = """
+import os, pathlib, time
+import torch
+import keepstep
+
+dist, rank = torch.distributed, int(os.environ.get("RANK", "0"))
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+home = os.getcwd()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.Adam(model.parameters())
+checkpointer = keepstep.Checkpointer(model=model, optimizer=optimizer, dir=".keepstep")
+at = checkpointer.restore()
+os.write(1, b"from %d\\n" % (at.step if at else -1))
+os.chdir("/")  # whatever it does to itself
+os.environ["KEEPSTEP_KEEP"] = "7"
+for step in range(at.step + 1 if at else 0, 10**9):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+    time.sleep(0.01)
+    stop = torch.tensor(float(pathlib.Path(home, "stop").exists()))
+    if "RANK" in os.environ:
+        dist.all_reduce(stop)
+    if stop:
+        break
+while not checkpointer.save(step):
+    step, _ = step + 1, time.sleep(0.01)
+checkpointer.wait(step, "staged", timeout=60)
+os.write(1, b"staged %d\\n" % step)
+if "RANK" in os.environ:
+    dist.barrier()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
+    keepstep: Keepstep, ranks: int
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = (*(torchrun if ranks == 2 else ()), keepstep.script("train.py", UNTIL_STOPPED))
+    variables = {**os.environ, MARK: str(keepstep.home), "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHON_EXEC": warm.python()}
+    said = keepstep.home / "said"
+    with said.open("w") as file:  # not a pipe: others may hold its end when this test fails
+        training = subprocess.Popen(
+            [warm.python(), *words], cwd=keepstep.home, env=variables, stdout=file, stderr=file
+        )
+    try:
+        eventually(lambda: committed(keepstep) > 0, within_s=60, what="it commits")
+        slots = inodes(keepstep)
+        assert slots
+        record = (keepstep.directory / "train" / "sidecar.toml").read_text()
+        for times in (1, 2):
+            before, step = keepstep.sidecar().pid, committed(keepstep)
+            os.kill(before, 9)
+            eventually(functools.partial(commits, keepstep, step), within_s=60, what="it goes on")
+            assert keepstep.sidecar().pid != before
+            eventually(functools.partial(says, said, times), what="it says so")
+        assert slots.items() <= inodes(keepstep).items(), "the same memory"
+        assert (keepstep.directory / "train" / "sidecar.toml").read_text() == record
+        (keepstep.home / "stop").touch()
+        training.wait(60)
+    finally:
+        training.kill()
+        training.wait()
+    log = said.read_text()
+    (newest,) = {line.split()[1] for line in log.splitlines() if line.startswith("staged ")}
+    again = plain(keepstep, *words, code=1 if ranks == 2 else -9, **variables)
+    assert again.stdout.count(f"from {newest}\n") == ranks, again.stdout
+    keepstep("stop")
+
+
+def says(log: Path, times: int) -> bool:
+    return log.read_text().count("the sidecar ended and was started again") == times
+
+
+def inodes(keepstep: Keepstep) -> dict[Path, int]:
+    found = keepstep.memory("train").glob("rank-*/**/*")
+    return {path: path.stat().st_ino for path in found if path.is_file()}
+
+
+def commits(keepstep: Keepstep, after: int) -> bool:
+    return committed(keepstep) > after
+
+
+def committed(keepstep: Keepstep) -> int:
+    """The newest step that a live sidecar knows; -1 for none."""
+    try:
+        live = calls.status(run_dir.load(keepstep.directory, "train").socket)
+    except (UsageError, SidecarError):  # before the first start; or it was killed as it answered
+        return -1
+    step = None if live is None else live.watermarks.get("local")
+    return -1 if step is None else step.step
 
 
 def test_it_ends_by_itself_and_what_it_held_is_on_the_volume(keepstep: Keepstep) -> None:

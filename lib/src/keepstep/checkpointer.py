@@ -98,8 +98,9 @@ class Checkpointer:
         staged in parts, by the ranks of each node ("PerNode": every node has a whole copy), or by
         all of them ("Spread": fewer bytes each, but the loss of a node loses its parts).
         `dir`: where nobody has started a sidecar (`keepstep run`, a pod's), start one on this
-        machine that keeps the run below this directory, and ends when no trainer was there for
-        five minutes; its settings are those of `keepstep start`, from the environment.
+        machine that keeps the run below this directory, is started again when it dies, and ends
+        when no trainer was there for five minutes; its settings are those of `keepstep start`,
+        from the environment.
         Raises UsageError for components that can be neither taken nor put back.
         """
         if replicated not in ("PerNode", "Spread"):
@@ -133,7 +134,8 @@ class Checkpointer:
         self._restore_timeout_s = restore_timeout_s()
         self._socket = embedded.socket(dir)
         if self._socket:
-            self._agent = Agent(self._socket, rank=self._rank, world=self._world)
+            keeper = embedded.keeper(dir)
+            self._agent = Agent(self._socket, rank=self._rank, world=self._world, keeper=keeper)
             self._stats = self._agent.stats
             # where nobody calls close(): at the end of the process, or of this object
             self._end = weakref.finalize(self, self._agent.end)

@@ -10,6 +10,7 @@ import time
 from typing import Any, TypeVar
 
 from keepstep import processes, version
+from keepstep.client.embedded import Keeper
 from keepstep.client.http import Client, Lease
 from keepstep.client.wakeups import Changes
 from keepstep.errors import NotDurableError, SidecarAbsent, SidecarError, UsageError
@@ -38,14 +39,18 @@ _REASON = 300  # characters
 
 
 class Session:
-    """The lease of one rank. `changed` rings when it is lost. `archive`: the sidecar has one."""
+    """The lease of one rank. `changed` rings when it is lost. `archive`: the sidecar has one.
+    `keeper`: of a sidecar that nobody else starts again."""
 
-    def __init__(self, path: str, *, rank: int, world: int, changed: Changes) -> None:
+    def __init__(
+        self, path: str, *, rank: int, world: int, changed: Changes, keeper: Keeper | None = None
+    ) -> None:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
         self._world = world
         self._attempt = os.urandom(8).hex()
         self._changed = changed
+        self._keeper = keeper
         self._lease: Lease | None = None
         self._ending = threading.RLock()
 
@@ -73,7 +78,12 @@ class Session:
             ancestors=_ancestors(),
             age_s=_age_s(),
         )
-        lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+        try:
+            lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+        except SidecarAbsent:
+            if self._keeper is not None:
+                self._keeper.revive()
+            raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
         self._require_seen(lease.granted)

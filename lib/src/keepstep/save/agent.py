@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from keepstep.client.embedded import Keeper
 from keepstep.client.http import Client
 from keepstep.client.session import Session
 from keepstep.client.slot import Slot, SlotMapping
@@ -86,7 +87,10 @@ class Agent:
     thread in which an optimizer was seen to step, if any.
     """
 
-    def __init__(self, socket_path: str, *, rank: int, world: int) -> None:
+    def __init__(
+        self, socket_path: str, *, rank: int, world: int, keeper: Keeper | None = None
+    ) -> None:
+        """`keeper`: of a sidecar that nobody else starts again."""
         self.stats = Stats()
         self.staged_step: Pending | None = None
         self.eager_next = False
@@ -96,7 +100,9 @@ class Agent:
         # `with` on it is C code: no exception comes between taking it and having it
         self._lock = threading.Lock()
         self._changed = Changes()
-        self.session = Session(socket_path, rank=rank, world=world, changed=self._changed)
+        self.session = Session(
+            socket_path, rank=rank, world=world, changed=self._changed, keeper=keeper
+        )
         self._client = Client(socket_path)
         self._layout: Layout | None = None
         self._registered: Layout | None = None
