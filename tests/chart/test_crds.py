@@ -93,7 +93,7 @@ def test_the_columns_of_a_run_are_those_of_the_documentation() -> None:
     shown = [one["name"].upper() for one in _columns("CheckpointRun") if not one.get("priority")]
     assert shown == ["JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED"]
     wide = [one["name"].upper() for one in _columns("CheckpointRun") if one.get("priority")]
-    assert wide == ["TIERS", "NODES", "PHASE", "AGE"]
+    assert wide == ["TIERS", "NODES", "PHASE", "GOODPUT", "AGE"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/kubernetes").glob("policy*.yaml")))

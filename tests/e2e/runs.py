@@ -71,6 +71,26 @@ def committed_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) ->
     return found
 
 
+def goodput(kubectl: Kubectl, *, beyond: int, within_s: float = 180.0) -> Object:
+    """Wait until what is counted of the run goes beyond this step, and check that it adds up. It is
+    written once a minute."""
+
+    def look() -> Any:
+        found = status(kubectl).get("goodput", {})
+        return found.get("step", -1) > beyond and found
+
+    found: Object = kubectl.eventually(
+        look, within_s=within_s, what=f"goodput that counts steps beyond {beyond}"
+    )
+    badput = found.get("badputSeconds", {})
+    wall = found["wallSeconds"]
+    assert found["productiveSeconds"] + sum(badput.values()) == wall
+    assert unix_s(found["until"]) - unix_s(found["since"]) == wall
+    assert 0 < found["productiveSeconds"] < wall
+    assert found["ratio"] == f"{found['productiveSeconds'] / wall:.3f}"
+    return found
+
+
 def training_beyond(
     kubectl: Kubectl,
     step: int,

@@ -50,9 +50,15 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     named = jobs.pytorch_job(**_HOST, spec=_on(node), run=_RUN)
     namespace.apply(jobs.policy("node-local", host_path=True), named)
     runs.committed_beyond(namespace, 20)
+    before = runs.goodput(namespace, beyond=10)
     namespace("delete", "pods", "--all", "--wait=true", timeout_s=400)
     life = runs.restarted(namespace, within_s=180)
     runs.same_losses(life, reference)
+    after = runs.goodput(namespace, beyond=life.first)
+    assert after["since"] == before["since"], "the new pods go on with what was counted"
+    assert [one["id"] for one in after["tallies"]] == [one["id"] for one in before["tallies"]]
+    assert after["productiveSeconds"] > before["productiveSeconds"]
+    assert after["badputSeconds"]["infrastructureRecovery"] > 0, "no pod was there for a while"
 
     committed = runs.committed_beyond(namespace, life.first)
     _delete_job(namespace)

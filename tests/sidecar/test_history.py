@@ -317,6 +317,32 @@ def test_goodput_goes_on_though_its_events_are_forgotten(tmp_path: Path, clock: 
     assert found.interruptions == 7
 
 
+def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "history.jsonl"
+
+    def read() -> tuple[HistoryFile, History]:
+        file = HistoryFile(path, run="run")
+        return file, History(*file.read(now=clock.now), id=file.id, clock=clock)
+
+    file, history = read()
+    file.append(history.all(), history.before)
+    assert [read()[1].id for _ in range(2)] == [history.id] * 2
+    path.unlink()
+    history.note(Kind.CAME, rank=0)
+    file.append(history.all(), history.before)
+    assert read()[1].id == history.id, "the file is replaced, the history goes on"
+    path.write_bytes(HEAD + EVENT)  # of a version that knew no id
+    file, older = read()
+    assert older.id != history.id
+    assert [one.kind for one in older.all()] == [Kind.CAME, Kind.STARTED]
+    file.append(older.all(), older.before)
+    assert read()[1].id == older.id, "it has one from now on"
+    path.write_bytes(HEAD.replace(b"}", b',"id":"../../x"}') + EVENT)
+    assert read()[1].id not in (older.id, "../../x")
+    path.unlink()
+    assert read()[1].id not in (history.id, older.id), "another one begins"
+
+
 BEFORE = (
     b'{"mark":-1.0}', b'{"mark":1e300}', b'{"segments":[[5,9,1.0]]}', b'{"segments":[[5,1,-1.0]]}',
     b'{"since":1e400}', b'{"mark":1e9}', b'{"interruptions":-1}',

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 from keepstep.core.suspicion import Failure
 from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.wire.reports import ReportedGoodput
 from keepstep.wire.trainer import FailedRequest, Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
@@ -268,6 +270,35 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
         what="a report of the restore",
     )
     assert (report.restores[-1].epoch.parent, report.restores[-1].lost_steps) == (id, 1)
+
+
+def test_goodput_is_reported_under_one_id_for_as_long_as_the_volume_is_there(
+    team: Team, operator: OperatorHost
+) -> None:
+    both, _ = team.start()
+    id = team.stage(7)
+
+    def told(node: int, sidecar: int) -> ReportedGoodput | None:
+        report = operator.newest(node)
+        if report is None or report.started_at < started[sidecar]:
+            return None
+        found = report.goodput
+        return found if found is not None and found.step == id.step else None
+
+    started = [0.0]
+    first, other = (
+        eventually(lambda node=node: told(node, 0), what="goodput is told") for node in (0, 1)
+    )
+    assert first.epoch == id.epoch
+    assert first.since < first.until
+    assert first.id != other.id
+    history = both[0].root / "history.jsonl"
+    eventually(lambda: history.exists() and '"staged"' in history.read_text(), what="it is kept")
+    both[0].kill()
+    started.append(time.time())
+    both[0].start()
+    again = eventually(lambda: told(0, 1), what="its successor goes on")
+    assert (again.id, again.since, again.steps) == (first.id, first.since, first.steps)
 
 
 def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:

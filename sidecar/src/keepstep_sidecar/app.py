@@ -114,7 +114,7 @@ async def _serve(config: Config, claim: Claim) -> None:
 def _history(file: HistoryFile) -> History:
     """With what is known from before, if it can be summed up: nothing hangs on it."""
     try:
-        return History(*file.read(now=time.time()))
+        return History(*file.read(now=time.time()), id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
         warn("history begins anew", reason=repr(error))
         return History()

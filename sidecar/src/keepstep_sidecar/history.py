@@ -8,6 +8,7 @@ list is bounded; `volume.history_file` keeps it beyond this process.
 from __future__ import annotations
 
 import bisect
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -55,10 +56,12 @@ class History:
         events: Iterable[Event] = (),
         before: Tally | None = None,
         *,
+        id: str = "",
         clock: Callable[[], float] = time.time,
     ):
         """`events`: what is known from before, oldest first; `before`: of those that came before
-        them."""
+        them. `id`: of a history that goes on; without one it begins."""
+        self.id = id or new_id()
         self._clock = clock
         known = list(events)
         self._events: list[Event] = known[-KEPT:]
@@ -203,6 +206,11 @@ class History:
 
     def _after(self, sequence: int) -> list[Event]:
         return self._events[bisect.bisect(self._events, sequence, key=lambda one: one.sequence) :]
+
+
+def new_id() -> str:
+    """Of a history that begins: what is counted from another one adds to it."""
+    return secrets.token_hex(8)
 
 
 def _cut(text: str) -> str:

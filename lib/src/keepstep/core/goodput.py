@@ -70,12 +70,16 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Of a run on this machine since `since` (unix seconds). `productive_s`: of `steps` steps that
-    nothing went back over. `interruptions`: how many; `newest`: what the last ones cost."""
+    """Of a run on this machine since `since`, up to `until` (unix seconds). `productive_s`: of
+    `steps` steps that nothing went back over, `step` the newest of them (-1: none), of the life
+    `epoch`. `interruptions`: how many; `newest`: what the last ones cost."""
 
     since: float
+    until: float = 0.0
     productive_s: float = 0.0
     badput: Badput = Badput()
+    epoch: EpochId | None = None
+    step: int = -1
     steps: int = 0
     interruptions: int = 0
     newest: tuple[Interruption, ...] = ()
@@ -151,8 +155,11 @@ class Tally:
             tally = self._paid(self.ended, "wasted_progress")._paid(now, "infrastructure_recovery")
         return Goodput(
             since=self.since,
+            until=tally.mark,
             productive_s=sum(seconds for _, _, seconds in self.segments),
             badput=tally.badput,
+            epoch=self.epoch,
+            step=self.step,
             steps=sum(count for _, count, _ in self.segments),
             interruptions=self.interruptions,
             newest=self.newest,

@@ -9,14 +9,15 @@ removed or change its meaning (the sidecar is pinned per run, the operator is up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
+from keepstep.core.goodput import Badput, Goodput
 from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.ranks import NOBODY, Ranks, shared
 from keepstep.core.shard import Shard, Told
 from keepstep.core.suspicion import Failure
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
 PATH = "/v1/reports"
@@ -159,6 +160,32 @@ class ReportedVolume(VolumeUsage):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportedGoodput:
+    """What this pod's sidecar counts of the run (docs/goodput.md), up to now: all between `since`
+    and `until` (unix seconds, by this machine's clock), also of lives before its own.
+
+    `id`: made when the history was begun that this is counted from. The same one goes on from what
+    was told before under it, also by an earlier pod whose volume this one has. `epoch`: the newest
+    life. `step`: its newest, -1 for none; `steps`: those that nothing went back over, which took
+    `productive_s`.
+    """
+
+    id: str
+    since: float
+    until: float
+    epoch: EpochId
+    step: int
+    steps: int
+    productive_s: float
+    badput: Badput
+
+    @classmethod
+    def of(cls, goodput: Goodput, id: str) -> ReportedGoodput:
+        told = {one.name: getattr(goodput, one.name) for one in fields(cls) if one.name != "id"}
+        return cls(id=id, **told)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Peer:
     """Another pod of the run. `address`: `host:port` of its sidecar, for mutual TLS.
 
@@ -179,8 +206,8 @@ class Report:
     what keeps slots from being swapped ("hugepages", "mlock"), or "no" and why nothing does.
     `ready`: the volumes were scanned. `peer_address`: where other pods of the run find this one, ''
     when it serves none. `since`: the sequence of the report that this one tells changes to, of
-    `epochs`, `ranks` and `restores`; 0: it is whole. `failures`: of the script's own, all that are
-    known here.
+    `epochs`, `ranks`, `restores` and `goodput`; 0: it is whole. `failures`: of the script's own,
+    all that are known here. `goodput`: None before the first restore.
     """
 
     sidecar: str
@@ -204,6 +231,7 @@ class Report:
     peer_address: str = ""
     depots: tuple[TierProgress, ...] = ()
     failures: tuple[Failure, ...] = ()
+    goodput: ReportedGoodput | None = None
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place

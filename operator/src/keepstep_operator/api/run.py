@@ -61,6 +61,46 @@ class StallStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     blocked_seconds: float = 0.0
 
 
+class BadputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Seconds by bucket, as `keepstep.core.goodput.Badput`."""
+
+    training_prep: int = 0
+    program_startup: int = 0
+    checkpoint_save: int = 0
+    checkpoint_restore: int = 0
+    wasted_progress: int = 0
+    infrastructure_recovery: int = 0
+
+
+class TallyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What one history of the run came to when a sidecar told it last."""
+
+    id: str
+    since: str
+    until: str
+    productive_seconds: int = 0
+    badput_seconds: BadputStatus = BadputStatus()
+    epoch: str = ""
+    step: int = -1
+    steps: int = 0
+
+
+class GoodputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Of the run from `since` until `until`. `ratio`: three places, as text. `step`: the newest one
+    that was counted, `steps`: those that nothing went back over. `tallies`: what it is made from,
+    so that the next reconciler adds only what is new."""
+
+    since: str
+    until: str
+    ratio: str
+    wall_seconds: int
+    productive_seconds: int
+    badput_seconds: BadputStatus = BadputStatus()
+    step: int = -1
+    steps: int = 0
+    tallies: list[TallyStatus] = []
+
+
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Something that happened, newest first in the list."""
 
@@ -157,6 +197,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     stall: StallStatus | None = None
     restarts: int = 0
     lost_steps: int = 0
+    goodput: GoodputStatus | None = None
     recent: list[RecentStatus] = []
     ranks: list[PlaceStatus] = []
     holders: list[HolderStatus] = []

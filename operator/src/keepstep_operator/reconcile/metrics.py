@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from keepstep_operator.reconcile.state.goodput import BUCKETS
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
@@ -44,6 +45,11 @@ def _condition(type: str) -> Callable[[Run], float | None]:
         return {"True": 1.0, "False": 0.0}.get(found.status) if found is not None else None
 
     return value
+
+
+def _goodput(run: Run) -> float | None:
+    total = run.goodput.total
+    return None if total is None or run.object is None else total.ratio
 
 
 RUNS: Final = (
@@ -77,6 +83,7 @@ RUNS: Final = (
         _counted(lambda run: run.restores.lost_steps),
         CounterMetricFamily,
     ),
+    Row("keepstep_run_goodput_ratio", "Useful step time over wall time, over all pods", _goodput),
     Row(
         "keepstep_run_finished",
         "1 when the job is over",
@@ -87,6 +94,12 @@ RUNS: Final = (
     Row("keepstep_run_committing", "Condition Committing: 1 or 0", _condition(COMMITTING)),
 )
 """Labels: namespace, run."""
+
+GOODPUT_SECONDS: Final = (
+    "keepstep_run_goodput_seconds",
+    "Wall time of the run, productive and by bucket of badput",
+)
+"""Labels: namespace, run, bucket."""
 
 
 def _number(value: int | None) -> float | None:
@@ -104,6 +117,15 @@ class _Runs(Collector):
                 if (value := row.value(run)) is not None:
                     family.add_metric((key.namespace, key.name), value)
             yield family
+        yield self._goodput()
+
+    def _goodput(self) -> Metric:
+        family = GaugeMetricFamily(*GOODPUT_SECONDS, labels=("namespace", "run", "bucket"))
+        for key, run in self._registry.runs.items():
+            if (total := run.goodput.total) is not None and run.object is not None:
+                for bucket, seconds in zip(BUCKETS, total.seconds, strict=True):
+                    family.add_metric((key.namespace, key.name, bucket), seconds)
+        return family
 
 
 class Metrics:

@@ -25,6 +25,7 @@ def changes(known: Report | None, now: Report) -> Report:
         since=known.sequence,
         epochs=now.epochs[len(known.epochs) :],
         restores=now.restores[len(known.restores) :],
+        goodput=None if now.goodput == known.goodput else now.goodput,
         ranks=tuple(
             _changed(before.get(one.rank), one)
             for one in now.ranks

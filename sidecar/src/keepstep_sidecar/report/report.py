@@ -13,11 +13,18 @@ from typing import Any
 from keepstep.core.ledger import RankReport
 from keepstep.core.shard import Shard, Told
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportedVolume
+from keepstep.wire.reports import (
+    Report,
+    ReportedGoodput,
+    ReportedRank,
+    ReportedShard,
+    ReportedVolume,
+)
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as look
 from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
 
 _RESTART_S = 120.0
@@ -62,14 +69,28 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
             TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
         ),
         failures=committer.script_failures.known(committer.ledger),
+        goodput=_goodput(service.history),
     )
 
 
 def news(report: Report) -> Report:
-    """The report without what changes all the time and interests nobody: equal, no news."""
+    """The report without what changes all the time and can wait for the next one: equal, no
+    news."""
     steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
     waiting = (replace(one, behind_s=0.0) for one in report.depots)
-    return replace(report, sequence=0, sent_at=0.0, volumes=tuple(steady), depots=tuple(waiting))
+    return replace(
+        report,
+        sequence=0,
+        sent_at=0.0,
+        volumes=tuple(steady),
+        depots=tuple(waiting),
+        goodput=None,
+    )
+
+
+def _goodput(history: History) -> ReportedGoodput | None:
+    goodput = history.goodput()
+    return None if goodput is None else ReportedGoodput.of(goodput, history.id)
 
 
 def _pinned(service: Service) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ import msgspec
 from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Restart
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
+from keepstep_sidecar.history import new_id
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.scan import opened
@@ -36,15 +38,18 @@ _LARGEST_S: Final = 1e11
 _AHEAD_S: Final = 86400.0
 """An event of the future was written under a clock that was wrong, or by a stranger."""
 
+_ID: Final = re.compile("[0-9a-f]{16}")
 _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The first line. `before`: of what came before the events of this file."""
+    """The first line. `id`: of this history, however often its file is replaced. `before`: of what
+    came before the events of this file."""
 
     format_version: int
     run: str
+    id: str = ""
     before: Tally = dataclasses.field(default_factory=Tally)
 
 
@@ -59,6 +64,8 @@ class HistoryFile:
     def __init__(self, path: Path | None, *, run: str) -> None:
         self._path = path
         self._run = run
+        self.id = new_id()
+        """Of the history that `read` found; a new one where it found none, or one without an id."""
         self._written = 0
         self._trouble = ""
         self._writing = threading.Lock()
@@ -79,7 +86,7 @@ class HistoryFile:
         if self._path is None:
             return [], Tally()
         try:
-            events, before = self._read(self._path, now)
+            id, events, before = self._read(self._path, now)
         except FileNotFoundError:
             return [], Tally()
         except (ImageError, OSError) as error:
@@ -90,9 +97,13 @@ class HistoryFile:
                 self._written = -1
             return [], Tally()
         self._written = events[-1].sequence if events else 0
+        if _ID.fullmatch(id):
+            self.id = id
+        else:  # of a version that knew none: the file is replaced by one with it
+            self._written = -1
         return events, before
 
-    def _read(self, path: Path, now: float) -> tuple[list[Event], Tally]:
+    def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:
         with opened(path) as fd:
             size = os.fstat(fd).st_size
             head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
@@ -104,7 +115,7 @@ class HistoryFile:
             if not events or event.sequence > events[-1].sequence:
                 events.append(event)
         sane = head.before.sane and head.before.mark <= now + _AHEAD_S
-        return events, head.before if sane else Tally()
+        return head.id, events, head.before if sane else Tally()
 
     def _checked(self, line: bytes) -> _Head:
         try:
@@ -147,7 +158,7 @@ class HistoryFile:
         temporary = path.with_name(f".{path.name}.tmp")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-        head = _Head(format_version=FORMAT_VERSION, run=self._run, before=before)
+        head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)
         _write(temporary, msgspec.json.encode(head) + b"\n" + _lines(events))
         os.rename(temporary, path)
 

@@ -1,8 +1,8 @@
 """One run: its pods, its ledger, what happened to it. Events in, actions out; time is passed in.
 
 Everything but a few counters comes again from pods and reports after the reconciler restarts; the
-counters (`restarts`, `lostSteps`, `recent`, the time of the last commit) are taken over from the
-CheckpointRun's status.
+counters (`restarts`, `lostSteps`, `goodput`, `recent`, the time of the last commit) are taken over
+from the CheckpointRun's status.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from keepstep_operator.reconcile.state.actions import (
     WriteStatus,
 )
 from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
+from keepstep_operator.reconcile.state.goodput import RunGoodput
 from keepstep_operator.reconcile.state.health import LIBRARY_S, Health, look
 from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.peer_assignment import PeerAssignment
@@ -100,6 +101,7 @@ class Run:
         self.policy_now: PolicyRecord | None = None
         self.object: RunObject | None = None
         self.restores = RestartHistory()
+        self.goodput = RunGoodput()
         self.failures: tuple[Failure, ...] = ()
         self._stand_in: StepId | None = None
         """A commit that is to be archived though it is not due, until it is."""
@@ -249,6 +251,7 @@ class Run:
         self.restore_request.resume(past.status.restore_from)
         self._resumed_at = at if past.status.phase != "Waiting" else None
         self.restores.resume(restarts=past.restarts, lost_steps=past.lost_steps, counted=past.epoch)
+        self.goodput.resume(past.status.goodput)
         self.recent = past.recent
         self._past_step = past.step
         self.commit = past.commit
@@ -309,6 +312,8 @@ class Run:
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
+        if report.goodput is not None and pod.node_rank == 0:
+            self.goodput.take(report.goodput, at=at)
         if report.failures:
             self.failures = newest((*self.failures, *report.failures))
         durable = _, archived = self.ledger.committed(), self.ledger.newest_archived()
@@ -578,6 +583,8 @@ class Run:
         actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
         if self._resumed_at is not None and not self.resumes(at=at):
             self._resumed_at = None
+            actions.append(WriteStatus(self.key))
+        if self.goodput.show(at=at):
             actions.append(WriteStatus(self.key))
         before = self._look(at)
         if self.health != before:

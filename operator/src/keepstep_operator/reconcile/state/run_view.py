@@ -16,6 +16,7 @@ from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import (
     MOST_RANKS,
     Condition,
+    GoodputStatus,
     RecentStatus,
     RestoreFromStatus,
     RunStatus,
@@ -87,6 +88,7 @@ class RunView:
     stall: StallStatus
     restarts: int
     lost_steps: int
+    goodput: GoodputStatus | None
     buddies: Mapping[int, tuple[int, ...]]
     orphans: tuple[OrphanedShard, ...]
     helpers: tuple[Helper, ...]
@@ -160,6 +162,7 @@ def view_of(run: Run) -> RunView:
         ),
         restarts=restores.restarts,
         lost_steps=restores.lost_steps,
+        goodput=run.goodput.status(),
         buddies=run.peer_assignment.ring(),
         orphans=tuple(ledger.orphans),
         helpers=tuple(helper_plan.wanted(run)),

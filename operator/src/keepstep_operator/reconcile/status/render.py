@@ -76,6 +76,7 @@ def render(run: RunView, *, at: float) -> RunStatus:
         stall=run.stall,
         restarts=run.restarts,
         lost_steps=run.lost_steps,
+        goodput=run.goodput,
         recent=list(run.recent),
         ranks=_ranks(run),
         holders=holders(run),

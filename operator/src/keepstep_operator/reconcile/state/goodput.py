@@ -1,0 +1,267 @@
+"""Goodput of a run: what the sidecars of its first pod counted, one after the other, as one sum.
+
+The job steps together, so one pod's tally is the run's (docs/goodput.md). It goes on over trainers
+and sidecars, and over pods that come back to the volume that it lies on; elsewhere the next pod
+begins another one. So what is added is by how much a tally has grown since it was last told, and
+every second from the run's first to its newest is in one bucket: what two tallies both count is
+taken from the later one, and what none counts is the time between two pods. Whole seconds, so that
+a sum that was read back from a status goes on exactly. Pure; time is passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import floor, isfinite
+from typing import Final
+
+from keepstep.core.goodput import Goodput
+from keepstep.wire.reports import ReportedGoodput
+from keepstep_operator.api.run import BadputStatus, GoodputStatus, TallyStatus, seconds_of, utc
+
+SHOWN_S: Final = 60.0
+"""A figure that changes with each report is written that seldom."""
+
+MOST_TALLIES: Final = 8
+"""That are remembered. One that is forgotten and comes back counts as a new one."""
+
+_AHEAD_S: Final = 3600.0
+"""A tally that ends later than that was counted by a clock that is wrong."""
+
+_ROUNDING_S: Final = 1.0
+_MOST: Final = 10**15
+_ID: Final = re.compile("[0-9a-f]{16}")
+
+BUCKETS: Final = tuple(Goodput(since=0.0).seconds)
+_PRODUCTIVE, _WASTED, _AWAY = map(
+    BUCKETS.index, ("productive", "wasted_progress", "infrastructure_recovery")
+)
+_NONE: Final = (0,) * len(BUCKETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What was counted from `since` until `until`; all of it is in `seconds`, by `BUCKETS`. `step`:
+    the newest one, `steps`: those that nothing went back over; `epoch`: the newest life. `id`, and
+    `epoch`: '' for the sum of a run."""
+
+    id: str = ""
+    epoch: str = ""
+    since: int
+    until: int
+    step: int
+    steps: int = 0
+    seconds: tuple[int, ...] = _NONE
+
+    @property
+    def ratio(self) -> float:
+        """0 to 1."""
+        return self.seconds[_PRODUCTIVE] / max(1, sum(self.seconds))
+
+    @property
+    def sane(self) -> bool:
+        """Whether it can have come of a count: it may be read from a status."""
+        return (
+            all(0 <= one < _MOST for one in (self.since, self.steps, *self.seconds))
+            and -1 <= self.step < _MOST
+            and self.steps <= self.step + 1
+            and sum(self.seconds) == self.until - self.since
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """Of a run. `known`: each tally as it was last told, the newest last."""
+
+    total: Tally
+    known: tuple[Tally, ...]
+
+
+def is_sane(told: ReportedGoodput, *, at: float) -> bool:
+    """Whether a sidecar whose clock is right can have counted this."""
+    seconds = _seconds(told)
+    times = (told.since, told.until, *seconds)
+    return (
+        _ID.fullmatch(told.id) is not None
+        and all(isfinite(one) and one >= 0.0 for one in times)
+        and told.until <= at + _AHEAD_S
+        and sum(seconds) <= told.until - told.since + _ROUNDING_S
+        and -1 <= told.step < _MOST
+        and 0 <= told.steps <= told.step + 1
+    )
+
+
+def whole(told: ReportedGoodput) -> Tally:
+    """In seconds that add up to the whole. What the sidecar found no bucket for was before it knew
+    of a restore. `told` has to be sane."""
+    seconds = list(_seconds(told))
+    seconds[_AWAY] += max(0.0, told.until - told.since - sum(seconds))
+    edges = [0, *map(round, accumulate(seconds))]
+    since = floor(told.since)
+    return Tally(
+        id=told.id,
+        epoch=str(told.epoch),
+        since=since,
+        until=since + edges[-1],
+        step=told.step,
+        steps=told.steps,
+        seconds=tuple(end - begin for begin, end in pairwise(edges)),
+    )
+
+
+def added(sum_: Sum | None, one: Tally) -> Sum:
+    """The sum with this tally, as it is now. One that another has followed says nothing before
+    a trainer has restored there again."""
+    if sum_ is None:
+        begun = Tally(since=one.since, until=one.since, step=one.step - one.steps)
+        sum_ = Sum(total=begun, known=())
+    nothing = Tally(since=one.since, until=one.since, step=-1)
+    before = next((known for known in sum_.known if known.id == one.id), nothing)
+    if before.epoch == one.epoch and before is not sum_.known[-1]:
+        return sum_
+    others = (known for known in sum_.known if known.id != one.id)
+    return Sum(total=_grown(sum_.total, before, one), known=(*others, one)[-MOST_TALLIES:])
+
+
+def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
+    """By what the tally has more than `before`."""
+    more = [now - then for now, then in zip(one.seconds, before.seconds, strict=True)]
+    until = max(total.until, one.until)
+    untold_s = until - total.until - sum(more)
+    usual_s = total.seconds[_PRODUCTIVE] / total.steps if total.steps else 0.0
+    # steps of the run that are no growth of this tally. More: an earlier pod made them and did not
+    # live to tell, or this tally, which waited meanwhile, gives up steps that were given up when
+    # another pod went back over them. Less: it goes back over steps that another tally counts
+    untold = (one.step - total.step) - (one.steps - before.steps)
+    if untold_s < 0:
+        again_s = max(0, min(more[_WASTED], round(untold * usual_s)))
+        more[_PRODUCTIVE] += again_s
+        more[_WASTED] -= again_s
+        _take(more, -untold_s, first=reversed(range(len(BUCKETS))))
+    else:
+        stepped_s = min(untold_s, round(max(0, untold) * usual_s))
+        more[_PRODUCTIVE] += stepped_s
+        more[_AWAY] += untold_s - stepped_s
+    redone_s = round(min(max(0, -untold), total.steps) * usual_s)
+    more[_PRODUCTIVE] -= redone_s
+    more[_WASTED] += redone_s
+    seconds = [have + gained for have, gained in zip(total.seconds, more, strict=True)]
+    below = sum(-min(0, one) for one in seconds)
+    seconds = [max(0, one) for one in seconds]
+    _take(seconds, below, first=(_WASTED, *range(len(BUCKETS))))
+    return replace(
+        total,
+        until=until,
+        step=one.step,
+        steps=max(0, total.steps + one.step - total.step),
+        seconds=tuple(seconds),
+    )
+
+
+def _take(seconds: list[int], amount: int, *, first: Iterable[int]) -> None:
+    """Take so much away, from those that have something, in this order."""
+    for bucket in first:
+        taken = min(amount, max(0, seconds[bucket]))
+        seconds[bucket] -= taken
+        amount -= taken
+
+
+def _seconds(told: ReportedGoodput) -> tuple[float, ...]:
+    return (told.productive_s, *(seconds for _, seconds in told.badput.items()))
+
+
+# --- as a part of a run --------------------------------------------------------------------------
+
+
+class RunGoodput:
+    """The sum of one run, and the figure of it that its status shows."""
+
+    def __init__(self) -> None:
+        self._sum: Sum | None = None
+        self._shown: Sum | None = None
+        self._shown_at = 0.0
+
+    def resume(self, status: GoodputStatus | None) -> None:
+        """Go on from what an earlier reconciler wrote down."""
+        self._sum = self._shown = _read(status) if status is not None else None
+
+    def take(self, told: ReportedGoodput, *, at: float) -> None:
+        """What the sidecar of the first pod counts. What cannot be is left out: it is only shown,
+        and the rest of the report counts."""
+        if is_sane(told, at=at):
+            self._sum = added(self._sum, whole(told))
+            self.show(at=at)
+
+    def show(self, *, at: float) -> bool:
+        """Whether the status shows something else from now on."""
+        if self._shown == self._sum or abs(at - self._shown_at) < SHOWN_S:
+            return False
+        self._shown, self._shown_at = self._sum, at
+        return True
+
+    @property
+    def total(self) -> Tally | None:
+        """As of the newest report; None where nobody told."""
+        return self._sum.total if self._sum is not None else None
+
+    def status(self) -> GoodputStatus | None:
+        """As it is shown."""
+        return _written(self._shown) if self._shown is not None else None
+
+
+def _written(sum_: Sum) -> GoodputStatus:
+    total = sum_.total
+    return GoodputStatus(
+        since=utc(total.since),
+        until=utc(total.until),
+        ratio=f"{total.ratio:.3f}",
+        wall_seconds=sum(total.seconds),
+        productive_seconds=total.seconds[_PRODUCTIVE],
+        badput_seconds=_badput(total),
+        step=total.step,
+        steps=total.steps,
+        tallies=[
+            TallyStatus(
+                id=one.id,
+                epoch=one.epoch,
+                since=utc(one.since),
+                until=utc(one.until),
+                productive_seconds=one.seconds[_PRODUCTIVE],
+                badput_seconds=_badput(one),
+                step=one.step,
+                steps=one.steps,
+            )
+            for one in sum_.known
+        ],
+    )
+
+
+def _badput(tally: Tally) -> BadputStatus:
+    return BadputStatus(**dict(zip(BUCKETS[1:], tally.seconds[1:], strict=True)))
+
+
+def _read(status: GoodputStatus) -> Sum | None:
+    """None for what nobody can have counted."""
+    tallies = [_tally(one, id=one.id, epoch=one.epoch) for one in status.tallies[-MOST_TALLIES:]]
+    total = _tally(status)
+    known = [one for one in tallies if one is not None and one.sane and one.id]
+    if total is None or not total.sane or len(known) != len(tallies):
+        return None
+    return Sum(total=total, known=tuple(known))
+
+
+def _tally(status: GoodputStatus | TallyStatus, **of: str) -> Tally | None:
+    since, until = seconds_of(status.since), seconds_of(status.until)
+    if since is None or until is None:
+        return None
+    badput = (getattr(status.badput_seconds, bucket) for bucket in BUCKETS[1:])
+    return Tally(
+        **of,
+        since=int(since),
+        until=int(until),
+        step=status.step,
+        steps=status.steps,
+        seconds=(status.productive_seconds, *badput),
+    )
