@@ -38,8 +38,9 @@ from keepstep_sidecar.report.report import news
 from tests.chart.charts import crds, schema_of
 from tests.chart.schemas import closed, json_schema
 from tests.core.test_goodput import Life, Truth, simulate
+from tests.harness import until
 from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, pod, run_object
-from tests.operator.reconcile.test_status_writer import Bench, play
+from tests.operator.reconcile.test_status_writer import PATH, Bench, play
 
 BEGAN = T0
 LIFE_1, LIFE_2 = EpochId(1, "00000001"), EpochId(2, "00000002")
@@ -266,6 +267,12 @@ def test_a_volume_that_waited_elsewhere_counts_no_second_twice() -> None:
     }
 
 
+def test_a_history_whose_id_is_forgotten_gives_up_no_step_that_is_counted() -> None:
+    """As when an older sidecar wrote the file in between, which knows no ids."""
+    more = [*FIRST, *a_life(0, 1, 2, 3, 4, 5, 6)[-2:]]
+    assert summed(tally(*FIRST), tally(*more, id=1)) == summed(tally(*more))
+
+
 def test_whatever_is_no_count_is_left_out() -> None:
     good = tally(*FIRST)
     at = good.until
@@ -427,18 +434,17 @@ def iter_result(body: bytes) -> Iterator[Any]:
 
 def test_goodput_alone_writes_no_status_each_time_that_it_is_told() -> None:
     async def scene(bench: Bench) -> None:
-        for second in range(20):
+        for second in range(21):
             bench.sidecar.more = {"goodput": replace(tally(*FIRST), until=T0 + 60 + second)}
             bench.now = T0 + 60 + second
             bench.stage()
+            if second == 0:
+                await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
             await asyncio.sleep(0.03)  # longer than the writer's period, so each could be written
         assert bench.writes() <= 2
         assert bench.cluster.objects[PATH]["status"]["goodput"]["wallSeconds"] == 60
 
     play(scene, period_s=0.02)
-
-
-PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
 
 
 def test_no_more_tallies_are_remembered_than_a_status_may_have() -> None:

@@ -117,12 +117,21 @@ def added(sum_: Sum | None, one: Tally) -> Sum:
     if sum_ is None:
         begun = Tally(since=one.since, until=one.since, step=one.step - one.steps)
         sum_ = Sum(total=begun, known=())
-    nothing = Tally(since=one.since, until=one.since, step=-1)
-    before = next((known for known in sum_.known if known.id == one.id), nothing)
+    before = next((known for known in sum_.known if known.id == one.id), None)
+    before = before or _before(sum_, one)
     if before.epoch == one.epoch and before is not sum_.known[-1]:
         return sum_
     others = (known for known in sum_.known if known.id != one.id)
     return Sum(total=_grown(sum_.total, before, one), known=(*others, one)[-MOST_TALLIES:])
+
+
+def _before(sum_: Sum, one: Tally) -> Tally:
+    """Of a tally that is told for the first time: nothing. If it is older than another one, it was
+    told under an id that is forgotten: its steps are in the sum already."""
+    nothing = Tally(since=one.since, until=one.since, step=-1)
+    if one.since > max((known.since for known in sum_.known), default=-1):
+        return nothing
+    return replace(nothing, steps=one.steps - one.step + sum_.total.step)
 
 
 def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
