@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -77,6 +78,12 @@ def come_back(pods: list[Pod]) -> tuple[list[FakeTrainer], StepId]:
     return ranks, decision.id
 
 
+def history_id(pod: Pod) -> str:
+    """'' while the sidecar has not written its history yet."""
+    path = pod.root / "history.jsonl"
+    return str(json.loads(path.read_text().partition("\n")[0])["id"]) if path.exists() else ""
+
+
 def _agreed(ranks: list[FakeTrainer]):  # type: ignore[no-untyped-def]
     decision = choose([one.candidates() for one in ranks])
     return decision if decision.id is not None else None
@@ -121,5 +128,7 @@ def test_two_sidecars_commit_and_restore_together_and_the_run_tells_of_it(
         events = [one.body for one in served.cluster.asked("POST", "/events")]
         (restored,) = {one["note"] for one in events if one["reason"] == "Restored"}
         assert restored == "restored step 4 from memory in 0.20 s; no step lost"
+        (tally,) = status("goodput")["tallies"]  # type: ignore[index]
+        assert tally["id"] == await until(lambda: history_id(pods[0]), within_s=20)
 
     asyncio.run(play())
