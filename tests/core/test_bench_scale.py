@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from bench import scale, scale_operator
 from keepstep.core import vote
+from keepstep.core.ledger import Ledger, RankReport, Reported, commit_rule
+from keepstep.core.ledger.holding import Holding, Place
+from keepstep.core.shard import Shard
 from keepstep.state.topology import Topology
+from keepstep.steps import Answer, Tier
+from keepstep_sidecar.tiers.peer.protocol import Listing
 
 
 @pytest.mark.parametrize("kind", scale.KINDS)
@@ -73,3 +79,45 @@ def test_twins_are_found_in_one_look_at_each_rank() -> None:
     Counted.looks = 0
     assert topology.twins([tuple(range(world))] * 600) == tuple(range(8, world, 8))
     assert Counted.looks <= 4 * world
+
+
+class Looked(Holding):
+    """Counts how often it is asked where it is."""
+
+    __slots__ = ("_at",)
+    looks = 0
+
+    @property
+    def place(self) -> Place:  # type: ignore[override]
+        Looked.looks += 1
+        return self._at
+
+    @place.setter
+    def place(self, at: Place) -> None:
+        self._at = at
+
+
+def test_what_all_other_nodes_hold_is_not_looked_at_again_with_each_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commit_rule, "Holding", Looked)
+    world, ledger = 128, Ledger()
+    Looked.looks = 0
+    for rank in range(world):
+        held = (Shard(step_id=scale.NEWEST, rank=rank, world=world, root="a"),)
+        told = RankReport(sealed={Tier.LOCAL: held}, answers={Tier.LOCAL: Answer.STEPS})
+        ledger.apply(Reported(node_rank=rank, ranks={rank: told}, sequence=1))
+        assert bool(ledger.committed(Tier.LOCAL)) == (rank == world - 1)
+    assert Looked.looks <= 4 * world
+
+
+def test_what_a_sidecar_hears_of_twins_grows_no_faster_than_the_ranks() -> None:
+    """Bytes and memory; a list of twins with each shard makes both grow as the square."""
+    small, large = (len(scale._listing("ddp", 1, world)) for world in (256, 16_384))
+    assert large < 1.1 * small
+    shards = [
+        one.shard(one.rank)
+        for node in range(8)
+        for one in msgspec.json.decode(scale._listing("ddp", node, 16_384), type=Listing).shards
+    ]
+    assert len({id(one.alike) for one in shards}) == scale.NODE

@@ -30,16 +30,36 @@ class Tally:
     """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
     bits for each tier, whether it was judged and whether it is complete there."""
 
-    __slots__ = ("contested", "copies", "id", "known")
+    __slots__ = ("_reached", "contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
         self.copies: list[Holding] = []
         self.contested = 0
         self.known = 0
+        self._reached: dict[tuple[Tier, int], int] | None = {}
+
+    def came(self, held: Holding) -> None:
+        """One of the copies is new, or of more ranks than before."""
+        if self._reached is not None:
+            at = held.place[1:]
+            self._reached[at] = self._reached.get(at, 0) | held.ranks
+
+    def went(self) -> None:
+        """A copy is gone, or some of its ranks are."""
+        self._reached = None
+
+    def _reach(self) -> dict[tuple[Tier, int], int]:
+        """By tier and world all ranks of which there are copies: thousands of nodes have one each,
+        and with each of them it is asked anew what is complete."""
+        if self._reached is None:
+            self._reached = {}
+            for held in self.copies:
+                self.came(held)
+        return self._reached
 
     def worlds(self) -> set[int]:
-        return {held.place[2] for held in self.copies}
+        return {world for _, world in self._reach()}
 
     def contest(self, ranks: int) -> None:
         """Compare all images that there are of these ranks."""
@@ -57,6 +77,10 @@ class Tally:
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
         found = 0
+        if not without:
+            for (tier, _), ranks in self._reach().items():
+                found |= ranks if tier in tiers else 0
+            return found
         for held in self.copies:
             node_rank, tier, _ = held.place
             if tier in tiers and node_rank not in without:
@@ -232,6 +256,7 @@ class Completeness:
             held.remove(there & bitmap(images))
         if images:
             held.add(images)
+            tally.came(held)
         held.doubled |= told.doubled
         tally.contest(bitmap(images) | told.doubled)
         self._note(tally.id, tally)
@@ -262,6 +287,7 @@ class Completeness:
                 self._places[place[0]].pop(place, None)
         else:
             held.remove(leaving)
+        tally.went()
         if tally.contested & leaving:
             tally.contest(tally.contested & leaving)
         self._note(tally.id, tally)

@@ -12,10 +12,11 @@ as many copies as it sends, wherever the domains are of equal size. Pure.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from keepstep.wire.reports import Peer
 from keepstep_operator.api.model import NodeRecord
@@ -23,6 +24,10 @@ from keepstep_operator.api.tiers import HOSTNAME, Peers
 
 if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run
+
+
+_KEPT: Final = 1 << 14
+"""Every reply names all pods of its run: what is the same of them is made, and compared, once."""
 
 
 class PeerAssignment:
@@ -39,7 +44,7 @@ class PeerAssignment:
             return ()
         chosen = set(self.ring().get(node_rank, ()))
         return tuple(
-            Peer(node_rank=other, address=place.sidecar.peer_address, buddy=other in chosen)
+            _peer(other, place.sidecar.peer_address, other in chosen)
             for other, place in sorted(self._run.ledger.places.items())
             if other != node_rank and not place.gone and place.sidecar.peer_address
         )
@@ -72,8 +77,8 @@ class PeerAssignment:
         """A node without the label, or one that is not seen, is a domain of its own."""
         known = self._nodes.get(node)
         if peers.topology_key == HOSTNAME or known is None:
-            return Spot(node, node)
-        return Spot(node, known.labels.get(peers.topology_key) or node)
+            return _spot_of(node, node)
+        return _spot_of(node, known.labels.get(peers.topology_key) or node)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,16 @@ class Spot:
 
     node: str
     domain: str
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _spot_of(node: str, domain: str) -> Spot:
+    return Spot(node, domain)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _peer(node_rank: int, address: str, buddy: bool) -> Peer:
+    return Peer(node_rank=node_rank, address=address, buddy=buddy)
 
 
 def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
