@@ -35,6 +35,12 @@ def one_long_rank() -> Body:
     return report(told | {"gone": {"archive": ids}})
 
 
+def endless_runs_of_twins() -> Body:
+    told = rank(0, 65_536, local=(1,))
+    told["local"][0]["twin_runs"] = {"runs": [[one, one, 1] for one in range(240_000)]}
+    return report(told)
+
+
 def one_endless_rank() -> Body:
     return report(rank(0, 1, local=tuple(range(40_000))))
 
@@ -46,13 +52,15 @@ def _seconds(body: bytes) -> list[float]:
         begun_s = time.thread_time()
         try:
             next(parts)
-        except (StopIteration, Refused):
+        except (StopIteration, Refused, msgspec.ValidationError):
             goes_on = False
         found.append(time.thread_time() - begun_s)
     return found
 
 
-@pytest.mark.parametrize("long", [*REPORTS, as_large_as_may_be, one_long_rank, one_endless_rank])
+@pytest.mark.parametrize(
+    "long", [*REPORTS, as_large_as_may_be, one_long_rank, one_endless_rank, endless_runs_of_twins]
+)
 def test_no_part_of_a_report_takes_long(long: Callable[[], Body]) -> None:
     body = msgspec.json.encode(long())
     assert len(body) <= LARGEST_REPORT_BYTES

