@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.goodput import Badput, Tally
@@ -116,8 +116,17 @@ def simulated(drawn: list[tuple[Life, int]]) -> tuple[list[ReportedGoodput], Tru
     )
 
 
+WASTED_BY_ANOTHER: list[tuple[Life, int]] = [
+    (Life(step=7.0, steps=4), 1),
+    (Life(step=7.0, steps=2, back=4), 0),
+    (Life(step=7.0, steps=2, back=0), 1),
+]
+"""The first volume comes back and gives up steps that were given up while it waited."""
+
+
 @settings(max_examples=200, deadline=None)
 @given(drawn=lives_on_volumes)
+@example(drawn=WASTED_BY_ANOTHER)
 def test_the_sum_finds_where_every_second_went_whatever_volumes_the_pods_had(
     drawn: list[tuple[Life, int]],
 ) -> None:
