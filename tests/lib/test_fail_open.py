@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -46,6 +47,38 @@ def test_restore_never_starts_over_in_silence(monkeypatch, tmp_path):
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     with pytest.raises(keepstep.RestoreError, match="no sidecar listens"):
         checkpointer.restore()
+    checkpointer.close()
+
+
+def test_restore_waits_for_a_sidecar_that_is_there_and_does_not_come_to_answer(
+    sidecar, monkeypatch
+):
+    """As where a machine has far too much to do."""
+    monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.3)
+    monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    later = threading.Timer(2.0, os.kill, (sidecar.process.pid, signal.SIGCONT))
+    later.start()
+    try:
+        assert checkpointer.restore() is None
+    finally:
+        later.join()
+    assert checkpointer.save(0)
+    checkpointer.close()
+
+
+def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, monkeypatch):
+    monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.3)
+    monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
+    monkeypatch.setenv("KEEPSTEP_RESTORE_TIMEOUT", "1")
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(keepstep.RestoreError, match="did not answer in time"):
+            checkpointer.restore()
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
     checkpointer.close()
 
 

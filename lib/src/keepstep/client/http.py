@@ -57,8 +57,10 @@ class UnixConnection(http.client.HTTPConnection):
 
     def absent(self, error: Exception) -> SidecarAbsent:
         """What a broken connection means."""
-        kind = "did not answer in time" if isinstance(error, TimeoutError) else "went away"
-        return SidecarAbsent(f"the sidecar on {self._path} {kind} ({error})", code="absent")
+        silent = isinstance(error, TimeoutError)
+        kind = "did not answer in time" if silent else "went away"
+        code = "silent" if silent else "absent"
+        return SidecarAbsent(f"the sidecar on {self._path} {kind} ({error})", code=code)
 
 
 def _problem(status: int, data: bytes) -> SidecarError:

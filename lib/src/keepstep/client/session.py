@@ -99,16 +99,18 @@ class Session:
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
         """Get the lease, waiting for a sidecar that is just starting, or for a predecessor that
-        is just dying. Raises SidecarAbsent or SidecarError when the time is up."""
-        deadline = time.monotonic() + timeout_s
+        is just dying; for one that is there and does not come to answer, on a machine that has far
+        too much to do, as long as a restore may take. Raises SidecarAbsent or SidecarError when the
+        time is up."""
+        began = time.monotonic()
+        patience_s = dict.fromkeys(("absent", "rank-taken", "starting"), timeout_s)
+        patience_s["silent"] = max(timeout_s, restore_timeout_s())
         while True:
             try:
-                left_s = deadline - time.monotonic()
+                left_s = patience_s["silent"] - (time.monotonic() - began)
                 return self.take(timeout_s=min(max(left_s, 1.0), _LEASE_S))
             except SidecarError as error:
-                if error.code not in ("absent", "rank-taken", "starting"):
-                    raise
-                if time.monotonic() >= deadline:
+                if time.monotonic() - began >= patience_s.get(error.code, 0.0):
                     raise
             # there is nothing to wait on before the socket exists
             time.sleep(_PAUSE_S)
