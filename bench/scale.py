@@ -137,8 +137,8 @@ def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
 
 def alike_of(kind: str, rank: int, world: int) -> Ranks:
     """The rank and its twins."""
-    twins = twins_of(kind, rank, world)
-    return Ranks.of((rank, *twins)) if twins else NOBODY
+    alike = kind == "ddp" and world > NODE
+    return Ranks.of(range(rank % NODE, world, NODE)) if alike else NOBODY
 
 
 class Model:

@@ -30,7 +30,7 @@ class Tally:
     """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
     bits for each tier, whether it was judged and whether it is complete there."""
 
-    __slots__ = ("_reached", "contested", "copies", "id", "known")
+    __slots__ = ("_reached", "_rooted", "contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
@@ -38,12 +38,14 @@ class Tally:
         self.contested = 0
         self.known = 0
         self._reached: dict[tuple[Tier, int], int] | None = {}
+        self._rooted = 0
 
     def came(self, held: Holding) -> None:
         """One of the copies is new, or of more ranks than before."""
         if self._reached is not None:
             at = held.place[1:]
             self._reached[at] = self._reached.get(at, 0) | held.ranks
+            self._rooted |= held.rooted
 
     def went(self) -> None:
         """A copy is gone, or some of its ranks are."""
@@ -53,13 +55,19 @@ class Tally:
         """By tier and world all ranks of which there are copies: thousands of nodes have one each,
         and with each of them it is asked anew what is complete."""
         if self._reached is None:
-            self._reached = {}
+            self._reached, self._rooted = {}, 0
             for held in self.copies:
                 self.came(held)
         return self._reached
 
     def worlds(self) -> set[int]:
         return {world for _, world in self._reach()}
+
+    def may_differ(self, ranks: int, rooted: int) -> bool:
+        """Whether images that come, of `rooted` ranks with digests, can change what is contested:
+        all there are need not be compared else."""
+        self._reach()
+        return bool(self.contested & ranks or self._rooted & rooted)
 
     def contest(self, ranks: int) -> None:
         """Compare all images that there are of these ranks."""
@@ -254,11 +262,15 @@ class Completeness:
                 return
             tally = self._of_step[told.id]
             held.remove(there & bitmap(images))
+        ranks = bitmap(images) | told.doubled
+        rooted = bitmap(rank for rank, one in images.items() if one.root is not None)
+        may_differ = bool(told.doubled) or tally.may_differ(ranks, rooted)
         if images:
             held.add(images)
             tally.came(held)
         held.doubled |= told.doubled
-        tally.contest(bitmap(images) | told.doubled)
+        if may_differ:
+            tally.contest(ranks)
         self._note(tally.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:

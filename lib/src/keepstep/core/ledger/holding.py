@@ -109,6 +109,11 @@ class Holding:
         """A number that stands for the digest of the image; 0: there is none, or it has none."""
         return _get(self._roots, _index(self.ranks, rank)) if self.ranks >> rank & 1 else 0
 
+    @property
+    def rooted(self) -> int:
+        """The ranks, where any image of them may have a digest; none where no image has."""
+        return 0 if self._roots == 0 else self.ranks
+
     def params(self) -> Iterator[tuple[int, int]]:
         """The same of the parameters alone, by rank."""
         return _by_rank(self.ranks, self._params)

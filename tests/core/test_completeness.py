@@ -1,0 +1,66 @@
+"""What is remembered of all copies of a step is what a look at each of them says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.core.ledger.commit_rule import Completeness
+from keepstep.core.ledger.events import RankReport
+from keepstep.core.ledger.holding import bits
+from keepstep.core.shard import Shard
+from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
+
+_EPOCH = EpochId(1, "aaaaaaaa")
+_IMAGES = st.lists(
+    st.tuples(
+        st.integers(1, 2), st.sampled_from([None, "a", "a", "b"]), st.sampled_from([4, 4, 5])
+    ),
+    max_size=3,
+)
+_REPORTS = st.dictionaries(
+    st.integers(0, 3), st.dictionaries(st.sampled_from(Tier), _IMAGES, max_size=3), max_size=3
+)
+_CHANGES = st.lists(
+    st.tuples(st.integers(0, 2), st.one_of(_REPORTS, st.none(), st.integers(0, 3))), max_size=12
+)
+
+
+def told(rank: int, tiers: Mapping[Tier, list[tuple[int, str | None, int]]]) -> RankReport:
+    sealed = {
+        tier: tuple(
+            Shard(step_id=StepId(_EPOCH, step), rank=rank, world=world, root=root)
+            for step, root, world in images
+        )
+        for tier, images in tiers.items()
+    }
+    return RankReport(sealed=sealed, answers={})
+
+
+def check(copies: Completeness, id: StepId) -> None:
+    there = copies.copies(id)
+    assert copies.worlds(id) == {held.place[2] for held in there}
+    for tier in NEAREST_FIRST:
+        ranks = [held.ranks for held in there if held.place[1] is tier]
+        assert copies.ranks(id, (tier,)) == sum({1 << at for one in ranks for at in bits(one)})
+    roots = [
+        (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
+    ]
+    differ = {rank for rank, root in roots for other, its in roots if rank == other and root != its}
+    doubled = {rank for held in there for rank in bits(held.doubled)}
+    assert copies.contested(id) == sorted(differ | doubled)
+
+
+@given(_CHANGES)
+def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
+    copies = Completeness()
+    for node, change in changes:
+        if isinstance(change, dict):
+            reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+            copies.replace(node, reports)
+        else:
+            copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
+        for id in copies.steps:
+            check(copies, id)
