@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ from typing import Any
 import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep_sidecar.tiers.peer import send
+from keepstep_sidecar.tiers.peer import receive, send
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
+from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
@@ -41,7 +45,8 @@ def alike(rank: int, step: int = 5) -> Slot:
 
 def write(node: Node, slot: Slot) -> LocalShard:
     node.volume.write(slot.view, slot.layout, slot.control)
-    return next(one for one in node.volume.scan().shards if one.rank == slot.layout.rank)
+    found = [one for one in node.volume.scan().shards if one.rank == slot.layout.rank]
+    return max(found, key=lambda one: one.step_id)
 
 
 def flip(path: Path, at: int) -> None:
@@ -73,6 +78,44 @@ async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> No
         await until(lambda: here.remote_tier.status().sent == 1)
         assert here.remote_tier.status().sent_bytes == CHUNK_BYTES, "the one with the header"
         await is_whole(here, buddy, slot, found)
+
+
+async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "_TAKE_S", 0.5)
+    here, buddy = pair
+    nice: list[int] = []
+    monkeypatch.setattr(buddy.volumes.pace, "_bytes_per_second", 64 * CHUNK_BYTES)
+    real = IncomingCopy._write_own
+
+    def noted(self: IncomingCopy, *given: Any, **more: Any) -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        real(self, *given, **more)
+
+    monkeypatch.setattr(IncomingCopy, "_write_own", noted)
+    async with running(here, buddy):
+        buddy.volumes.pace.wait(64 * 100 * CHUNK_BYTES)  # what others write in the next 100 s
+        write(buddy, alike(1))
+        durable(here.remote_tier, write(here, alike(0)))
+        await until(lambda: here.remote_tier.status().sent == 1)
+        whole = here.remote_tier.status().sent_bytes
+        assert (nice, whole) == ([], alike(0).layout.digests_begin), "all of it was sent"
+        with buddy.volumes.pace.lifted():
+            write(buddy, alike(1, step=6))
+            durable(here.remote_tier, write(here, alike(0, step=6)))
+            await until(lambda: here.remote_tier.status().sent == 2)
+        assert here.remote_tier.status().sent_bytes == whole + CHUNK_BYTES
+        assert set(nice) == {max(WRITER_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))}
+
+
+def test_what_comes_last_passes_when_nobody_else_writes() -> None:
+    pace, began = Pace(1 << 20), time.monotonic()
+    assert pace.wait_last(1 << 18, until=began)
+    assert not pace.wait_last(1 << 18, until=began + 0.1)
+    assert pace.wait_last(1 << 18, until=began + 60)
+    assert time.monotonic() - began >= 0.25
+    assert Pace(None).wait_last(1 << 40, until=began)
 
 
 async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:

@@ -92,6 +92,20 @@ class Pace:
             self._next_at = at + size_bytes / limit
         time.sleep(max(0.0, at - time.monotonic()))
 
+    def wait_last(self, size_bytes: int, *, until: float) -> bool:
+        """`wait`, behind all others: while they use all that may pass, nothing does. False when
+        it was not to pass by `until`, on the monotonic clock."""
+        while (limit := self._bytes_per_second) is not None and not self._lifted:
+            with self._lock:
+                now = time.monotonic()
+                if (free_in_s := self._next_at - now) <= 0:
+                    self._next_at = now + size_bytes / limit
+                    break
+            if now + free_in_s > until:
+                return False
+            time.sleep(free_in_s)
+        return True
+
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """No limit meanwhile: a deadline is near. Not for several threads at once."""

@@ -31,6 +31,7 @@ from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
+from keepstep_sidecar.volume.direct_io import Pace
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
@@ -60,9 +61,11 @@ class Copies:
         run: str,
         filesystem: Filesystem | None = None,
         commit: Callable[[], StepId | None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         """`commit`: the run's newest one that is known here, of ranks whose sender says nothing:
-        it may be another pod's buddy by now."""
+        it may be another pod's buddy by now. `pace`: that of all writes here, which what is copied
+        from drive to drive gives way to."""
         self._volumes = volumes
         self._run = run
         self._filesystem = filesystem or Filesystem()
@@ -71,6 +74,7 @@ class Copies:
         self._parts: dict[Path, IncomingCopy] = {}
         self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
+        self._pace = pace or Pace(None)
         self.unreadable = ""
         self._said = ""
 
@@ -217,7 +221,7 @@ class Copies:
         with self._failing(part):
             try:
                 with transfer.opened(other) as image:
-                    return part.take_from(image)
+                    return part.take_from(image, self._pace)
             except Broken as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:

@@ -22,7 +22,13 @@ from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.transfer import Opened
 from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
+from keepstep_sidecar.volume.direct_io import (
+    WRITER_NICENESS,
+    Engine,
+    Pace,
+    aligned_buffer,
+    for_each_chunk,
+)
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.shard_file import seal_file
 
@@ -96,23 +102,29 @@ class IncomingCopy:
                 with self._lock:
                     self._missing.discard(chunk)
 
-    def take_from(self, other: Opened) -> int:
+    def take_from(self, other: Opened, pace: Pace) -> int:
         """Write what another image of this machine has alike, as those of replicas do; how many
         chunks. Each is verified on its way; a copy that rots there is none of ours. From the end
         on, as what is missing comes from the beginning; some seconds at most, as the sender asks
-        again. Raises Broken, StorageError as `write`."""
+        again. It gives way to the training, and to all writes that keep to `pace` with it: what
+        does not pass is sent. Raises Broken, StorageError as `write`."""
         taken, ends = 0, time.monotonic() + _TAKE_S
+
+        def take(index: int) -> None:
+            nonlocal taken
+            begin, end = self.manifest.bounds(chunk := alike[index])
+            if time.monotonic() > ends or not pace.wait_last(end - begin, until=ends):
+                return
+            with view[: end - begin] as data, contextlib.suppress(DigestError):
+                for _, read in other.read([(chunk, data)]):
+                    self._write_own(chunk, read, whose=other.source.where)
+                    taken += 1
+
         with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-            for chunk in reversed(self.missing):
-                if time.monotonic() > ends:
-                    break
-                if not _alike(chunk, self.manifest, other.manifest):
-                    continue
-                begin, end = self.manifest.bounds(chunk)
-                with view[: end - begin] as data, contextlib.suppress(DigestError):
-                    for _, read in other.read([(chunk, data)]):
-                        self._write_own(chunk, read, whose=other.source.where)
-                        taken += 1
+            missing = reversed(self.missing)
+            alike = [one for one in missing if _alike(one, self.manifest, other.manifest)]
+            # a thread of its own: who is asked has others to answer, and niceness is for good
+            for_each_chunk(take, len(alike), threads=1, niceness=WRITER_NICENESS)
         return taken
 
     def _write_own(self, chunk: int, data: memoryview, *, whose: str) -> None:

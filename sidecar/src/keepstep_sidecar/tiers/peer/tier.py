@@ -58,7 +58,9 @@ class PeerTier(RemoteTier):
         self._run = run
         self._credentials = credentials
         self._keep_fresh = keep_fresh
-        self._copies = Copies(volumes.volumes, run=run, commit=lambda: self.facts.commit())
+        self._copies = Copies(
+            volumes.volumes, run=run, commit=lambda: self.facts.commit(), pace=volumes.pace
+        )
         self._shards = Shards(volumes, self._copies, run=run)
         self._calls = Calls(credentials)
         self._changes = Changes()
