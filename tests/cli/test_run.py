@@ -14,6 +14,8 @@ import psutil
 import pytest
 import tomllib
 
+from keepstep import processes
+from keepstep.processes import Process
 from tests import warm
 from tests.cli.conftest import LISTENER, TRAIN, Keepstep
 from tests.harness import eventually
@@ -120,6 +122,41 @@ def test_what_the_command_left_running_is_ended(keepstep: Keepstep) -> None:
     keepstep("run", "--run", "a", "--", "sh", "-c", text)
     assert not psutil.pid_exists(int((keepstep.home / "worker.pid").read_text()))
     assert keepstep.family() == []
+
+
+BEHIND_A_ZOMBIE = """
+import ctypes, os, pathlib, threading, time
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    # as when SIGKILL has ended the first thread, and the others give back their memory yet
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.01)
+"""
+
+
+def test_what_is_left_behind_a_process_that_looks_dead_is_ended(keepstep: Keepstep) -> None:
+    keepstep("run", "--run", "a", "--", PYTHON, "-S", "-c", BEHIND_A_ZOMBIE)
+    assert keepstep.family() == []
+
+
+def test_a_process_that_the_first_look_misses_is_ended() -> None:
+    looks = iter([()])
+    with subprocess.Popen(["sleep", "600"]) as child:
+
+        def find() -> tuple[Process, ...]:
+            process = Process.of(child.pid)
+            return next(looks, () if process is None else (process,))
+
+        processes.end_all(find, grace_s=60.0)
+        try:
+            assert child.poll() == -signal.SIGTERM
+        finally:
+            child.kill()
 
 
 def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepstep) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -82,11 +82,18 @@ class Process:
     def of(cls, pid: int) -> Process | None:
         """The live process `pid`; None when there is none."""
         fields = stat(pid)
-        return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]))
+        return cls(pid, int(fields[19])) if fields is not None and _lives(fields) else None
 
     def alive(self) -> bool:
         """Whether it still runs (a zombie does not)."""
         return Process.of(self.pid) == self
+
+
+def _lives(fields: Sequence[str]) -> bool:
+    """Not while only a parent is to hear of its end. A process whose first thread has ended looks
+    so, too (num_threads, field 20, tells): SIGKILL ends the others when they have given back their
+    memory, and until then it holds its files and has its children."""
+    return fields[0] not in "ZX" or int(fields[17]) > 1
 
 
 def stat(pid: int | str) -> list[str] | None:
@@ -103,7 +110,7 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
     children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):
         fields = stat(int(name)) if name.isdigit() else None
-        if fields is not None and fields[0] not in "ZX":
+        if fields is not None and _lives(fields):
             child = Process(int(name), int(fields[19]))
             children.setdefault(int(fields[1]), []).append(child)
     spared, found, todo = frozenset(spare), list[Process](), [pid]
@@ -119,11 +126,12 @@ def end_all(
     find: Callable[[], tuple[Process, ...]], *, grace_s: float, hurry: threading.Event | None = None
 ) -> None:
     """End what `find` finds, until that is nothing: SIGTERM once each, then SIGKILL, once `grace_s`
-    are over or `hurry` is set."""
+    are over or `hurry` is set. It looks twice: a process may have begun behind the first look, and
+    its parent have ended before it."""
     deadline = time.monotonic() + grace_s
     hurry = hurry or threading.Event()
     asked: set[Process] = set()
-    while left := find():
+    while left := find() or find():
         late = hurry.is_set() or time.monotonic() > deadline
         for process in left:
             if late:
