@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -370,6 +371,26 @@ def test_two_supervisors_of_one_run_are_refused(keepstep: Keepstep) -> None:
         running.terminate()
         running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGTERM
+
+
+def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says(
+    keepstep: Keepstep,
+) -> None:
+    stays = 'open("there", "w").write(str(os.getpid())); import time; time.sleep(600)'
+    keepstep.script("train.py", TRAIN.replace("os.kill(os.getpid(), 9)", stays))
+    launcher = f"echo $$ > launcher; {warm.python()} train.py 6 3; exit 3"
+    with keepstep.start("run", "--run", "train", "--", "sh", "-c", launcher) as running:
+        eventually(lambda: _text(keepstep.home / "there"))
+        running.kill()
+    pids = f"{_text(keepstep.home / 'launcher').strip()} {_text(keepstep.home / 'there')}"
+    words = ("run", "--run", "train", "--", warm.python(), "train.py", "6", "-1")
+    said = keepstep(*words, code=2).stderr
+    assert f"is training (pid {pids}, whose `keepstep run` was killed); end that first" in said
+    asked = re.search(r"with `(kill [0-9 ]+)`", said)
+    assert asked
+    subprocess.run(asked[1].split(), check=True)
+    assert keepstep(*words).stdout == "from 3\n"
+    assert keepstep.family() == []
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,11 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(_POLL_S)
+        command = os.pread(fd, 128, 0).partition(b"\n")[
+            2
+        ]  # of a supervisor before; see `_orphaned`
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode() + command, 0)
         yield
     finally:
         os.close(fd)
@@ -56,11 +59,28 @@ def _lock(fd: int, kept: RunDir) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        pid = os.pread(fd, 32, 0).decode(errors="replace").partition("\n")[0]
         raise UsageError(
             f"run {kept.run!r} is active: a keepstep command with pid {pid} supervises it; end it"
             " first, or give this one another name with --run"
         ) from None
+
+
+def note_command(kept: RunDir, pid: int) -> None:
+    """Beside the supervisor's pid: the command that it runs, which may outlive it."""
+    process = Process.of(pid)
+    with contextlib.suppress(OSError), kept.lock.open("w") as file:  # nothing hangs on it
+        started = 0 if process is None else process.started
+        file.write(f"{os.getpid()}\n{pid} {started}\n")
+
+
+def _orphaned(kept: RunDir) -> Process | None:
+    """The command of a supervisor that was killed, while it lives."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pid, started = kept.lock.read_text().splitlines()[1].split()
+        process = Process(int(pid), int(started))
+        return process if process.alive() else None
+    return None
 
 
 def launch(kept: RunDir) -> int:
@@ -128,29 +148,36 @@ def adopt(kept: RunDir) -> Process | None:
 
 def require_idle_or_same(kept: RunDir) -> None:
     """Nobody takes a sidecar from a trainer to give it other options. Raises UsageError."""
-    if (pid := trainer_of(kept)) and not _as_recorded(kept):
-        raise UsageError(
-            f"run {kept.run!r} is training with other options (pid {pid}); end it first, or give"
-            " this one another name with --run"
-        )
+    if (pids := trainers_of(kept)) and not _as_recorded(kept):
+        raise UsageError(f"run {kept.run!r} is training with other options {_to_end(kept, pids)}")
 
 
 def require_idle(kept: RunDir, *, timeout_s: float = 0.0) -> None:
     """Nobody takes a sidecar from a trainer, but one that is just dying. Raises UsageError."""
     deadline = time.monotonic() + timeout_s
-    while pid := trainer_of(kept):
+    while pids := trainers_of(kept):
         if time.monotonic() >= deadline:
-            raise UsageError(
-                f"run {kept.run!r} is training (pid {pid}); end that first, or give this one"
-                " another name with --run"
-            )
+            raise UsageError(f"run {kept.run!r} is training {_to_end(kept, pids)}")
         time.sleep(_POLL_S)
 
 
-def trainer_of(kept: RunDir) -> int:
-    """The pid of a trainer that its sidecar serves now; 0 for none."""
+def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
+    """Who trains, and the command that ends it: a shell would leave its trainer, and a launcher
+    start it again."""
+    orphan = _orphaned(kept)
+    first = () if orphan is None else (orphan.pid,)
+    pids = " ".join(map(str, dict.fromkeys((*first, *trainers))))
+    killed = "" if orphan is None else ", whose `keepstep run` was killed"
+    return (
+        f"(pid {pids}{killed}); end that first, with `kill {pids}`, or give this one another name"
+        " with --run"
+    )
+
+
+def trainers_of(kept: RunDir) -> tuple[int, ...]:
+    """The pids of the trainers that its sidecar serves now."""
     live = calls.status(kept.socket)
-    return next((one.pid for one in live.ranks if one.alive), 0) if live is not None else 0
+    return () if live is None else tuple(one.pid for one in live.ranks if one.alive)
 
 
 def _as_recorded(kept: RunDir) -> bool:

@@ -2,7 +2,8 @@
 
     DIR/RUN/sidecar.toml   this module's record, and the configuration that the run's sidecar reads
     DIR/RUN/service.json   the same, of an older keepstep: read, and replaced at the next start
-    DIR/RUN/run.lock       held (flock) by the `keepstep run` that supervises the run
+    DIR/RUN/run.lock       held (flock) by the `keepstep run` that supervises the run; its pid, and
+                           that of its command
     DIR/RUN/sidecar.log    the sidecar's log, bounded
     VOLUME/RUN/            shards: one root per volume; a volume is DIR unless said otherwise
     /dev/shm/keepstep-UID/HASH/    slots and the socket; HASH is of DIR and RUN

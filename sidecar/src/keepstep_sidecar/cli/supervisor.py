@@ -281,6 +281,8 @@ class Supervisor:
         except OSError as error:
             say(f"{self._command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
+        else:
+            launcher.note_command(self._kept, self._command_pid)
 
     def _environment(self) -> Mapping[str, str]:
         return {**os.environ, SOCKET_ENV: str(self._kept.socket)}
