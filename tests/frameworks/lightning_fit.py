@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -14,7 +13,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+from tests.frameworks.script import (
+    OUT,
+    RANK,
+    SETTINGS,
+    digest,
+    maybe_kill,
+    random_states,
+    record,
+    write,
+)
 
 ROWS = 60
 lightning: Any = importlib.import_module(SETTINGS.get("package", "lightning.pytorch"))
@@ -211,19 +219,18 @@ def main() -> None:
     trainer.fit(model, datamodule=data, ckpt_path=SETTINGS.get("resume"))
     if SETTINGS.get("checkpoint"):
         trainer.save_checkpoint(OUT / "lightning.ckpt")
-    weights = b"".join(one.numpy().tobytes() for one in model.state_dict().values())
     metrics = {name: float(one).hex() for name, one in trainer.callback_metrics.items()}
     result = {
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
+        "weights": digest(model.state_dict()),
+        "optimizer": digest([one.state_dict() for one in trainer.optimizers]),
+        "progress": [trainer.global_step, trainer.current_epoch],
         "metrics": metrics,
-        "count": count.state_dict(),
-        "made": data.made,
-        "rates": [[one["lr"] for one in each.param_groups] for each in trainer.optimizers],
-        "random": torch.rand(()).item().hex(),
+        "callbacks": count.state_dict(),
+        "datamodule": data.made,
+        "schedule": [[one["lr"] for one in each.param_groups] for each in trainer.optimizers],
+        "random": random_states(),
     }
-    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    write(result)
 
 
 if __name__ == "__main__":

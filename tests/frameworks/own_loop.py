@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import keepstep
 from keepstep.integrations.loaders import Batches
-from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+from tests.frameworks.script import SETTINGS, digest, maybe_kill, random_states, record, write
 
 ROWS = 60
 
@@ -79,7 +77,7 @@ def on_fabric() -> tuple[Any, Any]:
                 checkpointer.save(progress["step"])
     if checkpointer is not None:
         checkpointer.close()
-    return net, progress
+    return net, {"progress": progress, "optimizer": digest(optimizer.state_dict())}
 
 
 def on_accelerate() -> tuple[Any, Any]:
@@ -120,18 +118,16 @@ def on_accelerate() -> tuple[Any, Any]:
                     checkpointer.save(progress["step"])
     if checkpointer is not None:
         checkpointer.close()
-    return net, {**progress, "rate": scheduler.get_last_lr()}
+    return net, {
+        "progress": progress,
+        "optimizer": digest(optimizer.state_dict()),
+        "schedule": scheduler.get_last_lr(),
+    }
 
 
 def main() -> None:
-    net, progress = globals()[f"on_{SETTINGS['on']}"]()
-    weights = b"".join(one.numpy().tobytes() for one in net.state_dict().values())
-    result = {
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "progress": progress,
-        "random": torch.rand(()).item().hex(),
-    }
-    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    net, others = globals()[f"on_{SETTINGS['on']}"]()
+    write({"weights": digest(net.state_dict()), **others, "random": random_states()})
 
 
 if __name__ == "__main__":

@@ -7,23 +7,65 @@ before the optimizer's steps that `kill` names, once each.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 OUT = Path(sys.argv[1])
 SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
 RANK = int(os.environ.get("RANK", "0"))
 
+# of torch's each script sets the seed itself
+random.seed(0)
+numpy.random.seed(0)
+
 
 def record(step: int, loss: torch.Tensor) -> None:
     with (OUT / f"losses-{RANK}").open("a") as file:
         file.write(json.dumps([step, loss.item().hex(), os.getpid()]) + "\n")
+
+
+def digest(state: Any) -> str:
+    """Of a state dict, or whatever else of plain values and tensors: every bit of it."""
+    hashed = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                hashed.update(repr(key).encode())
+                take(one)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                take(one)
+        elif isinstance(value, torch.Tensor):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            hashed.update(whole.detach().contiguous().numpy().tobytes())
+        else:
+            hashed.update(repr(value).encode())
+
+    take(state)
+    return hashed.hexdigest()
+
+
+def random_states() -> str:
+    """Of the generators of this process."""
+    kept = numpy.random.get_state()  # of the global one, which people still use
+    return digest(
+        [torch.get_rng_state(), random.getstate(), [*map(str, kept[2:]), kept[1].tolist()]]
+    )
+
+
+def write(result: dict[str, Any]) -> None:
+    """All that must be the same in an undisturbed run, by the names of scripts/frameworks.py."""
+    (OUT / f"result-{RANK}").write_text(json.dumps(result))
 
 
 def maybe_kill(step: int) -> None:

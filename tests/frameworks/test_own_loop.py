@@ -22,6 +22,7 @@ def loop(lives) -> Lives:
     return lives("own_loop.py", *modules)
 
 
+@pytest.mark.proves("fabric")
 @pytest.mark.parametrize(
     "options",
     [
@@ -40,6 +41,7 @@ def test_fabric(loop, options):
     assert_same(plain, kept, kills=3)
 
 
+@pytest.mark.proves("fabric")
 def test_fabric_on_two_ranks(loop):
     plain = loop.undisturbed(on="fabric", ranks=2, workers=1)
     kept, _ = loop.kept(
@@ -48,6 +50,7 @@ def test_fabric_on_two_ranks(loop):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
+@pytest.mark.proves("accelerate")
 @pytest.mark.parametrize(
     "options",
     [{"seedable": True}, {"workers": 2}],
@@ -62,6 +65,7 @@ def test_accelerate(loop, options):
     assert_same(plain, kept, kills=3)
 
 
+@pytest.mark.proves("accelerate")
 def test_accelerate_on_two_ranks(loop):
     plain = loop.undisturbed(on="accelerate", ranks=2)
     kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6])

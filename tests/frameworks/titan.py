@@ -5,13 +5,11 @@ As `trainer.py`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
 from tests.frameworks.titan_on_cpu import Trainer, metrics
 
 # isort: split
@@ -174,31 +172,20 @@ def made() -> Any:
     ).build()
 
 
-def digest(trainer: Any) -> str:
-    hashed = hashlib.sha256()
-    states = [part.state_dict() for part in trainer.model_parts]
-    states += [trainer.optimizers.state_dict()]
-    for state in states:
-        for name, value in sorted(state.items()):
-            whole = getattr(value, "full_tensor", lambda value=value: value)()
-            data = whole.numpy().tobytes() if isinstance(whole, torch.Tensor) else repr(whole)
-            hashed.update(name.encode() + (data if isinstance(data, bytes) else data.encode()))
-    return hashed.hexdigest()
-
-
 def main() -> None:
     trainer = made()
     trainer.optimizers.optimizers[0].register_step_pre_hook(trainer.killed)
     trainer.train()
     result = {
-        "step": trainer.step,
+        "progress": trainer.step,
         "tokens": trainer.ntokens_seen,
-        "weights": digest(trainer),
-        "rate": [one.get_last_lr() for one in trainer.lr_schedulers.schedulers],
-        "random": torch.rand(()).item().hex(),
+        "weights": digest([one.state_dict() for one in trainer.model_parts]),
+        "optimizer": digest(trainer.optimizers.state_dict()),
+        "schedule": [one.get_last_lr() for one in trainer.lr_schedulers.schedulers],
+        "random": random_states(),
     }
     trainer.close()
-    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    write(result)
     torch.distributed.destroy_process_group()
 
 

@@ -5,8 +5,6 @@ Beside what `script.py` writes: at the end, all that must be the same in an undi
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
-from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
 
 TIMES = ("runtime", "per_second")
 ROWS = 60
@@ -131,13 +129,6 @@ def made() -> Any:
     return trainer if SETTINGS.get("bare") else attach(trainer)
 
 
-def digest(model: Any) -> str:
-    hashed = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        hashed.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return hashed.hexdigest()
-
-
 def main() -> None:
     transformers.logging.set_verbosity_error()
     trainer = made()
@@ -148,18 +139,18 @@ def main() -> None:
     ]
     (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Losses))
     result = {
-        "step": output.global_step,
+        "progress": [output.global_step, trainer.state.epoch],
         "train_loss": output.training_loss.hex(),
         "log": log,
-        "weights": digest(trainer.model),
-        "rate": trainer.lr_scheduler.get_last_lr(),
+        "weights": digest(trainer.model.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+        "schedule": trainer.lr_scheduler.get_last_lr(),
         "flos": trainer.state.total_flos,
-        "epoch": trainer.state.epoch,
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
-        "callback": [callback.evaluations, callback.steps],
-        "random": torch.rand(()).item().hex(),
+        "callbacks": [callback.evaluations, callback.steps],
+        "random": random_states(),
     }
-    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    write(result)
 
 
 if __name__ == "__main__":
