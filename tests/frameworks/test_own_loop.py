@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
 import keepstep
@@ -70,6 +71,28 @@ def test_accelerate_on_two_ranks(loop):
     plain = loop.undisturbed(on="accelerate", ranks=2)
     kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6])
     assert_same(plain, kept, kills=3, ranks=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (DistributedType.DEEPSPEED, "accelerate's DeepSpeed plugin: use FSDP2"),
+        (DistributedType.MEGATRON_LM, "accelerate's Megatron-LM plugin: use FSDP2"),
+        (DistributedType.FSDP, "set fsdp_version: 2"),
+    ],
+)
+def test_what_accelerate_divides_a_model_by_is_refused_by_name(monkeypatch, kind, said):
+    """Accelerate itself has none of them on a CPU: there it says what it would elsewhere."""
+    loading = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=2))
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+    with pytest.raises(keepstep.UsageError, match=said):
+        Batches(loading)
+    monkeypatch.setattr(plugin, "fsdp_version", 2)
+    if kind is DistributedType.FSDP:
+        assert Batches(loading).epoch == 0
 
 
 @pytest.mark.filterwarnings("ignore")

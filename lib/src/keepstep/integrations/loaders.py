@@ -29,12 +29,13 @@ class Batches:
 
     `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
     accelerate and Fabric do, goes in as it is. Raises UsageError for one that has begun an epoch,
-    and for a version of accelerate that was never tested.
+    for a version of accelerate that was never tested, and for its DeepSpeed, Megatron-LM and FSDP1.
     """
 
     def __init__(self, loader: Any) -> None:
         if type(loader).__module__.partition(".")[0] == "accelerate":
             require_accelerate()
+            _refuse_plugins()
         self.loader, self.epoch = loader, 0
         # accelerate's `base_dataloader`, Fabric's `_dataloader`
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
@@ -94,6 +95,22 @@ class Batches:
             first = list(itertools.islice(batches, 1))
         restore_rng()
         return itertools.chain(first, batches)
+
+
+def _refuse_plugins() -> None:
+    """Raises UsageError for what accelerate may divide a model by and nobody has tried."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    kind = str(state.distributed_type.value)
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        name = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}[kind]
+        raise UsageError(
+            f"keepstep was never tested with accelerate's {name} plugin: use FSDP2"
+            " (fsdp_version: 2), or DDP"
+        )
+    if kind == "FSDP" and state.fsdp_plugin.fsdp_version != 2:
+        raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
 
 
 def by_index(loader: Any) -> bool:
