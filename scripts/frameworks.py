@@ -54,6 +54,11 @@ ROWS = {
     "fabric": Row(
         "a loop of your own on Lightning's Fabric", _OWN_LOOP, ("lightning", "torchdata")
     ),
+    "ignite": Row(
+        "an `Engine` of PyTorch-Ignite",
+        "`Batches(loader)` as its data, and the lines of [any script](add-keepstep.md)",
+        ("pytorch-ignite",),
+    ),
     "torchtitan": Row(
         "torchtitan's `Trainer`",
         "`checkpoint=KeepstepCheckpointManager.Config(enable=True)`",

@@ -125,6 +125,58 @@ def on_accelerate() -> tuple[Any, Any]:
     }
 
 
+class Left:
+    """What an Engine of ignite takes for its data."""
+
+    def __init__(self, batches: Batches, checkpointer: keepstep.Checkpointer) -> None:
+        self.batches, self.checkpointer = batches, checkpointer
+
+    def __len__(self) -> int:
+        return len(self.batches.loader)
+
+    def __iter__(self) -> Any:
+        return self.batches.left(self.checkpointer)
+
+
+def on_ignite() -> tuple[Any, Any]:
+    from ignite.engine import Engine, Events
+
+    net, optimizer = made()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def update(engine: Any, batch: torch.Tensor) -> float:
+        loss = ((net(batch) - batch) ** 2).mean()
+        record(engine.state.iteration - 1, loss)
+        loss.backward()
+        maybe_kill(engine.state.iteration - 1)
+        optimizer.step()
+        cosine.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    trainer, data = Engine(update), loader()
+    if not SETTINGS.get("bare"):
+        batches = Batches(data)
+        checkpointer = keepstep.Checkpointer(
+            model=net, optimizer=optimizer, scheduler=cosine, batches=batches, trainer=trainer
+        )
+        checkpointer.restore(rng="later")
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: checkpointer.save(trainer.state.iteration)
+        )
+        data = Left(batches, checkpointer)
+    if trainer.state.iteration < 2 * len(data):
+        trainer.run(data, max_epochs=2)
+    state = trainer.state
+    if not SETTINGS.get("bare"):
+        checkpointer.close()
+    return net, {
+        "progress": [state.iteration, state.epoch],
+        "optimizer": digest(optimizer.state_dict()),
+        "schedule": cosine.get_last_lr(),
+    }
+
+
 def main() -> None:
     net, others = globals()[f"on_{SETTINGS['on']}"]()
     write({"weights": digest(net.state_dict()), **others, "random": random_states()})

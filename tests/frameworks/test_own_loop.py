@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import keepstep
 from keepstep.integrations.loaders import Batches, own_generators
-from tests.frameworks.conftest import Lives, assert_same, drawn
+from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -71,6 +71,20 @@ def test_accelerate_on_two_ranks(loop):
     plain = loop.undisturbed(on="accelerate", ranks=2)
     kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6])
     assert_same(plain, kept, kills=3, ranks=2)
+
+
+@pytest.mark.proves("ignite")
+@pytest.mark.parametrize("options", [{"augment": True}, {"workers": 2}], ids="-".join)
+def test_ignite(loop, options):
+    """The epoch's end is in the middle of what it counts as an iteration."""
+    plain = loop.undisturbed(on="ignite", **options)
+    kill = [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
+    kept, said = loop.kept(on="ignite", **options, kill=kill)
+    assert "restored step" in said
+    assert_same(plain, kept, kills=3)
+    again, _ = loop.kept(on="ignite", **options, out="again")
+    assert not (again / "losses-0").exists(), "what is over is not trained again"
+    assert result(again)["progress"] == result(plain)["progress"]
 
 
 @pytest.mark.filterwarnings("ignore")
