@@ -45,9 +45,8 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         if is_deepspeed(component):
             raise UsageError(
-                f"{name!r} is a {type(component).__name__}: keepstep cannot keep what DeepSpeed"
-                " divides among ranks. Use FSDP2 (torch's fully_shard), or for ZeRO-1 torch's"
-                " ZeroRedundancyOptimizer; or leave keepstep out and keep engine.save_checkpoint()"
+                f"{name!r} is a {type(component).__name__}, which divides among ranks what only"
+                " keepstep.integrations.deepspeed can name: Checkpointer(components(engine))"
             )
         if not (hasattr(component, "state_dict") and hasattr(component, "load_state_dict")):
             raise UsageError(

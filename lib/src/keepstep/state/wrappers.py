@@ -25,6 +25,15 @@ class Replication:
     ignored: frozenset[str]
 
 
+class Replicated(nn.Module):
+    """Around a module whose parameters are the same on `ranks`, as who made them so knows: an
+    adapter. Takes no part in training."""
+
+    def __init__(self, module: nn.Module, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.module, self.ranks = module, ranks
+
+
 def unwrap(component: Any) -> Any:
     """The module inside DistributedDataParallel or torch.compile, a sharded optimizer's own part.
 
@@ -41,6 +50,8 @@ def unwrap(component: Any) -> Any:
 def replication_of(component: Any) -> Replication | None:
     """What DistributedDataParallel around a module says; None without."""
     while isinstance(component, nn.Module):
+        if isinstance(component, Replicated):
+            return Replication(component.ranks, frozenset())
         if isinstance(component, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_process_group_ranks(component.process_group)
             ignored = frozenset(component.parameters_to_ignore)
@@ -73,7 +84,7 @@ def is_zero(component: Any) -> bool:
 
 
 def _inside(module: nn.Module) -> Any:
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel | Replicated):
         return module.module
     return module._modules.get("_orig_mod")
 

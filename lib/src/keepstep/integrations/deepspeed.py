@@ -1,0 +1,310 @@
+"""DeepSpeed's engine: every step is kept, with what its ranks have divided among them.
+
+    checkpointer = keepstep.Checkpointer(components(engine), batches=batches)
+
+and in the loop, after `engine.step()`:
+
+    if stepped(engine):
+        checkpointer.save(engine.global_steps)
+
+What must stay true: every tensor is the one that DeepSpeed trains with, nothing is copied on the
+way to a save, and a restore fills it where it lies, as the model's parameters are views of flat
+buffers. A partition belongs to one rank of one world, and its name says so: another rank, or one of
+another world, finds none of that name. What all ranks have alike is said to be so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, distributed, nn
+
+from keepstep.errors import MismatchError, UsageError
+from keepstep.integrations import require, require_torch
+from keepstep.state.wrappers import Replicated
+
+require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
+
+_OPTIMIZERS = (
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "BF16_Optimizer",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+)
+"""DeepSpeed's own that were looked at; others derive from these and move state elsewhere."""
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a loss scaler changes; all else in it is configuration."""
+
+
+def components(engine: Any) -> dict[str, Any]:
+    """What is kept of an engine, for `Checkpointer`: `model`, `optimizer`, `engine`, and where
+    there are some, `master` (weights in full precision) and `scheduler`.
+
+    Call it right after `deepspeed.initialize()`. Raises UsageError for what was never tried, or
+    cannot be followed.
+    """
+    _refuse(engine)
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    inner = getattr(optimizer, "optimizer", optimizer)
+    ranks = tuple(range(distributed.get_world_size()))
+    found: dict[str, Any] = {"model": Replicated(engine.module, ranks), "optimizer": inner}
+    if stage == 3:
+        found["model"] = _Unpartitioned(engine.module)
+        found["master"] = _Tensors(
+            _of_this_rank("zero_3.sub_group", optimizer.fp32_partitioned_groups_flat)
+        )
+        found["optimizer"] = _SubGroups(optimizer)
+    elif stage:
+        partitions = [group["params"][0] for group in inner.param_groups]
+        found["master"] = _Tensors(_of_this_rank(f"zero_{stage}.group", partitions))
+    elif inner is not optimizer:
+        found["master"] = Replicated(_Tensors(_by_parameter(engine)), ranks)
+    if engine.lr_scheduler is not None:
+        found["scheduler"] = engine.lr_scheduler
+    found["engine"] = _Counters(engine)
+    return found
+
+
+def stepped(engine: Any) -> bool:
+    """Whether the last `engine.step()` was the optimizer's, and did not only accumulate: a moment
+    at which there are no gradients, so that a step can be kept."""
+    set_by_script = engine._is_gradient_accumulation_boundary
+    if set_by_script is not None:
+        return bool(set_by_script)
+    if not engine.managed_gradient_accumulation():
+        return bool(engine._unmanaged_backward_count == 0)
+    return bool(engine.micro_steps % engine.gradient_accumulation_steps() == 0)
+
+
+class _Tensors(nn.Module):
+    """Tensors of an optimizer as a module's parameters, themselves and not copies: so they are
+    copied late, filled where they are, and their optimizer state is named after them."""
+
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters.update(named)  # type: ignore[arg-type]  # past the check for a Parameter
+
+
+class _Unpartitioned(nn.Module):
+    """What ZeRO-3 leaves of a module beside its trained weights: buffers, and this rank's parts of
+    frozen parameters. The weights follow from their masters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._of = [module]  # in a list, so that it is none of this module's own
+        self._all: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+        for name, one in self._all.items():
+            if not one.requires_grad:
+                part = _of_this_rank(f"{name}.zero_3", [one.ds_tensor])
+                self._parameters.update(part)  # type: ignore[arg-type]
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._of[0].named_buffers(*args, **options)
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        whole = self._of[0].state_dict()
+        return {
+            **self._parameters,
+            **{name: one for name, one in whole.items() if name not in self._all},
+        }
+
+    def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
+        """What is no tensor: `_extra_state`; all else is filled where it is."""
+        rest = {name: one for name, one in state_dict.items() if name not in self._parameters}
+        return self._of[0].load_state_dict(rest, strict=False)
+
+
+class _SubGroups(torch.optim.Optimizer):
+    """The optimizer within ZeRO-3, which has no parameters but for the moment of its step."""
+
+    def __init__(self, zero: Any) -> None:
+        self._inner = zero.optimizer
+        groups: list[dict[str, Any]] = [{**one, "params": []} for one in self._inner.param_groups]
+        for number, partition in enumerate(zero.fp32_partitioned_groups_flat):
+            groups[zero.sub_group_to_group_id[number]]["params"].append(partition)
+        super().__init__([one for one in groups if one["params"]], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state = self._inner.state
+        _copy_options(self._inner, self)
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._inner.state = self.state
+        _copy_options(self, self._inner)
+
+
+def _copy_options(source: Any, target: Any) -> None:
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+class _Counters:
+    """What an engine counts, its loss scale, and after a restore: what follows from the masters."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        optimizer = engine.optimizer
+        self._scaler = getattr(optimizer, "loss_scaler", None) or getattr(
+            optimizer, "loss_scale_config", None
+        )
+        self._parameters = _digest(engine)
+
+    def state_dict(self) -> dict[str, Any]:
+        engine = self._engine
+        if not stepped(engine):
+            raise UsageError(
+                "gradients are being accumulated, which no step holds: save where"
+                " keepstep.integrations.deepspeed.stepped(engine) is true"
+            )
+        scaler = {} if self._scaler is None else vars(self._scaler)
+        return {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "micro_steps": engine.micro_steps,
+            "accumulation": engine.gradient_accumulation_steps(),
+            "skipped_steps": engine.skipped_steps,
+            "scaler": {name: scaler[name] for name in _SCALER if name in scaler},
+            "parameters": self._parameters,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        engine = self._engine
+        if state["parameters"] != self._parameters:
+            raise MismatchError(
+                "the parameters of this engine's optimizer, their shapes or their order are not"
+                " those of the restored step, so its partitions are others: train with the code"
+                " that saved it, or start a new run (keepstep run --run NAME)"
+            )
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(engine, name, state[name])
+        # another world may accumulate otherwise, and a step begins where this divides
+        engine.micro_steps = (
+            state["micro_steps"] // state["accumulation"] * engine.gradient_accumulation_steps()
+        )
+        for name, value in state["scaler"].items():
+            setattr(self._scaler, name, value)
+        if engine.zero_optimization_stage() == 3:
+            _spread(engine.optimizer)
+
+
+@torch.no_grad()
+def _spread(zero: Any) -> None:
+    """The weights that ZeRO-3 trains with, from their masters, as at the end of its step."""
+    zero._partition_all_parameters()
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _of_this_rank(kind: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+    part = f"partition_{distributed.get_rank()}_of_{distributed.get_world_size()}"
+    return {f"{kind}.{number}.{part}": one for number, one in enumerate(tensors)}
+
+
+def _groups(engine: Any) -> list[list[Any]]:
+    """The model's parameters as the optimizer has them, in its order."""
+    optimizer = engine.optimizer
+    for name in ("round_robin_bit16_groups", "fp16_groups", "bf16_groups"):
+        if hasattr(optimizer, name):
+            return [list(group) for group in getattr(optimizer, name)]
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _by_parameter(engine: Any) -> dict[str, Tensor]:
+    """Masters of an optimizer that divides nothing. Numbers come first: DeepSpeed goes by them, so
+    another order is another model."""
+    named = {}
+    for number, group in enumerate(engine.optimizer.optimizer.param_groups):
+        masters, models = group["params"], _groups(engine)[number]
+        if len(masters) != len(models):  # one for all of them, flat
+            named[f"group.{number}"] = masters[0]
+            continue
+        for at, (master, model) in enumerate(zip(masters, models, strict=True)):
+            named[f"group.{number}.{at}.{engine.param_names[model]}"] = master
+    return named
+
+
+def _digest(engine: Any) -> str:
+    """Equal where flat tensors hold the same parameters in the same places."""
+    groups = [
+        [
+            [engine.param_names.get(one, ""), list(getattr(one, "ds_shape", one.shape))]
+            for one in group
+        ]
+        for group in _groups(engine)
+    ]
+    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:32]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def _refuse(engine: Any) -> None:
+    if type(engine) is not DeepSpeedEngine:
+        raise UsageError(
+            f"a {type(engine).__name__} was never tried: components() takes a DeepSpeedEngine, as"
+            " deepspeed.initialize() makes it of a model without pipeline stages"
+        )
+    if engine.optimizer is None:
+        raise UsageError("this engine has no optimizer: there is no step to keep")
+    for what, instead in _unsupported(engine):
+        raise UsageError(
+            f"keepstep cannot keep what DeepSpeed does with {what}: {instead}, or leave keepstep"
+            " out and keep engine.save_checkpoint()"
+        )
+    optimizer = engine.optimizer
+    kind = type(optimizer).__name__
+    if kind not in _OPTIMIZERS and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"a {kind} was never tried; take a configuration that gives one of these:"
+            f" {', '.join(_OPTIMIZERS)}"
+        )
+    inner = getattr(optimizer, "optimizer", optimizer)
+    require_torch(inner)
+    module = type(inner).__module__
+    if "onebit" in module or "muon" in module:
+        raise UsageError(
+            f"a {type(inner).__name__} keeps state beside its own, which nobody can name: take"
+            " torch.optim.AdamW, FusedAdam or another one of torch's kind"
+        )
+
+
+def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
+    """What of it this engine has, with what to do."""
+    ranks = distributed.get_world_size(engine.seq_data_parallel_group)
+    if ranks != distributed.get_world_size() or engine.mp_world_size > 1:
+        yield "tensor, expert or pipeline parallelism", "use data parallelism over all ranks"
+    if engine.has_moe_layers:
+        yield "MoE layers", "use a dense model"
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(engine, f"zero_{name}")()
+        if offload is not None and offload.device != "none":
+            yield f"zero_optimization.{name}", f"leave {name} out of the configuration"
+    if engine.zero_hpz_partition_size() > 1:
+        yield "zero_hpz_partition_size", "leave it out of the configuration"
+    if engine.zero_quantized_weights():
+        yield "zero_quantized_weights", "leave it out of the configuration"
+    if engine.is_deepcompile_enabled():
+        yield "deepcompile", "leave it out of the configuration"
+    scalers = (
+        (engine, "torch_autocast_z0_gradscaler"),
+        (engine.optimizer, "torch_autocast_gradscaler"),
+    )
+    if any(getattr(one, name, None) is not None for one, name in scalers):
+        yield "torch_autocast in float16", "use bfloat16, or fp16.enabled"
+    if engine.data_efficiency_enabled():
+        yield "data_efficiency", "leave it out of the configuration"

@@ -1,0 +1,204 @@
+"""A tiny loop with DeepSpeed's engine: `python deepspeed_loop.py OUT SETTINGS`; as trainer.py.
+
+No operator of DeepSpeed's is built. Its accelerator is the CPU (DS_ACCELERATOR), on which torch can
+compute in float16 though DeepSpeed does not think so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import keepstep
+from keepstep.integrations.deepspeed import components, stepped
+from keepstep.integrations.loaders import Batches
+from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+
+ROWS, EPOCHS = 56, 2
+DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        row = torch.randn(8, generator=torch.Generator().manual_seed(at))
+        # a gradient of this one is beyond float16, whatever its scale
+        return row * 1e4 if at == SETTINGS.get("overflow") else row
+
+
+class Scale(nn.Module):
+    """A buffer that the forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += batch.detach().float().mean(0)
+        return batch + 0.01 * self.seen.to(batch.dtype)
+
+
+def net() -> nn.Module:
+    """Of odd sizes, so that partitions are padded and cut through parameters; one is frozen."""
+    layers = (nn.Linear(8, 17), nn.LayerNorm(17), nn.Dropout(0.2), nn.Linear(17, 8))
+    made = nn.Sequential(Scale(), *layers)
+    made[1].bias.requires_grad_(False)
+    return made
+
+
+def config() -> dict[str, Any]:
+    precision = SETTINGS.get("precision", "bf16")
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": SETTINGS.get("accumulation", 1),
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": SETTINGS["stage"], **SETTINGS.get("zero", {})},
+        **SETTINGS.get("config", {}),
+    }
+    if precision != "fp32":
+        found[precision] = {"enabled": True}
+    if precision == "fp16":
+        found[precision] |= {"initial_scale_power": 10, "loss_scale_window": 5, "hysteresis": 1}
+    return found
+
+
+def began() -> None:
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    type(get_accelerator()).is_fp16_supported = lambda _: True
+    if "MASTER_PORT" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def made() -> Any:
+    began()
+    torch.manual_seed(0)
+    model = net()
+    decayed = [one for one in model.parameters() if one.dim() > 1 and one.requires_grad]
+    others = [one for one in model.parameters() if one.dim() == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config(),
+        lr_scheduler=lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 20),
+    )
+    return engine
+
+
+def batches() -> Batches:
+    sampler = DistributedSampler(Rows(), WORLD, RANK, shuffle=True) if WORLD > 1 else None
+    return Batches(DataLoader(Rows(), batch_size=4, shuffle=sampler is None, sampler=sampler))
+
+
+def train(engine: Any, left: Batches, checkpointer: Any) -> None:
+    dtype = DTYPE[SETTINGS.get("precision", "bf16")]
+    for _ in range(left.epoch, EPOCHS):
+        for batch in left.loader if checkpointer is None else left.left(checkpointer):
+            target = batch.to(dtype)
+            loss = ((engine(target) - target) ** 2).float().mean()
+            record(engine.global_steps, loss)
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                maybe_kill(engine.global_steps)
+            engine.step()
+            if checkpointer is not None and (stepped(engine) or SETTINGS.get("always")):
+                checkpointer.save(engine.global_steps)
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    """Weights and moments in full precision; of ZeRO-3 what all ranks have, without the padding,
+    which nobody has written to."""
+    keys = ("exp_avg", "exp_avg_sq")
+    if SETTINGS["stage"] == 3:
+        trained = [one for one in engine.module.parameters() if one.requires_grad]
+        moments = [safe_get_full_optimizer_state(one, key) for one in trained for key in keys]
+        return [safe_get_full_fp32_param(one) for one in trained] + moments
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    found = [one for group in inner.param_groups for one in group["params"]]
+    return found + [inner.state[one][key] for one in found for key in keys]
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        parameters = [one.detach().float().clone() for one in engine.module.parameters()]
+    return parameters + [one.float() for one in engine.module.buffers()]
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    data = b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors)
+    return hashlib.sha256(data).hexdigest()
+
+
+def refusals() -> None:
+    """Engines that cannot be kept, one after the other; what is said goes into OUT."""
+    began()
+    deepspeed.init_distributed("gloo")
+    plain = {"model": net(), "optimizer": torch.optim.AdamW, "config": config()}
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    pipeline = PipelineModule(layers=[nn.Linear(8, 8)], num_stages=1)
+    engines = {
+        "offload": {**plain, "config": config() | {"zero_optimization": offload}},
+        "data": {**plain, "config": config() | {"data_efficiency": {"enabled": True}}},
+        "pipeline": {**plain, "model": pipeline},
+        "no optimizer": {"model": nn.Linear(8, 8), "config": {"train_batch_size": 4}},
+    }
+    said = {name: refusal(options) for name, options in engines.items()}
+    (OUT / "refusals").write_text(json.dumps(said))
+
+
+def refusal(options: dict[str, Any]) -> str:
+    engine, *_ = deepspeed.initialize(**options)
+    try:
+        return f"taken: {sorted(components(engine))}"
+    except keepstep.UsageError as error:
+        return str(error)
+
+
+def main() -> None:
+    engine = made()
+    left, checkpointer = batches(), None
+    if not SETTINGS.get("bare"):
+        checkpointer = keepstep.Checkpointer(components(engine), batches=left)
+        try:
+            checkpointer.restore(rng="later")
+        except keepstep.MismatchError as error:
+            (OUT / f"refused-{RANK}").write_text(str(error))
+            return
+    train(engine, left, checkpointer)
+    if checkpointer is not None:
+        checkpointer.close()
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    result = {
+        "weights": digest(weights(engine)),
+        "masters": digest(masters(engine)),
+        "counters": [
+            engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples
+        ],
+        "scale": None if scaler is None else scaler.cur_scale,
+        "rate": engine.get_lr(),
+        "random": torch.rand(()).item().hex(),
+    }  # fmt: skip
+    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    refusals() if SETTINGS.get("refusals") else main()

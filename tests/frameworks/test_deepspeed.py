@@ -1,0 +1,77 @@
+"""DeepSpeed's engine with components(engine): killed where it hurts, it ends as if nothing was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.frameworks.conftest import Lives, assert_same, drawn, result
+
+BATCHES = 28
+"""Of two epochs on two ranks: 56 rows in batches of 4; twice as many on one."""
+
+OFFLOADS = {"zero_force_ds_cpu_optimizer": False}
+
+
+@pytest.fixture
+def loop(lives, monkeypatch) -> Lives:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    return lives("deepspeed_loop.py", "deepspeed")
+
+
+def kill_within(steps: int) -> list[int]:
+    return drawn(range(1, steps // 2), range(steps // 2, steps))
+
+
+def test_zero_1_in_float16_with_an_overflow(loop):
+    options = {"stage": 1, "precision": "fp16", "overflow": 11}
+    plain = loop.undisturbed(ranks=2, **options)
+    kept, said = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 2))
+    assert "restored step" in said
+    assert_same(plain, kept, kills=2, ranks=2)
+    _, _, skipped, _ = result(plain)["counters"]
+    assert skipped >= 2, "one an epoch"
+
+
+def test_zero_2_with_accumulation(loop):
+    plain = loop.undisturbed(ranks=2, stage=2, accumulation=2)
+    kept, _ = loop.kept(ranks=2, stage=2, accumulation=2, kill=kill_within(BATCHES // 4))
+    assert_same(plain, kept, kills=2, ranks=2)
+
+
+def test_zero_3_and_another_world(loop):
+    """Some of its parameters stay whole on every rank, and it has sub groups."""
+    zero = {"sub_group_size": 100, "stage3_param_persistence_threshold": 20}
+    plain = loop.undisturbed(ranks=2, stage=3, zero=zero)
+    kept, _ = loop.kept(ranks=2, stage=3, zero=zero, kill=kill_within(BATCHES // 2))
+    assert_same(plain, kept, kills=2, ranks=2)
+    other, _ = loop.kept(stage=3, zero=zero, out="other")
+    refused = (other / "refused-0").read_text()
+    assert "nothing was changed" in refused
+    assert "master.zero_3.sub_group.0.partition_0_of_1: " in refused
+
+
+def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
+    """Another optimizer of DeepSpeed's."""
+    options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+    plain = loop.undisturbed(**options)
+    kept, _ = loop.kept(**options, kill=kill_within(BATCHES))
+    assert_same(plain, kept, kills=2)
+
+
+def test_without_zero_a_save_within_accumulation_is_left_out(loop):
+    options = {"stage": 0, "accumulation": 2}
+    plain = loop.undisturbed(**options)
+    kept, said = loop.kept(**options, always=True, kill=kill_within(BATCHES // 2))
+    assert_same(plain, kept, kills=2)
+    assert "gradients are being accumulated, which no step holds" in said
+
+
+def test_what_cannot_be_followed_is_refused_by_name(loop):
+    out = loop.undisturbed(stage=1, refusals=True, config=OFFLOADS)
+    said = json.loads((out / "refusals").read_text())
+    assert "zero_optimization.offload_optimizer: leave offload_optimizer out" in said["offload"]
+    assert "data_efficiency: leave it out of the configuration" in said["data"]
+    assert "a PipelineEngine was never tried" in said["pipeline"]
+    assert "this engine has no optimizer" in said["no optimizer"]
