@@ -25,7 +25,9 @@ from keepstep.integrations.deepspeed import components, stepped
 from keepstep.integrations.loaders import Batches
 from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
 
-ROWS, EPOCHS = 56, 2
+ROWS, EPOCHS = 56, SETTINGS.get("epochs", 2)
+SIZES = 272, 25
+"""Of the groups of parameters that are trained."""
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -54,7 +56,7 @@ class Scale(nn.Module):
 
 def net() -> nn.Module:
     """Of odd sizes, so that partitions are padded and cut through parameters; one is frozen."""
-    layers = (nn.Linear(8, 17), nn.LayerNorm(17), nn.Dropout(0.2), nn.Linear(17, 8))
+    layers = (nn.Linear(8, 17), nn.LayerNorm(17, bias=False), nn.Dropout(0.2), nn.Linear(17, 8))
     made = nn.Sequential(Scale(), *layers)
     made[1].bias.requires_grad_(False)
     return made
@@ -124,16 +126,27 @@ def train(engine: Any, left: Batches, checkpointer: Any) -> None:
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    """Weights and moments in full precision; of ZeRO-3 what all ranks have, without the padding,
-    which nobody has written to."""
+    """Weights and moments in full precision, of all ranks and without padding."""
     keys = ("exp_avg", "exp_avg_sq")
     if SETTINGS["stage"] == 3:
         trained = [one for one in engine.module.parameters() if one.requires_grad]
         moments = [safe_get_full_optimizer_state(one, key) for one in trained for key in keys]
         return [safe_get_full_fp32_param(one) for one in trained] + moments
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    found = [one for group in inner.param_groups for one in group["params"]]
-    return found + [inner.state[one][key] for one in found for key in keys]
+    if not SETTINGS["stage"]:
+        found = [one for group in inner.param_groups for one in group["params"]]
+        return found + [inner.state[one][key] for one in found for key in keys]
+    found = []
+    for group, size in zip(inner.param_groups, SIZES, strict=True):
+        (master,) = group["params"]
+        found += [whole(one, size) for one in (master, *map(inner.state[master].get, keys))]
+    return found
+
+
+def whole(partition: torch.Tensor, size: int) -> torch.Tensor:
+    parts = [torch.empty_like(partition) for _ in range(WORLD)]
+    torch.distributed.all_gather(parts, partition.detach())
+    return torch.cat(parts)[:size]
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -178,10 +191,12 @@ def main() -> None:
     if not SETTINGS.get("bare"):
         checkpointer = keepstep.Checkpointer(components(engine), batches=left)
         try:
-            checkpointer.restore(rng="later")
+            at = checkpointer.restore(rng="later")
         except keepstep.MismatchError as error:
             (OUT / f"refused-{RANK}").write_text(str(error))
             return
+        if at is not None:
+            (OUT / f"restored-{RANK}").write_text(digest(masters(engine)))
     train(engine, left, checkpointer)
     if checkpointer is not None:
         checkpointer.close()

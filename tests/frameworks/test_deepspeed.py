@@ -34,10 +34,20 @@ def test_zero_1_in_float16_with_an_overflow(loop):
     assert skipped >= 2, "one an epoch"
 
 
-def test_zero_2_with_accumulation(loop):
-    plain = loop.undisturbed(ranks=2, stage=2, accumulation=2)
-    kept, _ = loop.kept(ranks=2, stage=2, accumulation=2, kill=kill_within(BATCHES // 4))
+def test_zero_2_with_accumulation_and_in_other_worlds(loop):
+    options = {"stage": 2, "accumulation": 2}
+    plain = loop.undisturbed(ranks=2, **options)
+    kept, _ = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 4))
     assert_same(plain, kept, kills=2, ranks=2)
+    one, _ = loop.kept(stage=1, out="one", epochs=3)
+    assert (one / "restored-0").read_text() == result(plain)["masters"]
+    steps = BATCHES // 4 + 3 * BATCHES // 4  # half of the second epoch, and the third
+    assert result(one)["counters"][:2] == [steps, steps], "without accumulation"
+    two, _ = loop.kept(ranks=2, stage=2, out="two", epochs=3)
+    for rank in range(2):
+        assert (two / f"restored-{rank}").read_text() == result(one)["masters"]
+    for name in ("masters", "weights", "counters", "rate"):
+        assert result(two)[name] == result(one)[name]
 
 
 def test_zero_3_and_another_world(loop):

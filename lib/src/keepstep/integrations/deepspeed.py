@@ -9,8 +9,9 @@ and in the loop, after `engine.step()`:
 
 What must stay true: every tensor is the one that DeepSpeed trains with, nothing is copied on the
 way to a save, and a restore fills it where it lies, as the model's parameters are views of flat
-buffers. A partition belongs to one rank of one world, and its name says so: another rank, or one of
-another world, finds none of that name. What all ranks have alike is said to be so.
+buffers. What all ranks have alike is said to be so. What they divide as a vector (ZeRO-1 and 2) is
+kept as boxes of it, so that another world finds its own; a partition of ZeRO-3 belongs to one rank
+of one world, and its name says so: others find none of that name.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError
 from keepstep.integrations import require, require_torch
+from keepstep.state import sharding
 from keepstep.state.wrappers import Replicated
 
 require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
@@ -56,21 +61,27 @@ def components(engine: Any) -> dict[str, Any]:
     inner = getattr(optimizer, "optimizer", optimizer)
     ranks = tuple(range(distributed.get_world_size()))
     found: dict[str, Any] = {"model": Replicated(engine.module, ranks), "optimizer": inner}
+    then: Callable[[], None] = _nothing
     if stage == 3:
         found["model"] = _Unpartitioned(engine.module)
         found["master"] = _Tensors(
             _of_this_rank("zero_3.sub_group", optimizer.fp32_partitioned_groups_flat)
         )
         found["optimizer"] = _SubGroups(optimizer)
+        then = partial(_spread, optimizer)
     elif stage:
-        partitions = [group["params"][0] for group in inner.param_groups]
-        found["master"] = _Tensors(_of_this_rank(f"zero_{stage}.group", partitions))
+        found["optimizer"] = partitions = _Partitions(engine)
+        found["master"] = _Tensors(partitions.named)
+        then = partitions.settle
     elif inner is not optimizer:
         found["master"] = Replicated(_Tensors(_by_parameter(engine)), ranks)
     if engine.lr_scheduler is not None:
         found["scheduler"] = engine.lr_scheduler
-    found["engine"] = _Counters(engine)
+    found["engine"] = _Counters(engine, then)
     return found
+
+
+def _nothing() -> None: ...
 
 
 def stepped(engine: Any) -> bool:
@@ -143,16 +154,82 @@ class _SubGroups(torch.optim.Optimizer):
         _copy_options(self, self._inner)
 
 
+class _Partitions(torch.optim.Optimizer):
+    """The optimizer within ZeRO-1 and 2, with its flat tensors as what they are: this rank's part
+    of one vector for each group of parameters, which another world divides otherwise.
+
+    DeepSpeed pads the vector to a multiple of `2 * world` and cuts it into equal parts. So, as rows
+    of two elements, it is cut as torch.chunk does; and that is a DTensor, sharded by rows.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        zero = engine.optimizer
+        self._inner = zero.optimizer
+        self._flats = [group["params"][0] for group in self._inner.param_groups]
+        self._sizes = _flat_sizes(zero)
+        device = self._flats[0].device.type
+        self._mesh = DeviceMesh.from_group(engine.seq_data_parallel_group, device)
+        order = ""
+        if getattr(zero, "round_robin_gradients", False):  # of a world's own
+            order = f".round_robin_of_{distributed.get_world_size()}"
+        self._rows = [self._divided(one, at) for at, one in enumerate(self._flats)]
+        self.named = {f"zero.group.{at}{order}": one for at, one in enumerate(self._rows)}
+        groups = zip(self._inner.param_groups, self._rows, strict=True)
+        super().__init__([{**group, "params": [one]} for group, one in groups], {})
+
+    def _divided(self, flat: Tensor, group: int) -> Tensor:
+        """Padding behind the last row, which is zero in every world, is left out."""
+        rows = -(-self._sizes[group] // 2)
+        _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
+        local = flat.detach()[: 2 * here].view(-1, 2)
+        shape, stride = torch.Size((rows, 2)), (2, 1)
+        return DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        _copy_options(self._inner, self)
+        self.state.clear()
+        for group, (flat, rows) in enumerate(zip(self._flats, self._rows, strict=True)):
+            for key, value in self._inner.state.get(flat, {}).items():
+                like = isinstance(value, Tensor) and value.shape == flat.shape
+                self.state[rows][key] = self._divided(value, group) if like else value
+        return super().state_dict()
+
+    def settle(self) -> None:
+        """Give the optimizer within what this one was given by a restore."""
+        _copy_options(self, self._inner)
+        for flat, rows in zip(self._flats, self._rows, strict=True):
+            state = self._inner.state[flat]
+            for key, value in self.state.get(rows, {}).items():
+                if not isinstance(value, DTensor):
+                    state[key] = value
+                    continue
+                local = sharding.local_of(value).view(-1)
+                if key not in state or state[key].data_ptr() != local.data_ptr():
+                    state[key] = torch.zeros_like(flat, dtype=local.dtype, requires_grad=False)
+                    state[key][: local.numel()].copy_(local)
+
+
+def _flat_sizes(zero: Any) -> list[int]:
+    """Elements of each group's flat vector, without the padding behind the last parameter."""
+    if hasattr(zero, "bf16_groups"):
+        return [sum(one.numel() for one in group) for group in zero.bf16_groups]
+    ends = zip(zero.round_robin_bit16_offsets, zero.round_robin_bit16_meta, strict=True)
+    return [offsets[-1] + metas[-1].numel() for offsets, metas in ends]
+
+
 def _copy_options(source: Any, target: Any) -> None:
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
 class _Counters:
-    """What an engine counts, its loss scale, and after a restore: what follows from the masters."""
+    """What an engine counts, and its loss scale."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, then: Callable[[], None]) -> None:
+        """`then`: after a restore, when all else is in place."""
+        self._engine, self._then = engine, then
         optimizer = engine.optimizer
         self._scaler = getattr(optimizer, "loss_scaler", None) or getattr(
             optimizer, "loss_scale_config", None
@@ -193,8 +270,7 @@ class _Counters:
         )
         for name, value in state["scaler"].items():
             setattr(self._scaler, name, value)
-        if engine.zero_optimization_stage() == 3:
-            _spread(engine.optimizer)
+        self._then()
 
 
 @torch.no_grad()
