@@ -64,12 +64,19 @@ ROWS = {
         "`checkpoint=KeepstepCheckpointManager.Config(enable=True)`",
         ("torchtitan",),
     ),
+    "deepspeed": Row(
+        "DeepSpeed's engine (ZeRO 1, 2, 3, or none), in a loop of your own",
+        "`Checkpointer(components(engine))`",
+        ("deepspeed",),
+    ),
 }
 
 WORDS = {
     "losses": "losses of all micro-batches (and so the order of the data)",
     "weights": "weights",
     "optimizer": "optimizers",
+    "masters": "weights and moments in full precision",
+    "scale": "loss scale",
     "schedule": "learning rates",
     "random": "random states of torch, Python and numpy",
     "log": "log",

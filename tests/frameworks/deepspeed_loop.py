@@ -6,7 +6,6 @@ compute in float16 though DeepSpeed does not think so.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -23,7 +22,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import keepstep
 from keepstep.integrations.deepspeed import components, stepped
 from keepstep.integrations.loaders import Batches
-from tests.frameworks.script import OUT, RANK, SETTINGS, maybe_kill, record
+from tests.frameworks.script import (
+    OUT,
+    RANK,
+    SETTINGS,
+    digest,
+    maybe_kill,
+    random_states,
+    record,
+    write,
+)
 
 ROWS, EPOCHS = 56, SETTINGS.get("epochs", 2)
 SIZES = 272, 25
@@ -155,11 +163,6 @@ def weights(engine: Any) -> list[torch.Tensor]:
     return parameters + [one.float() for one in engine.module.buffers()]
 
 
-def digest(tensors: list[torch.Tensor]) -> str:
-    data = b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors)
-    return hashlib.sha256(data).hexdigest()
-
-
 def refusals() -> None:
     """Engines that cannot be kept, one after the other; what is said goes into OUT."""
     began()
@@ -201,17 +204,18 @@ def main() -> None:
     if checkpointer is not None:
         checkpointer.close()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    result = {
-        "weights": digest(weights(engine)),
-        "masters": digest(masters(engine)),
-        "counters": [
-            engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples
-        ],
-        "scale": None if scaler is None else scaler.cur_scale,
-        "rate": engine.get_lr(),
-        "random": torch.rand(()).item().hex(),
-    }  # fmt: skip
-    (OUT / f"result-{RANK}").write_text(json.dumps(result))
+    write(
+        {
+            "weights": digest(weights(engine)),
+            "masters": digest(masters(engine)),
+            "progress": [
+                engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples
+            ],
+            "scale": None if scaler is None else scaler.cur_scale,
+            "schedule": engine.get_lr(),
+            "random": random_states(),
+        }
+    )  # fmt: skip
     torch.distributed.destroy_process_group()
 
 

@@ -24,16 +24,18 @@ def kill_within(steps: int) -> list[int]:
     return drawn(range(1, steps // 2), range(steps // 2, steps))
 
 
+@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_1_in_float16_with_an_overflow(loop):
     options = {"stage": 1, "precision": "fp16", "overflow": 11}
     plain = loop.undisturbed(ranks=2, **options)
     kept, said = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 2))
     assert "restored step" in said
     assert_same(plain, kept, kills=2, ranks=2)
-    _, _, skipped, _ = result(plain)["counters"]
+    _, _, skipped, _ = result(plain)["progress"]
     assert skipped >= 2, "one an epoch"
 
 
+@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_2_with_accumulation_and_in_other_worlds(loop):
     options = {"stage": 2, "accumulation": 2}
     plain = loop.undisturbed(ranks=2, **options)
@@ -42,14 +44,15 @@ def test_zero_2_with_accumulation_and_in_other_worlds(loop):
     one, _ = loop.kept(stage=1, out="one", epochs=3)
     assert (one / "restored-0").read_text() == result(plain)["masters"]
     steps = BATCHES // 4 + 3 * BATCHES // 4  # half of the second epoch, and the third
-    assert result(one)["counters"][:2] == [steps, steps], "without accumulation"
+    assert result(one)["progress"][:2] == [steps, steps], "without accumulation"
     two, _ = loop.kept(ranks=2, stage=2, out="two", epochs=3)
     for rank in range(2):
         assert (two / f"restored-{rank}").read_text() == result(one)["masters"]
-    for name in ("masters", "weights", "counters", "rate"):
+    for name in ("masters", "weights", "progress", "schedule"):
         assert result(two)[name] == result(one)[name]
 
 
+@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_3_and_another_world(loop):
     """Some of its parameters stay whole on every rank, and it has sub groups."""
     zero = {"sub_group_size": 100, "stage3_param_persistence_threshold": 20}
@@ -62,6 +65,7 @@ def test_zero_3_and_another_world(loop):
     assert "master.zero_3.sub_group.0.partition_0_of_1: " in refused
 
 
+@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     """Another optimizer of DeepSpeed's."""
     options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
@@ -70,6 +74,7 @@ def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     assert_same(plain, kept, kills=2)
 
 
+@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_without_zero_a_save_within_accumulation_is_left_out(loop):
     options = {"stage": 0, "accumulation": 2}
     plain = loop.undisturbed(**options)
