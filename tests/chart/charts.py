@@ -129,7 +129,7 @@ def is_hook(one: Object) -> bool:
 def pod_specs(objects: list[Object]) -> Iterator[tuple[str, Object]]:
     """(name, pod spec) of everything that runs."""
     for one in objects:
-        if one["kind"] == "Deployment":
+        if one["kind"] in ("Deployment", "StatefulSet"):
             yield one["metadata"]["name"], one["spec"]["template"]["spec"]
         elif one["kind"] == "Pod":
             yield one["metadata"]["name"], one["spec"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 import pytest
 
-from tests.chart.charts import Chart, of_kind
+from tests.chart.charts import Chart, pod_specs
 from tests.chart.test_render import EVERYTHING
 
 main = pytest.importorskip("keepstep_operator.cli", reason="the operator's commands are not there")
 
-COMMANDS = ("admission", "reconcile", "certificates")
+COMMANDS = ("admission", "reconcile", "certificates", "ui")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -18,7 +18,7 @@ def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> 
     objects = chart.render(
         {**EVERYTHING, "certManager": {"enabled": True}, "hostPaths": ["/mnt/a", "/mnt/b"]}
     )
-    spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
+    spec = dict(pod_specs(objects))[f"keepstep-{name}"]
     command, *arguments = spec["containers"][0]["args"]
     assert command == name
     found = main.cli.get_command(click.Context(main.cli), name)

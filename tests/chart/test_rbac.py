@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind
+from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind, pod_specs
 
-COMPONENTS = ("admission", "reconcile", "certificates")
+COMPONENTS = ("admission", "reconcile", "certificates", "ui")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Grant:
 
 
 def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
-    objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
+    objects = chart.render({"hostPaths": ["/mnt/nvme0"], "ui": {"enabled": True}})
     rendered = {grant for component in COMPONENTS for grant in _rendered(objects, component)}
     documented = _documented()
     assert rendered - documented == set(), "granted, but not in docs/security.md"
@@ -32,11 +32,9 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_every_component_has_a_service_account_of_its_own(
-    plain: list[Object], component: str
-) -> None:
-    name = f"keepstep-{component}"
-    spec = of_kind(plain, "Deployment")[name]["spec"]["template"]["spec"]
+def test_every_component_has_a_service_account_of_its_own(chart: Chart, component: str) -> None:
+    plain, name = chart.render({"ui": {"enabled": True}}), f"keepstep-{component}"
+    spec = dict(pod_specs(plain))[name]
     assert spec["serviceAccountName"] == name
     assert name in of_kind(plain, "ServiceAccount")
     for kind in ("ClusterRoleBinding", "RoleBinding"):
@@ -48,18 +46,23 @@ def test_every_component_has_a_service_account_of_its_own(
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_the_roles_are_bound_to_an_account_of_somebody_else(chart: Chart, component: str) -> None:
     account = {"create": False, "name": "theirs"}
-    objects = chart.render({component: {"serviceAccount": account}})
+    objects = chart.render(_with_account(component, account))
     assert f"keepstep-{component}" not in of_kind(objects, "ServiceAccount")
     assert "theirs" not in of_kind(objects, "ServiceAccount")
-    spec = of_kind(objects, "Deployment")[f"keepstep-{component}"]["spec"]["template"]["spec"]
-    assert spec["serviceAccountName"] == "theirs"
+    assert dict(pod_specs(objects))[f"keepstep-{component}"]["serviceAccountName"] == "theirs"
     bindings = [*of_kind(objects, "ClusterRoleBinding").values()]
     bindings += of_kind(objects, "RoleBinding").values()
     bound = [one for one in bindings if one["roleRef"]["name"] == f"keepstep-{component}"]
     assert bound
     assert {subject["name"] for one in bound for subject in one["subjects"]} == {"theirs"}
     with pytest.raises(Refused, match=f"{component}.serviceAccount.name"):
-        chart.render({component: {"serviceAccount": {"create": False}}})
+        chart.render(_with_account(component, {"create": False}))
+
+
+def _with_account(component: str, account: Object) -> Object:
+    return {
+        component: {"serviceAccount": account} | ({"enabled": True} if component == "ui" else {})
+    }
 
 
 def test_accounts_carry_the_annotations_that_are_asked_for(chart: Chart) -> None:
@@ -89,7 +92,21 @@ def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -
     assert "--watch-nodes" not in spec["containers"][0]["args"]
 
 
-def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:
+def test_viewers_reach_the_page_and_no_other_pod(chart: Chart, plain: list[Object]) -> None:
+    team = {"kind": "Group", "name": "ml", "apiGroup": "rbac.authorization.k8s.io"}
+    objects = chart.render({"ui": {"enabled": True, "viewers": [team]}})
+    (rule,) = of_kind(objects, "Role")["keepstep-ui-viewers"]["rules"]
+    assert (rule["resources"], rule["resourceNames"]) == (["pods/portforward"], ["keepstep-ui-0"])
+    binding = of_kind(objects, "RoleBinding")["keepstep-ui-viewers"]
+    assert binding["subjects"] == [team]
+    assert not any("-ui" in one["metadata"]["name"] for one in plain)
+    assert "keepstep-ui-viewers" not in of_kind(
+        chart.render({"ui": {"enabled": True}}), "RoleBinding"
+    )
+
+
+def test_nothing_is_granted_by_wildcard(chart: Chart) -> None:
+    plain = chart.render({"ui": {"enabled": True}})
     for kind in ("ClusterRole", "Role"):
         for one in of_kind(plain, kind).values():
             for rule in one["rules"]:
@@ -126,6 +143,7 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
         ("ClusterRole", name, "cluster"),
         ("Role", name, "namespace"),
         ("Role", f"{name}-helpers", "helpers"),
+        ("Role", f"{name}-viewers", "viewers"),
     )
     for kind, called, scope in places:
         role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)

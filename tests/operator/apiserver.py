@@ -23,6 +23,7 @@ from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import POLICIES, Access, Resource
+from keepstep_operator.names import UI_AUDIENCE
 from keepstep_operator.serving import listening
 
 Body = dict[str, Any]
@@ -66,7 +67,9 @@ class _Watch:
 
 @dataclass
 class ApiServer:
-    """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod. Tests
+    """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod.
+    `rights`: user, plural and namespace of what they may list. `forwards`: by path of the pod, the
+    port of this machine that its port is. Tests
     may set `delay_s` (before each answer but those of watches), `down` (503 to everything),
     `broken` (how many more requests are answered with 503, of those whose path has
     `broken_part`), `forbidden` (403 to paths with it), and `before` (called with method and path
@@ -75,6 +78,8 @@ class ApiServer:
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
+    rights: set[tuple[str, str, str]] = field(default_factory=set)
+    forwards: dict[str, int] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     delay_s: float = 0.0
     down: bool = False
@@ -203,10 +208,17 @@ class ApiServer:
         if query.get("watch"):
             return await self._watch(request)
         await asyncio.sleep(self.delay_s)
+        if (port := self.forwards.get(path.removesuffix("/portforward"))) is not None:
+            return await self._forward(request, port)
         if method == "GET":
             return self._get(path, query)
         if path.endswith("/tokenreviews"):
             return self._review(body)
+        if path.endswith("/subjectaccessreviews"):
+            return self._access_review(body)
+        if path.endswith("/token"):  # of a service account, in its own name
+            self.tokens[path] = {"authenticated": True, **body["spec"], "user": {"username": path}}
+            return web.json_response({**body, "status": {"token": path}}, status=201)
         return self._write(method, path, body, request)
 
     def _refused(self, request: web.Request) -> web.Response | None:
@@ -242,9 +254,42 @@ class ApiServer:
         return web.json_response({"kind": "List", "metadata": metadata, "items": items})
 
     def _review(self, body: Body) -> web.Response:
-        assert body["spec"]["audiences"] == [AUDIENCE]
+        audiences = body["spec"].get("audiences", [])
+        assert audiences in ([AUDIENCE], [UI_AUDIENCE], [])
         status = self.tokens.get(body["spec"]["token"], {"authenticated": False})
+        if audiences != [AUDIENCE] and audiences != status.get("audiences", []):
+            status = {"authenticated": False, "error": "for another audience"}
         return web.json_response({**body, "status": status}, status=201)
+
+    def _access_review(self, body: Body) -> web.Response:
+        at = body["spec"]["resourceAttributes"]
+        assert (at["verb"], at["group"]) == ("list", _GROUP)
+        allowed = (body["spec"]["user"], at["resource"], at["namespace"]) in self.rights
+        return web.json_response({**body, "status": {"allowed": allowed}}, status=201)
+
+    async def _forward(self, request: web.Request, port: int) -> web.StreamResponse:
+        """A port of a pod, by the protocol of websockets: data on channel 0, errors on 1."""
+        socket = web.WebSocketResponse(protocols=["v4.channel.k8s.io"])
+        await socket.prepare(request)
+        asked = int(request.query["ports"]).to_bytes(2, "little")
+        for channel in (b"\0", b"\1"):
+            await socket.send_bytes(channel + asked)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def answer() -> None:
+            with suppress(ConnectionError):
+                while data := await reader.read(4096):
+                    await socket.send_bytes(b"\0" + data)
+                await socket.close()
+
+        answering = asyncio.create_task(answer())
+        try:
+            async for message in socket:
+                writer.write(message.data[1:])
+        finally:
+            answering.cancel()
+            writer.close()
+        return socket
 
     def _write(self, method: str, path: str, body: Any, request: web.Request) -> web.Response:
         if method == "POST":

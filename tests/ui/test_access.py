@@ -24,6 +24,7 @@ async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has()
     async with site_of({"a": RunView(name="a")}) as site:
         async with site.client.get(site.url) as answer:
             (cookie,) = answer.cookies.values()
+            assert cookie.key == f"keepstep-ui-{site.base.rpartition(':')[2]}"
             assert cookie["httponly"] is True
             assert cookie["samesite"] == "Strict"
             assert cookie["domain"] == ""
@@ -47,6 +48,17 @@ async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
     async with site_of({"a": RunView(name="a")}) as site:
         await site.enter()
         async with site.client.get(site.base, headers={"Host": host}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", ""])
+async def test_a_page_of_another_origin_is_refused_even_with_the_cookie(origin: str) -> None:
+    async with site_of({"a": RunView(name="a")}) as site:
+        await site.enter()
+        for route in ROUTES:
+            async with site.client.get(site.base + route, headers={"Origin": origin}) as answer:
+                assert answer.status == 403
+        async with site.client.get(site.base, headers={"Origin": site.base}) as answer:
             assert answer.status == 200
 
 

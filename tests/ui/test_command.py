@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from keepstep_sidecar.cli.commands.ui import _opened
+from keepstep_page.browser import opened as started
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
@@ -97,7 +97,7 @@ def test_the_url_is_not_among_the_words_of_the_browser(
     browser.write_text(f'#!/bin/sh\necho "$@" > {words}\ncp -p "${{1#file://}}" {seen}\n')
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
-    with _opened("http://127.0.0.1:1/?token=secret"):
+    with started("http://127.0.0.1:1/?token=secret"):
         pass
     assert "secret" not in words.read_text()
     assert "token=secret" in seen.read_text()
@@ -108,7 +108,8 @@ def test_the_url_is_not_among_the_words_of_the_browser(
 def test_who_does_not_use_it_imports_nothing_of_it() -> None:
     text = (
         "import sys, keepstep, keepstep_sidecar.cli.main\n"
-        "heavy = {'jinja2', 'aiohttp', 'webbrowser', 'keepstep_sidecar.ui'} & set(sys.modules)\n"
+        "heavy = {'jinja2', 'aiohttp', 'webbrowser', 'keepstep_sidecar.ui', 'keepstep_page'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", text], check=True, env=dict(os.environ), timeout=60)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from typing import Any
 
@@ -21,8 +22,10 @@ from keepstep.wire.status import (
     TierStatus,
     VolumeStatus,
 )
-from keepstep_sidecar.ui import board
-from keepstep_sidecar.ui.pages import STATIC, STEPS_SHOWN
+from keepstep_page import board
+from keepstep_page.pages import STATIC
+from keepstep_sidecar.ui.pages import STEPS_SHOWN, MachinePages
+from keepstep_sidecar.ui.server import board_of
 from keepstep_sidecar.ui.view import RunView
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
@@ -223,9 +226,8 @@ async def test_runs_that_come_and_go_are_seen() -> None:
 
 
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
-    reads = board.Board(lambda: ["a"], lambda name: RunView(name=name))
-    keeping = asyncio.create_task(reads.keep())
-    try:
+    with ThreadPoolExecutor(1) as readers:
+        reads = board_of(lambda: ["a"], lambda name: RunView(name=name), readers)
         with reads.viewer(), reads.viewer(), reads.viewer():
             await until(lambda: reads.reads == 3)
             began = asyncio.get_running_loop().time()
@@ -234,8 +236,6 @@ async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None
         read = reads.reads
         await asyncio.sleep(2.5 * board.EVERY_S)  # nothing is to happen
         assert reads.reads <= read + 1  # one was under way
-    finally:
-        keeping.cancel()
 
 
 async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
@@ -245,18 +245,17 @@ async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
         assert name != "hangs" or go_on.wait(60)
         return RunView(name=name)
 
-    reads = board.Board(lambda: ["a", "hangs"], read)
-    keeping = asyncio.create_task(reads.keep())
-    try:
-        with reads.viewer():
-            a, hangs = await reads.fresh(timeout_s=0.2)
-            assert a.state == "stopped"
-            assert "not answered" in hangs.error
+    with ThreadPoolExecutor(8) as readers:
+        reads = board_of(lambda: ["a", "hangs"], read, readers)
+        try:
+            with reads.viewer():
+                a, hangs = await reads.fresh(timeout_s=0.2)
+                assert a.state == "stopped"
+                assert "not answered" in hangs.error
+                go_on.set()
+                await until(lambda: reads.view("hangs").state == "stopped")
+        finally:
             go_on.set()
-            await until(lambda: reads.view("hangs").state == "stopped")
-    finally:
-        go_on.set()
-        keeping.cancel()
 
 
 def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
@@ -264,6 +263,7 @@ def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
     assert sum(path.stat().st_size for path in files) < 80_000
     assert (STATIC / "uplot" / "LICENSE").is_file()
     own = [*STATIC.glob("*.js"), *STATIC.glob("*.css"), *STATIC.parent.rglob("*.html")]
+    own += MachinePages.templates.rglob("*.html")
     for path in own:
         assert "://" not in path.read_text(), path
 

@@ -1,4 +1,4 @@
-{{/* Names, labels and the parts that all three Deployments share. */}}
+{{/* Names, labels and the parts that all components share. */}}
 
 {{- define "keepstep.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
@@ -94,7 +94,7 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* What a user may set of a pod. Called with one of .Values.admission, .reconcile, .certificates. */}}
+{{/* What a user may set of a pod. Called with one of .Values.admission, .reconcile, .certificates, .ui. */}}
 {{- define "keepstep.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}

@@ -1,3 +1,3 @@
-"""The Kubernetes operator: admission, reconcile, certificates; three processes of one program."""
+"""The Kubernetes operator, one program: admission, reconcile, certificates, and a page."""
 
 __version__ = "0.1.0"

@@ -72,6 +72,15 @@ USER_ID = 65532
 GROUP_ID = 65532
 """Of the sidecar; the pod gets the group as a supplemental one, so that trainers may fill slots."""
 
+# --- the page ----------------------------------------------------------------------------------
+
+UI_AUDIENCE = "ui.keepstep.dev"
+"""Of tokens that are made for the page, and good for nothing else."""
+UI_NAMESPACE_HEADER = "Keepstep-Namespace"
+"""Of a request to the page: whose runs."""
+UI_PORT = 8790
+"""On the pod's loopback."""
+
 # --- ports -------------------------------------------------------------------------------------
 
 ADMISSION_PORT = 9443

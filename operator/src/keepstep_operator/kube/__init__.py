@@ -34,6 +34,7 @@ from keepstep_operator.kube.errors import (
 )
 from keepstep_operator.kube.feed import Feed, follow
 from keepstep_operator.kube.resources import (
+    ACCESS_REVIEWS,
     CHECKPOINTS,
     CONFIG_MAPS,
     EVENTS,
@@ -51,6 +52,7 @@ from keepstep_operator.kube.resources import (
 )
 
 __all__ = [
+    "ACCESS_REVIEWS",
     "CHECKPOINTS",
     "CONFIG_MAPS",
     "EVENTS",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from typing import Any, Final
+from urllib.parse import quote
 
 from kubernetes import config
 from kubernetes.client.exceptions import ApiException
+from kubernetes.stream.ws_client import portforward_call
 from urllib3.exceptions import HTTPError
 
 from keepstep.errors import KeepstepError, UsageError
@@ -98,6 +101,43 @@ class Cluster:
         query |= {"previous": "true"} if previous else {}
         return self._call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query=query)
 
+    # --- what leads to the page --------------------------------------------------------------
+
+    def token(self) -> str:
+        """The user's own. Raises UsageError where the kubeconfig has none."""
+        known = self._api.configuration.auth_settings().get("BearerToken", {}).get("value") or ""
+        kind, _, token = str(known).partition(" ")
+        if kind.lower() != "bearer" or not token:
+            raise UsageError(
+                "this context has no token to show the page (but a client certificate, as kind's"
+                " own); name a service account of the namespace that may read runs:"
+                " --service-account NAME (your right: create serviceaccounts/token)"
+            )
+        return token
+
+    def token_of(self, account: str, *, audience: str, seconds: int) -> str:
+        """A new token of a service account of the namespace."""
+        path = f"/api/v1/namespaces/{self.namespace}/serviceaccounts/{quote(account, safe='')}"
+        spec = {"audiences": [audience], "expirationSeconds": seconds}
+        said = self._json("POST", f"{path}/token", body={"spec": spec}, kind="application/json")
+        return str(said["status"]["token"])
+
+    def open_port(self, namespace: str, pod: str, port: int) -> socket.socket:
+        """A connection to a port of a pod's loopback, by way of the API server."""
+        path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}"
+        method, url, headers, *_ = self._api.param_serialize(
+            "GET",
+            f"{path}/portforward",
+            query_params=[("ports", str(port))],
+            auth_settings=["BearerToken"],
+        )
+        try:
+            forward = portforward_call(self._api.configuration, method, url, headers=headers)
+        except ApiException as error:
+            raise _not_forwarded(error, f"{namespace}/{pod}") from error
+        wire: socket.socket = forward.socket(port)
+        return wire
+
     def served(self) -> set[str]:
         """Kinds of keepstep's API, by plural."""
         said = self._json("GET", f"/apis/{names.API_VERSION}")
@@ -139,6 +179,23 @@ class Cluster:
         if said.status >= 400:
             raise Refused(_words(path, said.status, text), code=said.status)
         return text
+
+
+def _not_forwarded(error: ApiException, place: str) -> Refused:
+    """What stands in the way of a port of the pod `place`, and what to do."""
+    cause = error.__context__
+    code = int(getattr(cause, "status_code", 0) or 0)
+    hints = {
+        403: "; ask for the right: ui.viewers of the chart gives it",
+        404: "; helm upgrade with ui.enabled=true makes it, --page says where it is",
+    }
+    body = getattr(cause, "resp_body", None) or b""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    try:
+        said = str(json.loads(text)["message"])
+    except (ValueError, TypeError, KeyError):
+        said = f"the API server said {code}" if code else str(error.reason)
+    return Refused(f"no way to the page in pod {place}: {said}{hints.get(code, '')}", code=code)
 
 
 def _words(path: str, code: int, text: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, NoReturn
@@ -156,6 +159,67 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     if not pods:
         raise click.ClickException(f"no pod of run {run} has a sidecar now")
     sys.exit(1 if refused else 0)
+
+
+@cli.command(epilog=_examples("ui -n ml", "ui -n ml --service-account viewer --port 8790"))
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on 127.0.0.1 to listen on; a free one.",
+)
+@click.option("--no-open", is_flag=True, help="Only print the URL; start no browser.")
+@click.option(
+    "--service-account",
+    metavar="NAME",
+    help="Look as this one of the namespace, where you have no token of your own.",
+)
+@click.option(
+    "--page",
+    metavar="NAMESPACE/POD",
+    default="keepstep-system/keepstep-ui-0",
+    show_default=True,
+    help="Where the page runs.",
+)
+@_options
+def ui(
+    port: int,
+    no_open: bool,
+    service_account: str | None,
+    page: str,
+    namespace: str | None,
+    context: str | None,
+) -> None:
+    """Show the runs of the namespace in a browser, as they change.
+
+    Needs the chart's ui.enabled, and the rights to forward a port to its pod and to list
+    checkpointruns and checkpoints. Listens on 127.0.0.1 alone; the URL has a token that lets one
+    in. Ctrl-C ends it.
+    """  # fmt: skip
+    from keepstep_operator.kubectl.page import Upstream, account_token
+
+    cluster = Cluster(context=context, namespace=namespace)
+    place, slash, pod = page.partition("/")
+    if not (place and slash and pod):
+        raise UsageError(f"--page {page}: say NAMESPACE/POD, like keepstep-system/keepstep-ui-0")
+    token = account_token(cluster, service_account) if service_account else cluster.token
+    token()  # said before anything is opened
+    upstream = Upstream(cluster, place, pod, token)
+    asyncio.run(_show(upstream, port, f"runs in namespace {cluster.namespace}", open=not no_open))
+
+
+async def _show(upstream: Any, port: int, what: str, *, open: bool) -> None:
+    from keepstep_operator.kubectl.page import serving
+    from keepstep_page.browser import has_display, opened
+
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with serving(upstream, port=port) as url:
+        click.echo(f"{what}: {url}")
+        with opened(url) if open and has_display() else contextlib.nullcontext():
+            click.echo("Ctrl-C ends it", err=True)
+            await ended.wait()
 
 
 # --- what people ask for -------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,7 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 
 async def _serve(directory: Path, port: int, *, browser: bool) -> None:
+    from keepstep_page.browser import has_display, opened
     from keepstep_sidecar.cli import output
     from keepstep_sidecar.ui.server import serving
 
@@ -62,7 +62,7 @@ async def _serve(directory: Path, port: int, *, browser: bool) -> None:
         text=output.printable,
     ) as url:
         output.echo(f"runs in {directory}: {url}")
-        with _opened(url) if browser and _has_display() else contextlib.nullcontext():
+        with opened(url) if browser and has_display() else contextlib.nullcontext():
             output.echo("Ctrl-C ends it", err=True)
             await ended.wait()
 
@@ -144,21 +144,3 @@ def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
             with contextlib.suppress(OSError):
                 times.append(path.stat().st_mtime_ns)
     return tuple(times)
-
-
-def _has_display() -> bool:
-    """Without one, what opens is a browser of text, in the terminal that has the URL."""
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-@contextlib.contextmanager
-def _opened(url: str) -> Iterator[None]:
-    """The page in a browser, led there by a file that is this user's alone: everybody sees the
-    words of a browser's command line, and the URL lets one in."""
-    import webbrowser
-
-    with tempfile.NamedTemporaryFile("w", prefix="keepstep-ui-", suffix=".html") as file:
-        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
-        file.flush()
-        webbrowser.open(Path(file.name).as_uri())
-        yield

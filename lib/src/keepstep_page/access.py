@@ -2,10 +2,15 @@
 
 Other users of the machine reach the port, and so do pages of other sites, through the browser of
 the one who looks. So a token that cannot be guessed is asked for; it comes in the URL once, and is
-a cookie from then on, that no script reads and no other site's request carries. A name that an
-attacker's DNS leads to 127.0.0.1 is refused by its Host header. Nothing but GET is answered, no
-other origin is ever allowed to read, and the page runs no script and shows no style that does not
-come from here.
+a cookie from then on, that no script reads. A request that says that it comes from a page of
+another origin is refused, and so is a name that an attacker's DNS leads to 127.0.0.1, by its Host
+header. Nothing but GET is answered, no other origin is ever allowed to read, and the page runs no
+script and shows no style that does not come from here.
+
+What remains: a cookie is of a host, whatever the port. The browser does not send it to other sites,
+but it does to any other server on 127.0.0.1 that its user opens, and whoever runs that one can read
+the page with it until this process ends. Its name has the port, so that several of these processes
+do not take each other's.
 """
 
 from __future__ import annotations
@@ -40,10 +45,11 @@ _WELCOME: Final = (
 
 
 class Access:
-    """One token, made anew for each process."""
+    """One token, made anew for each process. `command`: the one that printed the URL."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str) -> None:
         self._token = secrets.token_urlsafe(32)
+        self._command = command
 
     def url(self, port: int) -> str:
         """What is printed for the person who may look."""
@@ -59,17 +65,14 @@ class Access:
 
         return guarded
 
-    async def sign(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Headers of whatever is answered, of the routes' own errors too; see
-        `on_response_prepare`."""
-        response.headers.update(_HEADERS)
-        response.headers.pop("Server", None)
-
     def _refusal(self, request: web.Request) -> web.Response | None:
         if request.method != "GET":
             return _refused(405, "this page is read, nothing else: only GET is answered")
         if _host_of(request) not in _NAMES:
             return _refused(421, f"ask for {HOST} or localhost: this page has no other name")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != f"http://{request.headers['Host']}":
+            return _refused(403, "this page is not for pages of other origins")
         return None
 
     def _entry(self, request: web.Request) -> web.Response | None:
@@ -78,13 +81,20 @@ class Access:
         if self._is_token(request.cookies.get(cookie, "")):
             return None
         if not self._is_token(request.query.get("token", "")):
-            return _refused(403, "open the URL that `keepstep ui` printed: it has a token in it")
+            why = f"open the URL that `{self._command}` printed: it has a token in it"
+            return _refused(403, why)
         response = web.Response(text=_WELCOME, content_type="text/html")
         response.set_cookie(cookie, self._token, httponly=True, samesite="Strict", path="/")
         return response
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(errors="surrogateescape"), self._token.encode())
+
+
+async def sign(_: web.Request, response: web.StreamResponse) -> None:
+    """Headers of whatever is answered, of the routes' own errors too; see `on_response_prepare`."""
+    response.headers.update(_HEADERS)
+    response.headers.pop("Server", None)
 
 
 def _host_of(request: web.Request) -> str:

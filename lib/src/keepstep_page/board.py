@@ -1,0 +1,143 @@
+"""What all viewers look at: runs are read once a while, by one reader, while somebody looks.
+
+A run that is slow to answer (a sidecar that hangs, a volume over a network) keeps only itself
+waiting: it is asked again when it has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final, Generic
+
+from keepstep.errors import KeepstepError
+from keepstep_page.pages import V
+
+EVERY_S: Final = 1.0
+"""Between two reads of a run. With its own time, and that of the page, a change is seen within
+2 s."""
+
+_log = logging.getLogger("keepstep.ui")
+
+
+class Board(Generic[V]):
+    """`names`: which runs there are; `read`: one of them; `failed`: what is shown of a run by name
+    and by why it cannot be read."""
+
+    def __init__(
+        self,
+        names: Callable[[], Awaitable[Sequence[str]]],
+        read: Callable[[str], Awaitable[V]],
+        failed: Callable[[str, str], V],
+        *,
+        every_s: float = EVERY_S,
+    ) -> None:
+        self.views: dict[str, V] = {}
+        self.changes = 0
+        self.reads = 0
+        self._names, self._read, self._failed = names, read, failed
+        self._every_s = every_s
+        self._changed = asyncio.Condition()
+        self._listed: tuple[str, ...] = ()
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._read_at: dict[str, float] = {}
+        self._viewers = 0
+        self._keeping: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[None]:
+        """Somebody looks, for as long as this is open."""
+        self._viewers += 1
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(), name="read runs")
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+            if not self._viewers:
+                self._keeping.cancel()
+                self._keeping = None
+
+    async def after(self, count: int, *, timeout_s: float) -> bool:
+        """Wait until there were more than `count` changes; False when `timeout_s` have passed
+        without."""
+        async with self._changed:
+            wait = self._changed.wait_for(lambda: self.changes != count)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(wait, timeout_s)
+        return self.changes != count
+
+    async def _keep(self) -> None:
+        """Read for as long as somebody looks."""
+        while True:
+            try:
+                await self._list()
+            except (OSError, KeepstepError) as error:  # what is away for a moment
+                _log.warning("the runs cannot be listed: %s", error)
+            for name in self._listed:
+                self._begin(name)
+            await asyncio.sleep(self._every_s)
+
+    async def fresh(self, *, timeout_s: float = 3.0) -> tuple[V, ...]:
+        """All runs, none seen longer ago than a viewer would have it; those that do not answer in
+        `timeout_s` as they were. Raises what listing them raises."""
+        await self._list()
+        stale = [one for one in self._listed if self._age_s(one) > self._every_s]
+        if begun := [self._begin(name) for name in stale]:
+            await asyncio.wait(begun, timeout=timeout_s)
+        return self.all()
+
+    def all(self) -> tuple[V, ...]:
+        """As they were seen last, by name."""
+        return tuple(self.view(name) for name in self._listed)
+
+    def view(self, name: str) -> V:
+        """One of them. Raises KeyError where there is no such run."""
+        if name not in self._listed:
+            raise KeyError(name)
+        return self.views.get(name) or self._failed(name, "it has not answered yet")
+
+    def gone(self, name: str) -> V:
+        """One that was there."""
+        return self._failed(name, "it is not there any more")
+
+    def _age_s(self, name: str) -> float:
+        return time.monotonic() - self._read_at.get(name, float("-inf"))
+
+    async def _list(self) -> None:
+        listed = tuple(await self._names())
+        if listed != self._listed:
+            self._listed = listed
+            self.views = {name: view for name, view in self.views.items() if name in listed}
+            await self._ring()
+
+    async def _ring(self) -> None:
+        self.changes += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _begin(self, name: str) -> asyncio.Task[None]:
+        """A read of the run, or the one that is under way."""
+        if (reading := self._reading.get(name)) is None:
+            reading = asyncio.create_task(self._look(name), name=f"read {name}")
+            self._reading[name] = reading
+        return reading
+
+    async def _look(self, name: str) -> None:
+        try:
+            view = await self._read(name)
+        except KeepstepError as error:
+            view = self._failed(name, str(error))
+        except Exception as error:
+            _log.exception("cannot read run %s", name)
+            view = self._failed(name, f"{type(error).__name__}: {error}")
+        finally:
+            self._reading.pop(name, None)
+        self.reads += 1
+        self._read_at[name] = time.monotonic()
+        if view != self.views.get(name) and name in self._listed:
+            self.views[name] = view
+            await self._ring()

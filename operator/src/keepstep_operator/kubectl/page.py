@@ -1,0 +1,159 @@
+"""The page of a cluster, on this machine: a browser asks here, and the page's pod is asked for it.
+
+The browser is let in as by `keepstep ui` (a token in the URL, a cookie from then on, no other name
+and no other origin). The viewer's own token never reaches it: it is put on what goes to the pod,
+through the API server and by no port of this machine, where others could wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final
+
+from aiohttp import web
+
+from keepstep.errors import UsageError
+from keepstep_operator import names
+from keepstep_operator.kubectl.cluster import Cluster, Refused
+from keepstep_page.access import HOST, Access, sign
+from keepstep_page.server import runner
+
+_AT_ONCE: Final = 64
+"""Requests; each page that is open is one."""
+_CHUNK: Final = 64 << 10
+_ANSWERS_S: Final = 30.0
+_SILENT_S: Final = 60.0
+"""A page that is open hears more often than that."""
+_ACCOUNT_S: Final = 3600
+"""Of a service account's token; it is made anew after two thirds of it."""
+
+
+class Upstream:
+    """The page in pod `pod` of `namespace`. `token`: the viewer's, as it is now; may block."""
+
+    def __init__(
+        self, cluster: Cluster, namespace: str, pod: str, token: Callable[[], str]
+    ) -> None:
+        self._cluster, self._namespace, self._pod, self._token = cluster, namespace, pod, token
+
+    def ask(self, path: str) -> Answer:
+        """GET. Blocks; raises Refused without a way to the pod, UsageError without a token."""
+        wire = self._cluster.open_port(self._namespace, self._pod, names.UI_PORT)
+        wire.settimeout(_ANSWERS_S)
+        connection = http.client.HTTPConnection(HOST, names.UI_PORT)
+        connection.sock = wire
+        headers = {
+            "Authorization": f"Bearer {self._token()}",
+            names.UI_NAMESPACE_HEADER: self._cluster.namespace,
+        }
+        try:
+            connection.request("GET", path, headers=headers)
+            return Answer(wire, connection.getresponse())
+        except (OSError, http.client.HTTPException) as error:
+            wire.close()
+            place = f"{self._namespace}/{self._pod}"
+            said = f"the page in pod {place} does not answer ({error}); see its log"
+            raise Refused(said, code=0) from error
+
+
+class Answer:
+    """Of which the body comes as it is sent."""
+
+    def __init__(self, wire: socket.socket, response: http.client.HTTPResponse) -> None:
+        self._wire, self._response = wire, response
+        self.status = response.status
+        self.kind = response.headers.get("Content-Type", "text/plain")
+        length = response.headers.get("Content-Length")
+        self.length = None if length is None else int(length)
+        wire.settimeout(_SILENT_S)
+
+    def more(self) -> bytes:
+        """Blocks; b'' at the end."""
+        try:
+            return self._response.read1(_CHUNK)
+        except (OSError, http.client.HTTPException):
+            return b""
+
+    def end(self) -> None:
+        """Also wakes who waits for more."""
+        with suppress(OSError):
+            self._wire.shutdown(socket.SHUT_RDWR)
+        self._wire.close()
+
+
+def account_token(cluster: Cluster, account: str) -> Callable[[], str]:
+    """The token of a service account of the namespace, made for the page and for nothing else."""
+    known, until = "", 0.0
+
+    def token() -> str:
+        nonlocal known, until
+        if time.monotonic() >= until:
+            known = cluster.token_of(account, audience=names.UI_AUDIENCE, seconds=_ACCOUNT_S)
+            until = time.monotonic() + _ACCOUNT_S * 2 / 3
+        return known
+
+    return token
+
+
+@asynccontextmanager
+async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
+    """Serve the page on this machine; yields its URL. `port` 0: a free one. Raises UsageError where
+    the port cannot be had, and what `Upstream.ask` raises where there is no page to show."""
+    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="keepstep-ui")
+    loop = asyncio.get_running_loop()
+
+    async def asked(path: str) -> Answer:
+        """One that is not waited for any more ends, too."""
+        asking = loop.run_in_executor(threads, upstream.ask, path)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_end)
+            raise
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        try:
+            answer = await asked(
+                request.rel_url.raw_path
+            )  # never the query: a token of ours is there
+        except (Refused, UsageError) as error:
+            return web.Response(status=502, text=f"{error}\n")
+        try:
+            response = web.StreamResponse(status=answer.status)
+            response.headers["Content-Type"] = answer.kind
+            response.content_length = answer.length
+            await response.prepare(request)
+            while chunk := await loop.run_in_executor(threads, answer.more):
+                await response.write(chunk)
+        finally:
+            answer.end()
+        return response
+
+    access = Access("kubectl keepstep ui")
+    app = web.Application(middlewares=[access.middleware()])
+    app.on_response_prepare.append(sign)
+    app.router.add_get("/{path:.*}", show, allow_head=False)
+    served = runner(app)
+    await served.setup()
+    try:
+        (await asked("/static/icon.svg")).end()
+        try:
+            await web.TCPSite(served, HOST, port).start()
+        except OSError as error:
+            said = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
+            raise UsageError(f"{said}; choose another --port") from error
+        yield access.url(served.addresses[0][1])
+    finally:
+        await served.cleanup()
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _end(asking: Any) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().end()

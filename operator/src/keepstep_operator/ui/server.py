@@ -1,0 +1,150 @@
+"""Routes of the page for several viewers and namespaces, and what is said to who may not look."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from keepstep_operator import names
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import warn
+from keepstep_operator.kube import CHECKPOINTS, RUNS, Client, KubeError
+from keepstep_operator.ui.pages import ClusterPages, RunView, view_of
+from keepstep_operator.ui.viewers import UnknownViewer, Viewer, Viewers
+from keepstep_page.access import sign
+from keepstep_page.board import Board
+from keepstep_page.server import STATIC_ROUTE, Site, application, html
+
+EVERY_S: Final = 2.0
+"""Between two lists of a namespace that somebody looks at: statuses are not written more often."""
+_SITES: Final = 256
+_let_in: ContextVar[tuple[str, Site[RunView]]] = ContextVar("let in")
+"""Who asks, in the task that answers, and what they see."""
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_ACCOUNT: Final = re.compile(r"system:serviceaccount:([^:]+:[^:]+)")
+
+
+def page(client: Client, viewers: Viewers) -> web.Application:
+    """All routes. What `client` may list is shown to those whom `viewers` lets."""
+    return _Gate(client, viewers).application()
+
+
+class _Gate:
+    def __init__(self, client: Client, viewers: Viewers) -> None:
+        self._client, self._viewers = client, viewers
+        self._sites: OrderedDict[str, Site[RunView]] = OrderedDict()
+
+    def application(self) -> web.Application:
+        return application(
+            lambda _: _let_in.get()[1],
+            middleware=self._middleware(),
+            sign=sign,
+            who=lambda _: _let_in.get()[0],
+            still=self._still,
+        )
+
+    def _middleware(self) -> Middleware:
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.method != "GET":
+                text = "this page is read, nothing else: only GET is answered\n"
+                return web.Response(status=405, text=text, headers={"Allow": "GET"})
+            if request.path.startswith(f"{STATIC_ROUTE}/"):  # what anybody has who has keepstep
+                return await handler(request)
+            try:
+                if (refused := await self._refusal(request)) is not None:
+                    return refused
+                return await handler(request)
+            except KubeError as error:
+                warn("the API server did not answer as it should", reason=str(error))
+                said = f"The API server did not answer the page: {error}"
+                return _refused(503, "Not now", said)
+
+        return guarded
+
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """None for who may look; then `_let_in` has what they see. Raises KubeError."""
+        namespace = request.headers.get(names.UI_NAMESPACE_HEADER, "")
+        if not _LABEL.fullmatch(namespace):
+            text = f"{namespace!r} is no namespace: its name has small letters, digits and hyphens."
+            return _refused(400, "No such namespace", text)
+        try:
+            viewer = await self._viewers.who(_token(request))
+        except UnknownViewer as error:
+            text = f"{error}. Sign in to the cluster again, and then reload this page."
+            return _refused(401, "Who are you?", text, namespace=namespace)
+        if missing := await self._viewers.missing(viewer, namespace):
+            text = (
+                f"{viewer.name} may not list {' and '.join(missing)} in namespace {namespace}: the"
+                f" verb list on API group {names.GROUP}. The cluster's role view has it."
+            )
+            command = _binding(viewer, namespace)
+            return _refused(403, "Not allowed", text, namespace=namespace, command=command)
+        _let_in.set((viewer.name, self._site(namespace)))
+        return None
+
+    async def _still(self, request: web.Request) -> bool:
+        """Whether who was let in would be let in now."""
+        try:
+            return await self._refusal(request) is None
+        except KubeError:
+            return False  # the browser asks again by itself
+
+    def _site(self, namespace: str) -> Site[RunView]:
+        """One for all who look at a namespace; those that nobody asked for longest are let go."""
+        if (site := self._sites.get(namespace)) is None:
+            site = self._sites[namespace] = _site_of(self._client, namespace)
+        self._sites.move_to_end(namespace)
+        while len(self._sites) > _SITES:
+            self._sites.popitem(last=False)
+        return site
+
+
+def _site_of(client: Client, namespace: str) -> Site[RunView]:
+    found: dict[str, RunView] = {}
+
+    async def listed() -> Sequence[str]:
+        runs = [one async for one in client.list(RUNS, namespace=namespace)]
+        steps: dict[str, list[Body]] = {}
+        async for one in client.list(CHECKPOINTS, namespace=namespace):
+            steps.setdefault(str(one["spec"]["run"]), []).append(one)
+        found.clear()
+        for run in sorted(runs, key=lambda one: str(one["metadata"]["name"])):
+            name = str(run["metadata"]["name"])
+            found[name] = view_of(run, steps.get(name, []))
+        return [*found]
+
+    async def seen(name: str) -> RunView:
+        return found.get(name) or RunView(name=name, error="it is not there any more")
+
+    board = Board(
+        listed, seen, lambda name, error: RunView(name=name, error=error), every_s=EVERY_S
+    )
+    return Site(board, ClusterPages(namespace))
+
+
+def _token(request: web.Request) -> str:
+    """Of a bearer; '' without one, which nobody knows."""
+    kind, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def _binding(viewer: Viewer, namespace: str) -> str:
+    """What gives them the right, for a shell."""
+    account = _ACCOUNT.fullmatch(viewer.name)
+    who = f"--serviceaccount={account[1]}" if account else f"--user={viewer.name}"
+    words = "kubectl", "create", "rolebinding", "keepstep-view", "-n", namespace
+    return shlex.join([*words, "--clusterrole=view", who])
+
+
+def _refused(
+    status: int, title: str, text: str, *, namespace: str = "", **more: Any
+) -> web.Response:
+    return html(ClusterPages(namespace).refused(title, text, **more), status=status)
