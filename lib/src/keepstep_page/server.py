@@ -83,8 +83,14 @@ def application(
 
 
 def runner(app: web.Application) -> web.AppRunner:
-    """A viewer's response never ends by itself: it is cancelled."""
-    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    """A viewer's response never ends by itself: it is cancelled. Tokens may be long."""
+    return web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=0.1,
+        max_field_size=32 << 10,
+    )
 
 
 def html(text: str, *, status: int = 200) -> web.Response:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from kubernetes import config
 from kubernetes.client.exceptions import ApiException
-from kubernetes.stream.ws_client import portforward_call
 from urllib3.exceptions import HTTPError
 
 from keepstep.errors import KeepstepError, UsageError
@@ -124,6 +123,8 @@ class Cluster:
 
     def open_port(self, namespace: str, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod's loopback, by way of the API server."""
+        from kubernetes.stream.ws_client import portforward_call
+
         path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}"
         method, url, headers, *_ = self._api.param_serialize(
             "GET",
