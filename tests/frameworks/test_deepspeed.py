@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
@@ -35,12 +37,24 @@ def test_zero_1_in_float16_with_an_overflow(loop):
     assert skipped >= 2, "one an epoch"
 
 
+def rows(name: str, kept: Path) -> list[int]:
+    """How many of a tensor each image of the newest step has."""
+    found = []
+    for image in max((kept.parent / ".keepstep" / "trainer").glob("0*")).glob("*.safetensors"):
+        with safe_open(image, "pt") as file:
+            here = name in set(file.keys())
+            found.append(file.get_slice(name).get_shape()[0] if here else 0)
+    return sorted(found)
+
+
 @pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_2_with_accumulation_and_in_other_worlds(loop):
     options = {"stage": 2, "accumulation": 2}
     plain = loop.undisturbed(ranks=2, **options)
     kept, _ = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 4))
     assert_same(plain, kept, kills=2, ranks=2)
+    assert rows("model.1.weight", kept) == [0, 17], "once, as all ranks have it"
+    assert rows("master.zero.group.1", kept) == [6, 7]
     one, _ = loop.kept(stage=1, out="one", epochs=3)
     assert (one / "restored-0").read_text() == result(plain)["masters"]
     steps = BATCHES // 4 + 3 * BATCHES // 4  # half of the second epoch, and the third
