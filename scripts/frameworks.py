@@ -131,7 +131,7 @@ def render(results: Results) -> str:
         same = ", ".join(words for name, words in WORDS.items() if name in proved["compared"])
         versions = ", ".join(f"{name} {one}" for name, one in sorted(proved["versions"].items()))
         ranks = ", ".join(sorted(proved["ranks"]))
-        ours = "; ".join(taken[one] for one in row.packages if one in taken)
+        ours = "; ".join(taken[one] for one in row.packages if one in taken) or "not looked at"
         lines.append(
             f"| {row.framework} | {row.line} | {same} | {versions}; CPU; {ranks};"
             f" {proved['tests']} tests | {ours} |"
