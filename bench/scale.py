@@ -413,6 +413,7 @@ PARTS: dict[str, Callable[[str, int], dict[str, float]]] = {
     "vote": vote,
     "gossip": gossip,
     "plan": plan,
+    "reports": scale_operator.reports,
     "operator": scale_operator.restart,
 }
 KINDS = ("ddp", "fsdp")

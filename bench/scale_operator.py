@@ -17,15 +17,21 @@ import time
 from asyncio import sslproto
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import msgspec
 
 from bench.operator_load import Apart
 from keepstep.core.ranks import Ranks
+from keepstep_operator.api.model import PolicyRecord
+from keepstep_operator.api.tiers import Peers
+from keepstep_operator.reconcile import report_body
+from keepstep_operator.reconcile.parsing import parse_pod_record
+from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.turns import Parts
 from keepstep_sidecar.report.reporter import Rhythm
 from tests.harness import until
 from tests.operator.promises.surface import (
@@ -40,7 +46,10 @@ from tests.operator.promises.surface import (
     reconciler,
     report,
 )
+from tests.operator.reconcile.samples import accepted
 from tests.operator.reconcile.serving import trusting
+
+T = TypeVar("T")
 
 NODE = 8
 _MEMORY, _LOCAL = range(1_000_007, 1_000_011), range(1_000_004, 1_000_010, 2)
@@ -209,6 +218,41 @@ def restart(kind: str, world: int) -> dict[str, float]:
     """From the first report to the last pod that knows what to restore."""
     with tempfile.TemporaryDirectory() as directory, _apart(world) as cluster:
         return asyncio.run(_restart(kind, world, cluster, Path(directory) / "reconcile"))
+
+
+def reports(kind: str, world: int) -> dict[str, float]:
+    """CPU of the reconciler's own work on the first report of each pod, in this process, without
+    connections: to read it, to take it in, to answer it."""
+    registry, found = Registry(), dict.fromkeys(("read_s", "take_s", "reply_s"), 0.0)
+    pods = [parse_pod_record(pod(node)) for node in range(world // NODE)]
+    records = [one for one in pods if one is not None]
+    held = replace(accepted(peers=Peers(replicas=1)), namespace=records[0].namespace)
+    registry.policy_seen(
+        PolicyRecord(namespace=held.namespace, name=held.name, generation=1, policy=held)
+    )
+    for one in records:
+        registry.pod_seen(one, at=0.0)
+    for one in records:
+        body = msgspec.json.encode(whole_report(kind, one.node_rank, world))
+        began = time.process_time()
+        report = _through(report_body.read(body))
+        read = time.process_time()
+        registry.reported(one.uid, report, at=0.0)
+        taken = time.process_time()
+        msgspec.json.encode(registry.reply(one.uid, at=0.0))
+        answered = time.process_time()
+        found["read_s"] += read - began
+        found["take_s"] += taken - read
+        found["reply_s"] += answered - taken
+    return found | {"whole_report_bytes": len(body)}
+
+
+def _through(parts: Parts[T]) -> T:
+    try:
+        while True:
+            next(parts)
+    except StopIteration as ended:
+        return cast(T, ended.value)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listing
 def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
     # Each in a process of its own: memory is told as growth of the process, and a process with a
     # past may give some back meanwhile.
-    found = {part: scale.apart(part, kind, 32) for part in ("vote", "gossip", "plan")}
+    found = {part: scale.apart(part, kind, 32) for part in ("vote", "gossip", "plan", "reports")}
     for each in found.values():
         assert isinstance(each, dict), each
         assert all(one >= 0 for one in each.values()), each
