@@ -75,7 +75,7 @@ WORDS = {
     "losses": "losses of all micro-batches (and so the order of the data)",
     "weights": "weights",
     "optimizer": "optimizers",
-    "masters": "weights and moments in full precision",
+    "masters": "weights in full precision",
     "scale": "loss scale",
     "schedule": "learning rates",
     "random": "random states of torch, Python and numpy",

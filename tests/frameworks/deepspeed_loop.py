@@ -207,7 +207,8 @@ def main() -> None:
     write(
         {
             "weights": digest(weights(engine)),
-            "masters": digest(masters(engine)),
+            "masters": (both := digest(masters(engine))),
+            "optimizer": both,
             "progress": [
                 engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples
             ],

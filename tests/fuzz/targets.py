@@ -543,7 +543,7 @@ def read_history(data: bytes) -> object:
     in two buckets, a tally that the next sidecar would not believe: wrong."""
     _OF_HISTORY.write_bytes(data)
     file = HistoryFile(_OF_HISTORY, run="run")
-    events, before = file._read(_OF_HISTORY, _NOW)
+    _, events, before = file._read(_OF_HISTORY, _NOW)
     if (events, before) != file.read(now=_NOW):
         raise AssertionError("read otherwise a second time")
     history = History(events, before, clock=lambda: _NOW)

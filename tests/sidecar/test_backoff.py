@@ -28,7 +28,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
         obey=unused,
         changes=changes,
     )
-    reporter._failures = 20  # now it pauses for 15 to 30 s
+    reporter._failures = 40  # now it pauses for 15 to 30 s
     pause = asyncio.create_task(reporter._until_due())
     await asyncio.sleep(5.0)
     assert not pause.done()

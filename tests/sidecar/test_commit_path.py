@@ -26,6 +26,7 @@ SHARED = (
     "keepstep/image/",  # the format
     "keepstep/core/ledger/",  # what machine and copies are made of
     "keepstep/core/schedule.py",
+    "keepstep/core/ranks.py",  # whose images are alike
     "keepstep/core/retention.py",
     "keepstep/core/shard.py",
     "keepstep/core/slot_table.py",  # where the image lies
