@@ -159,6 +159,22 @@ async def test_what_a_run_says_is_text(site: Site) -> None:
         assert "\u202e" not in text
 
 
+async def test_goodput_is_shown_with_where_the_rest_went(site: Site) -> None:
+    told = {
+        "since": "2026-01-01T00:00:00Z",
+        "until": "2026-01-01T01:00:00Z",
+        "ratio": "0.925",
+        "wallSeconds": 3600,
+        "productiveSeconds": 3330,
+        "badputSeconds": {"programStartup": 70, "infrastructureRecovery": 200},
+    }
+    site.server.put(RUNS, run("gpt", goodput=told))
+    site.server.put(RUNS, run("odd", goodput=told | {"ratio": "none"}))
+    text = await site.get("/runs/gpt")
+    assert "92.5 % of 3600 s: 200 s infrastructure recovery, 70 s program startup" in text
+    assert "0.0 % of 3600 s" in await site.get("/runs/odd")
+
+
 async def test_a_run_whose_status_makes_no_sense_is_said_to_be_so(site: Site) -> None:
     site.server.put(RUNS, run("bad", watermarks={"memory": "no step"}))
     assert "unreadable" in await site.get()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import msgspec
+
 from keepstep_operator.api.run import RunStatus, read_status, seconds_of
 from keepstep_operator.bodies import Body
 from keepstep_operator.kubectl import views
@@ -48,6 +50,15 @@ class RunView:
     def committed_at(self) -> float | None:
         """Unix seconds."""
         return None if self.status.committed is None else seconds_of(self.status.committed.time)
+
+    @property
+    def badput(self) -> list[tuple[str, int]]:
+        """Buckets with the seconds that went into them, the largest first."""
+        if self.status.goodput is None:
+            return []
+        spent = msgspec.structs.asdict(self.status.goodput.badput_seconds)
+        named = [(name.replace("_", " "), seconds) for name, seconds in spent.items() if seconds]
+        return sorted(named, key=lambda one: -one[1])
 
 
 def view_of(run: Body, checkpoints: Sequence[Body]) -> RunView:
