@@ -118,12 +118,12 @@ def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
     namespace.apply(jobs.policy(), job)
     runs.committed_beyond(namespace, 5)
     lost_at = time.monotonic()
-    run("docker", "stop", "--time=0", leaders_node)
+    run("docker", "kill", leaders_node)
     last = runs.training_beyond(namespace, 0).last
     runs.committed_beyond(namespace, last)
     away_s = time.monotonic() - lost_at
     record_property("seconds", round(away_s, 1))
-    assert away_s <= 30 + 5, "kubectl and the status' own pace are in it"
+    assert away_s <= 30
     assert runs.training_beyond(namespace, last).first == 0, "the trainers never ended"
 
 
