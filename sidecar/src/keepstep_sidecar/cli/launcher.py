@@ -45,9 +45,8 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(_POLL_S)
-        command = os.pread(fd, 128, 0).partition(b"\n")[
-            2
-        ]  # of a supervisor before; see `_orphaned`
+        # that of a supervisor before, see `_orphaned`
+        command = os.pread(fd, 128, 0).partition(b"\n")[2]
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode() + command, 0)
         yield
