@@ -66,8 +66,8 @@ class Access:
         return guarded
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        if request.method != "GET":
-            return _refused(405, "this page is read, nothing else: only GET is answered")
+        if (answer := only_get(request)) is not None:
+            return answer
         if _host_of(request) not in _NAMES:
             return _refused(421, f"ask for {HOST} or localhost: this page has no other name")
         origin = request.headers.get("Origin")
@@ -91,6 +91,14 @@ class Access:
         return secrets.compare_digest(text.encode(errors="surrogateescape"), self._token.encode())
 
 
+def only_get(request: web.Request) -> web.Response | None:
+    """The refusal of whatever else is asked."""
+    if request.method == "GET":
+        return None
+    text = "this page is read, nothing else: only GET is answered\n"
+    return web.Response(status=405, text=text, headers={"Allow": "GET"})
+
+
 async def sign(_: web.Request, response: web.StreamResponse) -> None:
     """Headers of whatever is answered, of the routes' own errors too; see `on_response_prepare`."""
     response.headers.update(_HEADERS)
@@ -112,5 +120,4 @@ def _cookie_name(request: web.Request) -> str:
 
 
 def _refused(status: int, why: str) -> web.Response:
-    headers = {"Allow": "GET"} if status == 405 else None
-    return web.Response(status=status, text=f"{why}\n", headers=headers)
+    return web.Response(status=status, text=f"{why}\n")

@@ -1,16 +1,38 @@
-"""Starting a browser with a page."""
+"""Showing a page to the one who asked for it on a command line."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import signal
 import tempfile
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 
-def has_display() -> bool:
+async def show(
+    serving: AbstractAsyncContextManager[str],
+    what: str,
+    *,
+    browser: bool,
+    echo: Callable[..., None],
+) -> None:
+    """Serve until SIGINT or SIGTERM; `serving` yields the URL, `what` is there. `browser`: start
+    one, where there is a display. `echo`: as `click.echo`."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with serving as url:
+        echo(f"{what}: {url}")
+        with opened(url) if browser and _has_display() else contextlib.nullcontext():
+            echo("Ctrl-C ends it", err=True)
+            await ended.wait()
+
+
+def _has_display() -> bool:
     """Without one, what opens is a browser of text, in the terminal that has the URL."""
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 

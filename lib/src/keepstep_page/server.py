@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar
 
 from aiohttp import web
 
+from keepstep.errors import UsageError
+from keepstep_page.access import HOST
 from keepstep_page.board import Board
 from keepstep_page.pages import STATIC, Charts, Pages, V
 
@@ -82,15 +84,29 @@ def application(
     return app
 
 
-def runner(app: web.Application) -> web.AppRunner:
-    """A viewer's response never ends by itself: it is cancelled. Tokens may be long."""
-    return web.AppRunner(
+@contextlib.asynccontextmanager
+async def on_loopback(app: web.Application, port: int) -> AsyncIterator[int]:
+    """Serve on 127.0.0.1 alone; yields the port, `port` 0: a free one. Raises UsageError where it
+    cannot be had."""
+    # a viewer's response never ends by itself: it is cancelled; tokens may be long
+    runner = web.AppRunner(
         app,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=0.1,
         max_field_size=32 << 10,
     )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, HOST, port).start()
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {HOST}:{port} ({error.strerror or error}); choose another --port"
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
 
 
 def html(text: str, *, status: int = 200) -> web.Response:

@@ -7,13 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from keepstep_operator import names
 from keepstep_operator.kube import CHECKPOINTS, RUNS, Client
 from keepstep_operator.ui.server import page
 from keepstep_operator.ui.viewers import Viewers
-from keepstep_page.server import runner
+from keepstep_page.server import on_loopback
 from tests.operator.apiserver import TOKEN, ApiServer, Body
 
 STEP = "0002.bbbbbbbb-000000040"
@@ -71,12 +70,8 @@ async def site() -> AsyncIterator[Site]:
         server.rights |= {("anna", one.plural, "n") for one in (RUNS, CHECKPOINTS)}
         made = Site(server, session)
         async with Client(server.access) as client:
-            served = runner(page(client, Viewers(client, clock=lambda: made.clock)))
-            await served.setup()
-            listener = web.TCPSite(served, "127.0.0.1", 0)
-            await listener.start()
-            port = served.addresses[0][1]
-            made.base = f"http://127.0.0.1:{port}"
-            server.forwards[POD] = port
-            yield made
-            await served.cleanup()
+            served = page(client, Viewers(client, clock=lambda: made.clock))
+            async with on_loopback(served, 0) as port:
+                made.base = f"http://127.0.0.1:{port}"
+                server.forwards[POD] = port
+                yield made

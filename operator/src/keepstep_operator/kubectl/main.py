@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, NoReturn
@@ -196,7 +194,8 @@ def ui(
     checkpointruns and checkpoints. Listens on 127.0.0.1 alone; the URL has a token that lets one
     in. Ctrl-C ends it.
     """  # fmt: skip
-    from keepstep_operator.kubectl.page import Upstream, account_token
+    from keepstep_operator.kubectl.page import Upstream, account_token, serving
+    from keepstep_page.browser import show
 
     cluster = Cluster(context=context, namespace=namespace)
     place, slash, pod = page.partition("/")
@@ -204,22 +203,9 @@ def ui(
         raise UsageError(f"--page {page}: say NAMESPACE/POD, like keepstep-system/keepstep-ui-0")
     token = account_token(cluster, service_account) if service_account else cluster.token
     token()  # said before anything is opened
-    upstream = Upstream(cluster, place, pod, token)
-    asyncio.run(_show(upstream, port, f"runs in namespace {cluster.namespace}", open=not no_open))
-
-
-async def _show(upstream: Any, port: int, what: str, *, open: bool) -> None:
-    from keepstep_operator.kubectl.page import serving
-    from keepstep_page.browser import has_display, opened
-
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with serving(upstream, port=port) as url:
-        click.echo(f"{what}: {url}")
-        with opened(url) if open and has_display() else contextlib.nullcontext():
-            click.echo("Ctrl-C ends it", err=True)
-            await ended.wait()
+    site = serving(Upstream(cluster, place, pod, token), port=port)
+    what = f"runs in namespace {cluster.namespace}"
+    asyncio.run(show(site, what, browser=not no_open, echo=click.echo))
 
 
 # --- what people ask for -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from keepstep.errors import UsageError
 from keepstep_operator import names
 from keepstep_operator.kubectl.cluster import Cluster, Refused
 from keepstep_page.access import HOST, Access, sign
-from keepstep_page.server import runner
+from keepstep_page.server import on_loopback
 
 _AT_ONCE: Final = 64
 """Requests; each page that is open is one."""
@@ -119,9 +119,8 @@ async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
 
     async def show(request: web.Request) -> web.StreamResponse:
         try:
-            answer = await asked(
-                request.rel_url.raw_path
-            )  # never the query: a token of ours is there
+            # never the query: a token of ours is there
+            answer = await asked(request.rel_url.raw_path)
         except (Refused, UsageError) as error:
             return web.Response(status=502, text=f"{error}\n")
         try:
@@ -139,18 +138,11 @@ async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
     app = web.Application(middlewares=[access.middleware()])
     app.on_response_prepare.append(sign)
     app.router.add_get("/{path:.*}", show, allow_head=False)
-    served = runner(app)
-    await served.setup()
     try:
         (await asked("/static/icon.svg")).end()
-        try:
-            await web.TCPSite(served, HOST, port).start()
-        except OSError as error:
-            said = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
-            raise UsageError(f"{said}; choose another --port") from error
-        yield access.url(served.addresses[0][1])
+        async with on_loopback(app, port) as bound:
+            yield access.url(bound)
     finally:
-        await served.cleanup()
         threads.shutdown(wait=False, cancel_futures=True)
 
 

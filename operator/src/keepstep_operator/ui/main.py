@@ -6,9 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import click
-from aiohttp import web
 
-from keepstep.errors import UsageError
 from keepstep_operator import journal, names
 from keepstep_operator.journal import say
 from keepstep_operator.kube import Client, find_access
@@ -16,8 +14,7 @@ from keepstep_operator.serving import listening, metrics_registry, observed, unt
 from keepstep_operator.settings import log_level_option, metrics_port_option, option
 from keepstep_operator.ui.server import page
 from keepstep_operator.ui.viewers import Viewers
-from keepstep_page.access import HOST
-from keepstep_page.server import runner
+from keepstep_page.server import on_loopback
 
 
 @click.command(short_help="Show runs in a browser to those who may read them.")
@@ -48,15 +45,10 @@ async def serve(*, port: int, metrics_port: int) -> None:
     """Until SIGTERM. Raises UsageError where there is no API server, or no port."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
-        served = runner(page(client, Viewers(client)))
-        await served.setup()
-        stack.push_async_callback(served.cleanup)
-        try:
-            await web.TCPSite(served, HOST, port).start()
-        except OSError as error:
-            raise UsageError(f"cannot listen on {HOST}:{port}: {error}") from error
+        served = page(client, Viewers(client))
+        bound = await stack.enter_async_context(on_loopback(served, port))
         observing = observed(metrics_registry(), lambda: "")
         metrics = await stack.enter_async_context(listening(observing, port=metrics_port))
-        say("listening", port=served.addresses[0][1], metrics_port=metrics)
+        say("listening", port=bound, metrics_port=metrics)
         await until_signal()
     say("ended")

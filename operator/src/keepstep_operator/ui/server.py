@@ -18,7 +18,7 @@ from keepstep_operator.journal import warn
 from keepstep_operator.kube import CHECKPOINTS, RUNS, Client, KubeError
 from keepstep_operator.ui.pages import ClusterPages, RunView, view_of
 from keepstep_operator.ui.viewers import UnknownViewer, Viewer, Viewers
-from keepstep_page.access import sign
+from keepstep_page.access import only_get, sign
 from keepstep_page.board import Board
 from keepstep_page.server import STATIC_ROUTE, Site, application, html
 
@@ -53,9 +53,8 @@ class _Gate:
     def _middleware(self) -> Middleware:
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.method != "GET":
-                text = "this page is read, nothing else: only GET is answered\n"
-                return web.Response(status=405, text=text, headers={"Allow": "GET"})
+            if (answer := only_get(request)) is not None:
+                return answer
             if request.path.startswith(f"{STATIC_ROUTE}/"):  # what anybody has who has keepstep
                 return await handler(request)
             try:

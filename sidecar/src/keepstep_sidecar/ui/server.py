@@ -9,12 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from aiohttp import web
-
-from keepstep.errors import UsageError
-from keepstep_page.access import HOST, Access, sign
+from keepstep_page.access import Access, sign
 from keepstep_page.board import Board
-from keepstep_page.server import Site, application, runner
+from keepstep_page.server import Site, application, on_loopback
 from keepstep_sidecar.ui.pages import MachinePages
 from keepstep_sidecar.ui.view import RunView
 
@@ -38,19 +35,10 @@ async def serving(
     site = Site(board, MachinePages(place=str(directory), text=text))
     access = Access("keepstep ui")
     app = application(lambda _: site, middleware=access.middleware(), sign=sign)
-    served = runner(app)
-    await served.setup()
     try:
-        listener = web.TCPSite(served, HOST, port)
-        try:
-            await listener.start()
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {HOST}:{port} ({error.strerror or error}); choose another --port"
-            ) from error
-        yield access.url(served.addresses[0][1])
+        async with on_loopback(app, port) as bound:
+            yield access.url(bound)
     finally:
-        await served.cleanup()
         readers.shutdown(wait=False, cancel_futures=True)
 
 

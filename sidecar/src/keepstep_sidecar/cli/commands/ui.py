@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,29 +41,19 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
       keepstep ui
       keepstep ui --dir /scratch/ckpt --port 8790 --no-open
     """
-    asyncio.run(_serve(Path(os.path.abspath(directory)), port, browser=not no_open))
-
-
-async def _serve(directory: Path, port: int, *, browser: bool) -> None:
-    from keepstep_page.browser import has_display, opened
+    from keepstep_page.browser import show
     from keepstep_sidecar.cli import output
     from keepstep_sidecar.ui.server import serving
 
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
-    async with serving(
-        directory=directory,
+    place = Path(os.path.abspath(directory))
+    site = serving(
+        directory=place,
         port=port,
-        names=lambda: run_dir.runs_in(directory),
-        read=_reader(directory),
+        names=lambda: run_dir.runs_in(place),
+        read=_reader(place),
         text=output.printable,
-    ) as url:
-        output.echo(f"runs in {directory}: {url}")
-        with opened(url) if browser and has_display() else contextlib.nullcontext():
-            output.echo("Ctrl-C ends it", err=True)
-            await ended.wait()
+    )
+    asyncio.run(show(site, f"runs in {place}", browser=not no_open, echo=output.echo))
 
 
 def _reader(directory: Path) -> Callable[[str], RunView]:
