@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 import keepstep
+from keepstep.client import embedded
+from keepstep.client.session import Session
+from keepstep.client.wakeups import Changes
 from tests.harness import eventually
 from tests.lib.training import begun
 
@@ -80,6 +83,22 @@ def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, 
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
     checkpointer.close()
+
+
+def test_a_sidecar_that_is_slow_is_not_taken_for_dead(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(embedded.Keeper, "revive", lambda keeper: asked.append(keeper))
+    keeper, path = embedded.Keeper(tmp_path), str(tmp_path / "sidecar.sock")
+    session = Session(path, rank=0, world=1, changed=Changes(), keeper=keeper)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(keepstep.SidecarAbsent, match="did not answer in time"):
+            session.take(timeout_s=0.2)
+        assert asked == []
+    with pytest.raises(keepstep.SidecarAbsent, match="no sidecar listens"):
+        session.take(timeout_s=0.2)
+    assert asked == [keeper]
 
 
 WAITS = """

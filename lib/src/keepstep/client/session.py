@@ -80,8 +80,8 @@ class Session:
         )
         try:
             lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
-        except SidecarAbsent:
-            if self._keeper is not None:
+        except SidecarAbsent as error:
+            if self._keeper is not None and error.code == "absent":  # a slow one is not dead
                 self._keeper.revive()
             raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
