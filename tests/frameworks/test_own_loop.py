@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -23,6 +26,19 @@ def loop(lives) -> Lives:
     return lives("own_loop.py", *modules)
 
 
+def assert_bit_equal(loop: Lives, kill: list[int], **options: Any) -> Path:
+    """Undisturbed, and killed before three steps. Returns the folder of the former."""
+    plain = loop.undisturbed(**options)
+    kept, said = loop.kept(**options, kill=kill)
+    assert "restored step" in said
+    assert_same(plain, kept, kills=3)
+    return plain
+
+
+def at_the_epochs_end() -> list[int]:
+    return [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
+
+
 @pytest.mark.proves("fabric")
 @pytest.mark.parametrize(
     "options",
@@ -35,11 +51,7 @@ def loop(lives) -> Lives:
     ids=lambda options: "-".join(options),
 )
 def test_fabric(loop, options):
-    plain = loop.undisturbed(on="fabric", **options)
-    kill = [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
-    kept, said = loop.kept(on="fabric", **options, kill=kill)
-    assert "restored step" in said
-    assert_same(plain, kept, kills=3)
+    assert_bit_equal(loop, at_the_epochs_end(), on="fabric", **options)
 
 
 @pytest.mark.proves("fabric")
@@ -59,11 +71,8 @@ def test_fabric_on_two_ranks(loop):
 )
 def test_accelerate(loop, options):
     """Eight steps an epoch, of two micro-batches each but the last."""
-    plain = loop.undisturbed(on="accelerate", **options)
     kill = [*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
-    kept, said = loop.kept(on="accelerate", **options, kill=kill)
-    assert "restored step" in said
-    assert_same(plain, kept, kills=3)
+    assert_bit_equal(loop, kill, on="accelerate", **options)
 
 
 @pytest.mark.proves("accelerate")
@@ -77,11 +86,7 @@ def test_accelerate_on_two_ranks(loop):
 @pytest.mark.parametrize("options", [{"augment": True}, {"workers": 2}], ids="-".join)
 def test_ignite(loop, options):
     """The epoch's end is in the middle of what it counts as an iteration."""
-    plain = loop.undisturbed(on="ignite", **options)
-    kill = [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
-    kept, said = loop.kept(on="ignite", **options, kill=kill)
-    assert "restored step" in said
-    assert_same(plain, kept, kills=3)
+    plain = assert_bit_equal(loop, at_the_epochs_end(), on="ignite", **options)
     again, _ = loop.kept(on="ignite", **options, out="again")
     assert not (again / "losses-0").exists(), "what is over is not trained again"
     assert result(again)["progress"] == result(plain)["progress"]
