@@ -89,8 +89,15 @@ class _OuterRank(ReportedRank):
     gone: dict[Tier, tuple[msgspec.Raw, ...]] = field(default_factory=dict)  # type: ignore[assignment]
 
 
+class _OuterShard(msgspec.Struct, frozen=True):
+    """Of an image what is not read before its length is known."""
+
+    twin_runs: msgspec.Raw = msgspec.Raw(b"")
+
+
 _outer: Final = msgspec.json.Decoder(_Outer).decode
 _outer_rank: Final = msgspec.json.Decoder(_OuterRank).decode
+_outer_shard: Final = msgspec.json.Decoder(_OuterShard).decode
 _rank: Final = msgspec.json.Decoder(ReportedRank).decode
 _shard: Final = msgspec.json.Decoder(ReportedShard).decode
 _step: Final = msgspec.json.Decoder(StepId).decode
@@ -173,11 +180,19 @@ def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
     yield
     told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(ReportedRank)}
     for name in ("memory", "local", "peer", "archive"):
-        told[name] = yield from _each(told[name], _shard)
+        told[name] = yield from _each(told[name], _checked_shard)
     told["gone"] = {}
     for tier, ids in outer.gone.items():
         told["gone"][tier] = yield from _each(ids, _step)
     return ReportedRank(**told)
+
+
+def _checked_shard(raw: msgspec.Raw) -> ReportedShard:
+    """Endless runs are refused unread: one takes several times as long as a rank of a list."""
+    is_long = len(memoryview(raw)) > _SMALL_BYTES
+    if is_long and len(memoryview(_outer_shard(raw).twin_runs)) > _SMALL_BYTES:
+        raise Refused(400, "bad-report", "more runs of twins than are read")
+    return _shard(raw)
 
 
 def _check_epochs(report: Report) -> None:
