@@ -15,6 +15,7 @@ import pytest
 _POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _CGROUPS = Path("/sys/fs/cgroup")
 _LOCK = Path(tempfile.gettempdir()) / "keepstep-hugepages.lock"
+_TURN = Path(tempfile.gettempdir()) / "keepstep-hugepages.turn"
 
 
 class Unavailable(RuntimeError):
@@ -28,6 +29,15 @@ def or_skip() -> Iterator[None]:
         yield
     except Unavailable as error:
         pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """One test at a time: the pages of one that ends may be free only after their number was taken
+    back, and until then others' are fewer."""
+    with _TURN.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ print(f"{model.weight.double().sum().item():.17g}", flush=True)
 def huge(keepstep: Keepstep) -> Iterator[Keepstep]:
     """Its processes see a hugetlbfs at its usual place, which nobody else does."""
     made = not USUAL_MOUNT.exists()
-    with hugetlbfs.or_skip(), hugetlbfs.reserved(200):
+    with hugetlbfs.or_skip(), hugetlbfs.turn(), hugetlbfs.reserved(200):
         if made:
             USUAL_MOUNT.mkdir()
         script = f'mount -t hugetlbfs -o pagesize=2M none {USUAL_MOUNT} && exec "$@"'

@@ -31,6 +31,7 @@ def huge(tmp_path: Path) -> Iterator[Path]:
     """A hugetlbfs with pages for all slots of one rank."""
     with (
         hugetlbfs.or_skip(),
+        hugetlbfs.turn(),
         hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
         hugetlbfs.mounted(tmp_path / "huge") as directory,
     ):
@@ -99,6 +100,7 @@ def test_slots_that_find_no_huge_page_are_of_small_ones(
     """Of this mount's bytes one slot can be made, though more pages are free."""
     with (
         hugetlbfs.or_skip(),
+        hugetlbfs.turn(),
         hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
         hugetlbfs.mounted(
             tmp_path / "huge", size_bytes=(2 * _SLOT_PAGES - 1) * HUGE_PAGE_BYTES
