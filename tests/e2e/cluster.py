@@ -31,6 +31,8 @@ HOST_PATH = "/var/lib/keepstep"
 HUGE_PAGES = 160
 """On each node: a kubelet counts them when it starts."""
 ADMISSION = "app.kubernetes.io/component=admission"
+CERTIFICATES = "app.kubernetes.io/component=certificates"
+RECONCILE = "app.kubernetes.io/component=reconcile"
 
 _UPSTREAM = {
     "training-operator.yaml": (
@@ -182,7 +184,7 @@ class Cluster:
         system = self.kubectl.namespaced(NAMESPACE)
 
         def look() -> Object | None:
-            leading = "app.kubernetes.io/component=reconcile", "keepstep.dev/leader"
+            leading = RECONCILE, "keepstep.dev/leader"
             pods = [
                 pod
                 for pod in system.list("pods", *leading)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e import jobs, runs, stores, tiers
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
@@ -34,7 +34,7 @@ def scale_reconciler(cluster: Cluster, turn_alone: None) -> Iterator[Callable[[i
     def scale(replicas: int) -> None:
         system("scale", "deployment/keepstep-reconcile", f"--replicas={replicas}")
         system.eventually(
-            lambda: len(system.list("pods", "app.kubernetes.io/component=reconcile")) == replicas,
+            lambda: len(system.list("pods", RECONCILE)) == replicas,
             what=f"{replicas} reconcilers",
         )
 

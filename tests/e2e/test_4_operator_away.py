@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, Cluster, run
+from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster, run
 from tests.e2e.kubectl import Kubectl
 
 
@@ -26,7 +26,7 @@ def test_pods_restart_by_agreement_while_the_operator_is_down(
     system("scale", "deployment/keepstep-reconcile", "--replicas=0")
     try:
         system.eventually(
-            lambda: not system.list("pods", "app.kubernetes.io/component=reconcile"),
+            lambda: not system.list("pods", RECONCILE),
             what="the reconciler is gone",
         )
         before = runs.training_beyond(namespace, committed + 20)
@@ -128,7 +128,7 @@ def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
 
 
 def _apart(system: Kubectl) -> bool:
-    pods = system.list("pods", "app.kubernetes.io/component=reconcile")
+    pods = system.list("pods", RECONCILE)
     return len(pods) == 2 == len({pod["spec"].get("nodeName") for pod in pods})
 
 

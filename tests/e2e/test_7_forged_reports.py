@@ -6,7 +6,7 @@ import json
 import textwrap
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster
 from tests.e2e.kubectl import Kubectl
 
 _POST = textwrap.dedent("""
@@ -67,9 +67,7 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
     for _ in range(3):
         post("not-a-token")
     assert runs.committed_beyond(namespace, committed) > committed, "the run is unharmed"
-    log = cluster.kubectl.namespaced(NAMESPACE)(
-        "logs", "-l", "app.kubernetes.io/component=reconcile", "--tail=2000"
-    )
+    log = cluster.kubectl.namespaced(NAMESPACE)("logs", "-l", RECONCILE, "--tail=2000")
     refused = [
         line
         for line in log.splitlines()
