@@ -131,12 +131,13 @@ def test_ctrl_c_ends_a_script_that_waits_for_its_sidecar(tmp_path):
 
 
 def _until_idle(pid: int) -> None:
-    """Until a process has used no processor for a moment."""
+    """Until a process has used no processor for a moment, and asks for none: a busy machine may
+    let one that imports stand still for as long."""
     process, used = psutil.Process(pid), [-1.0]
 
     def idle() -> bool:
         used.append(sum(process.cpu_times()[:2]))
-        return used[-1] == used[-2]
+        return used[-1] == used[-2] and process.status() == psutil.STATUS_SLEEPING
 
     eventually(idle, every_s=0.3, what="it waits")
 
