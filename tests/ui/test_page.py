@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +224,28 @@ async def test_runs_that_come_and_go_are_seen() -> None:
             await _until_shown(stream, "/runs/b")
             del site.views["b"]
             await _until_shown(stream, "No run is kept")
+
+
+async def test_what_is_not_there_any_more_is_not_remembered() -> None:
+    async with site_of({"gone": view("gone"), "a": view("a")}) as site:
+        await site.enter()
+        await _shown_once(site, "gone")
+        del site.views["gone"]
+        assert "/runs/gone" not in await site.text("/")
+        for name in ("a", "never", "nowhere"):
+            await _shown_once(site, name)
+        await until(lambda: {one.name for one in _views()} == {"a"})
+
+
+async def _shown_once(site: Site, name: str) -> None:
+    async with site.client.get(f"{site.base}/runs/{name}/changes") as stream:
+        assert await _change(stream)
+
+
+def _views() -> list[RunView]:
+    """All that are in memory."""
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is RunView]
 
 
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:

@@ -112,6 +112,7 @@ class Board(Generic[V]):
         if listed != self._listed:
             self._listed = listed
             self.views = {name: view for name, view in self.views.items() if name in listed}
+            self._read_at = {name: at for name, at in self._read_at.items() if name in listed}
             await self._ring()
 
     async def _ring(self) -> None:

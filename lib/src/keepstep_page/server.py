@@ -45,13 +45,15 @@ class Site(Generic[V]):
         try:
             view = self.board.view(name)
         except KeyError:
-            view = self.board.gone(name)
+            return self._shown(self.board.gone(name))
         if (known := self._last.get(name)) is None or known[0] is not view:
-            known = self._last[name] = (
-                view,
-                (self.pages.run_sections(view), self.pages.charts(view)),
-            )
+            there = self.board.views
+            self._last = {one: last for one, last in self._last.items() if one in there}
+            known = self._last[name] = view, self._shown(view)
         return known[1]
+
+    def _shown(self, view: V) -> _Shown:
+        return self.pages.run_sections(view), self.pages.charts(view)
 
 
 async def _always(_: web.Request) -> bool:
