@@ -82,6 +82,9 @@ class Seen:
     def js(self, text: str) -> Any:
         return self.driver.execute_script(text)
 
+    def draws(self, chart: str) -> None:
+        eventually(lambda: self.js(_DRAWN % chart), what=f"the chart of {chart}")
+
     def complaints(self) -> list[str]:
         """Of the browser's console: errors, and what the page's policy forbids."""
         found = self.driver.get_log("browser")
@@ -112,7 +115,7 @@ def test_a_run_that_is_killed_while_one_looks(
     eventually(lambda: page.text("committed") != before)
     page.shows("time", "without keepstep")
     for chart in ("steps", "time"):
-        eventually(lambda chart=chart: page.js(_DRAWN % chart))
+        page.draws(chart)
     browser.find_element(By.ID, "steps").send_keys("")  # focus
 
     (pid,) = re.findall(r"pid (\d+)", page.text("time"))

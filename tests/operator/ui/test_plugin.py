@@ -215,6 +215,7 @@ async def test_in_a_browser_a_change_is_seen_by_itself(
     await asyncio.to_thread(lambda: browser.find_element(By.LINK_TEXT, "gpt").click())
     await asyncio.to_thread(page.shows, "state", "It trains.")
     await asyncio.to_thread(page.shows, "committed", "step 40")
+    await asyncio.to_thread(page.draws, "steps")
     recent = [{"time": "2026-01-01T00:00:00Z", "type": "Restored", "step": 40, "tier": "peer"}]
     status = {"phase": "Restoring", "recent": recent, "warnings": ["only one copy"]}
     site.server.put(RUNS, run("gpt", **status))

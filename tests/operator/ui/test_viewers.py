@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import aiohttp
 import pytest
 
 from keepstep_operator import names
-from keepstep_operator.kube import RUNS
+from keepstep_operator.kube import CHECKPOINTS, RUNS
 from keepstep_operator.ui.viewers import KNOWN_S
+from tests.operator.apiserver import Body
 from tests.operator.ui.conftest import ANNA, STEP, Site, run
 
 ROUTES = ("/", "/runs/gpt", "/changes", "/runs/gpt/changes", "/nothing")
@@ -173,6 +176,48 @@ async def test_goodput_is_shown_with_where_the_rest_went(site: Site) -> None:
     text = await site.get("/runs/gpt")
     assert "92.5 % of 3600 s: 200 s infrastructure recovery, 70 s program startup" in text
     assert "0.0 % of 3600 s" in await site.get("/runs/odd")
+
+
+async def test_steps_are_drawn_over_time(site: Site) -> None:
+    begun = 1767225600.0  # 2026-01-01
+    site.server.put(CHECKPOINTS, _checkpoint("gpt-a", 20, ["local", "archive"], minute=2))
+    site.server.put(CHECKPOINTS, _checkpoint("gpt-b", 10, ["archive"], minute=1))
+    recent = [
+        {"time": "2026-01-01T00:03:00Z", "type": "Restored", "step": 20, "seconds": 0.4},
+        {"time": "2026-01-01T00:04:00Z", "type": "CommitStalled", "step": 39},
+    ]
+    site.server.put(RUNS, run("gpt", recent=recent))
+    async with site.client.get(f"{site.base}/runs/gpt/changes", headers=site.headers()) as stream:
+        assert (await _steps_drawn(stream.content)) == {
+            "committed": [[begun], [40]],
+            "local": [[begun + 120], [20]],
+            "peer": [[], []],
+            "archive": [[begun + 60, begun + 120], [10, 20]],
+            "restored": [[begun + 180], [20]],
+        }
+        committed = {"step": 41, "id": STEP, "time": "2026-01-01T00:05:00Z"}
+        site.server.put(RUNS, run("gpt", committed=committed))
+        drawn = await _steps_drawn(stream.content)
+        assert drawn["committed"] == [[begun, begun + 300], [40, 41]]
+
+
+def _checkpoint(name: str, step: int, tiers: list[str], *, minute: int) -> Body:
+    made = f"2026-01-01T00:{minute:02}:00Z"
+    return {
+        "metadata": {"name": name, "namespace": "n", "creationTimestamp": made},
+        "spec": {"run": "gpt", "step": f"0002.bbbbbbbb-{step:09}", "ranks": 1},
+        "status": {"tiers": tiers},
+    }
+
+
+async def _steps_drawn(stream: aiohttp.StreamReader) -> Body:
+    """The chart of steps, when it comes next."""
+    async with asyncio.timeout(30):
+        async for line in stream:
+            sent = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else {}
+            if steps := sent.get("charts", {}).get("steps"):
+                return steps
+    raise AssertionError("the page has ended")
 
 
 async def test_a_run_whose_status_makes_no_sense_is_said_to_be_so(site: Site) -> None:

@@ -51,6 +51,7 @@ function match(place, news) {
 
 const LINES = {
   steps: [
+    { name: "committed", label: "committed", color: "--memory", width: 2 },
     { name: "memory", label: "in memory", color: "--memory", width: 2 },
     { name: "local", label: "on drives", color: "--local", size: 5 },
     { name: "peer", label: "with peers", color: "--peer", size: 9 },
@@ -68,7 +69,7 @@ const drawn = {}; // by chart: what was drawn, and the plot
 function draw(id, lines) {
   const place = document.getElementById(`chart-${id}`);
   if (!place) return;
-  const shown = LINES[id].filter((line) => lines[line.name][0].length > 0);
+  const shown = LINES[id].filter((line) => lines[line.name]?.[0].length > 0);
   const names = shown.map((line) => line.name).join();
   place.hidden = names === "";
   if (place.hidden) return;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -23,13 +23,23 @@ _STATES: Final = {
 """By phase: the word that has a colour, and a sentence."""
 
 
+POINTS: Final = 400
+"""Commits that are remembered of a run."""
+
+Point = tuple[float, float]
+"""Unix seconds, and the number of a step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """`steps`: those that the API knows of, newest first, see `views.steps`."""
+    """`steps`: those that the API knows of, newest first, see `views.steps`. `commits`: those that
+    were seen, oldest first; `made`: when the Checkpoints were, by step."""
 
     name: str
     status: RunStatus = field(default_factory=RunStatus)
     steps: tuple[Body, ...] = ()
+    commits: tuple[Point, ...] = ()
+    made: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
 
     @property
@@ -61,14 +71,35 @@ class RunView:
         return sorted(named, key=lambda one: -one[1])
 
 
-def view_of(run: Body, checkpoints: Sequence[Body]) -> RunView:
-    """Of an object and the Checkpoints of its run. What does not fit is an error on the page."""
+def view_of(run: Body, checkpoints: Sequence[Body], before: RunView | None = None) -> RunView:
+    """Of an object and the Checkpoints of its run. What does not fit is an error on the page.
+    `before`: as it was seen last."""
     name = str(run["metadata"]["name"])
     try:
         found = tuple(views.steps(run, checkpoints))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return RunView(name=name, error=f"its status makes no sense: {error}")
-    return RunView(name=name, status=read_status(run.get("status") or {}), steps=found)
+    status = read_status(run.get("status") or {})
+    times = {str(one["spec"]["step"]): _made_at(one) for one in checkpoints}
+    return RunView(
+        name=name,
+        status=status,
+        steps=found,
+        commits=_with(status, before.commits if before else ()),
+        made={step: at for step, at in times.items() if at is not None},
+    )
+
+
+def _made_at(checkpoint: Body) -> float | None:
+    return seconds_of(str(checkpoint["metadata"].get("creationTimestamp", "")))
+
+
+def _with(status: RunStatus, commits: tuple[Point, ...]) -> tuple[Point, ...]:
+    """And the one that a status tells."""
+    if status.committed is None or (at := seconds_of(status.committed.time)) is None:
+        return commits
+    point = at, float(status.committed.step)
+    return commits if point in commits[-1:] else (*commits, point)[-POINTS:]
 
 
 class ClusterPages(Pages[RunView]):
@@ -82,7 +113,10 @@ class ClusterPages(Pages[RunView]):
         "places": "Pods and nodes",
         "conditions": "Conditions",
     }
-    labels: ClassVar[Mapping[str, str]] = {}
+    labels: ClassVar[Mapping[str, str]] = {
+        "steps": "Chart of steps over time: commits since somebody looks, Checkpoints by the tiers"
+        " that hold them, and restores; the tables have the same",
+    }
 
     def __init__(self, namespace: str) -> None:
         super().__init__(
@@ -93,11 +127,29 @@ class ClusterPages(Pages[RunView]):
         return {"tiers": views.TIERS}
 
     def charts(self, view: RunView) -> Charts:
-        return {}
+        lines: dict[str, Any] = {"committed": _line(view.commits)}
+        for tier in views.TIERS[1:]:
+            held = [one for one in view.steps if tier in one["tiers"]]
+            lines[tier] = _line(
+                (view.made[one["id"]], float(one["step"])) for one in held if one["id"] in view.made
+            )
+        lines["restored"] = _line(
+            (at, float(one.step))
+            for one in view.status.recent
+            if one.seconds is not None  # a restart
+            if one.step is not None and (at := seconds_of(one.time)) is not None
+        )
+        return {"steps": lines}
 
     def refused(self, title: str, text: str, *, command: str = "") -> str:
         """A page that says why there is no other. `command`: what somebody else may do about it."""
         return self.render("refused.html", title=title, text=text, command=command)
+
+
+def _line(points: Iterable[Point]) -> tuple[list[float], list[float]]:
+    """As page.js draws it: ascending in time."""
+    ordered = sorted(points)
+    return [at for at, _ in ordered], [step for _, step in ordered]
 
 
 def printable(text: str) -> str:

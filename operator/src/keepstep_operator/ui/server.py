@@ -114,10 +114,11 @@ def _site_of(client: Client, namespace: str) -> Site[RunView]:
         steps: dict[str, list[Body]] = {}
         async for one in client.list(CHECKPOINTS, namespace=namespace):
             steps.setdefault(str(one["spec"]["run"]), []).append(one)
+        before = dict(found)
         found.clear()
         for run in sorted(runs, key=lambda one: str(one["metadata"]["name"])):
             name = str(run["metadata"]["name"])
-            found[name] = view_of(run, steps.get(name, []))
+            found[name] = view_of(run, steps.get(name, []), before.get(name))
         return [*found]
 
     async def seen(name: str) -> RunView:
