@@ -147,7 +147,7 @@ class Cluster:
         patch = json.dumps({"spec": {"template": {"spec": place}}})
         self.kubectl("-n", namespace, "patch", "deployment", deployment, "--patch", patch)
         self.kubectl("-n", namespace, "rollout", "status", f"deployment/{deployment}",
-                     "--timeout=180s", timeout_s=200)  # fmt: skip
+                     "--timeout=540s", timeout_s=560)  # fmt: skip
 
     def install(self, *values: str, tree: str = ".") -> None:
         """`helm upgrade --install` of a checkout's chart, and wait until all of it is ready."""
@@ -156,11 +156,11 @@ class Cluster:
         self.helm(
             "upgrade", "--install", RELEASE, f"{tree}/charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
-            "--wait", "--timeout", "180s",
+            "--wait", "--timeout", "540s",
         )  # fmt: skip
 
     def helm(self, *arguments: str) -> str:
-        return run("helm", *arguments, *self._kubeconfig(), timeout_s=300)
+        return run("helm", *arguments, *self._kubeconfig(), timeout_s=600)
 
     # --- nodes -------------------------------------------------------------------------------
 
@@ -169,6 +169,38 @@ class Cluster:
 
     def workers(self) -> list[str]:
         return sorted(node for node in self.nodes() if "control-plane" not in node)
+
+    def start_node(self, node: str) -> None:
+        """Start a node that was stopped, and wait until all that is to run there does so again.
+        Nothing where it runs."""
+        if run("docker", "inspect", "-f", "{{.State.Running}}", node).strip() == "true":
+            return
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        run("docker", "start", node)
+        self.kubectl.eventually(
+            lambda: self._runs_since(node, begun), within_s=240, what=f"{node} is back"
+        )
+
+    def _runs_since(self, node: str, begun: str) -> bool:
+        """Whether a node takes pods, and containers of the cluster's own run there that began
+        then or later: what is told of it until its kubelet is back was true before. Raises KeyError
+        for one that does not run."""
+        pods = [
+            pod
+            for namespace in ("kube-system", NAMESPACE)
+            for pod in self.kubectl.namespaced(namespace).list("pods")
+            if pod["spec"].get("nodeName") == node
+            and pod["status"]["phase"] not in ("Succeeded", "Failed")
+            and "deletionTimestamp" not in pod["metadata"]
+        ]
+        containers = [one for pod in pods for one in pod["status"]["containerStatuses"]]
+        body = self.kubectl.get("node", node)
+        return (
+            body is not None
+            and not body["spec"].get("taints")
+            and all(one["ready"] for one in containers)
+            and all(one["state"]["running"]["startedAt"] >= begun for one in containers)
+        )
 
     def admission_settled(self) -> None:
         """Wait until both replicas of admission serve, and no other."""

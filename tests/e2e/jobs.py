@@ -216,7 +216,17 @@ def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
 def is_injected(kubectl: Kubectl, owner: Object, name: str = "one") -> bool:
     """Whether a pod of this owner would get its sidecar now; nothing is made."""
     (made,) = admitted(kubectl, owned_pod(name, owner))
-    labels: dict[str, str] = made["metadata"].get("labels", {})
+    return _has_sidecar(made)
+
+
+def injected(kubectl: Kubectl, owner: Object) -> set[bool]:
+    """Whether pods of this owner would get their sidecars now, by every replica of admission: each
+    review has a connection of its own. Nothing is made."""
+    return set(map(_has_sidecar, admitted(kubectl, *(owned_pod(f"p{n}", owner) for n in range(8)))))
+
+
+def _has_sidecar(pod: Object) -> bool:
+    labels: dict[str, str] = pod["metadata"].get("labels", {})
     return labels.get("keepstep.dev/injected") == "true"
 
 

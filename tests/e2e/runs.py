@@ -126,6 +126,18 @@ def restarted(
     return found
 
 
+def ended(kubectl: Kubectl, before: jobs.Life, *, pod: str = "gpt-master-0") -> jobs.Life:
+    """The life of rank 0 that `before` was read of, to its end. To be asked for before `restarted`:
+    only one life is kept beside the present one, and a restore that fails is one, too."""
+
+    def look() -> Any:
+        one = jobs.life(kubectl, pod, previous=True)
+        return one and one.began_at == before.began_at and one
+
+    found: jobs.Life = kubectl.eventually(look, what="the end of the life that was killed")
+    return found
+
+
 def kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str, container: str = "pytorch") -> None:
     """SIGKILL to a training container's first process."""
     body = kubectl.get("pod", pod)

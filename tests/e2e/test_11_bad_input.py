@@ -40,7 +40,9 @@ def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: 
     namespace.apply(policy, jobs.pytorch_job(workers=0))
     runs.becomes(namespace, "Committing", "False", words="no space", within_s=90)
     namespace.eventually(lambda: len(_warned(namespace)) >= 2, what="events on job and run")
-    assert runs.status(namespace)["watermarks"]["memory"]
+    namespace.eventually(
+        lambda: runs.status(namespace)["watermarks"]["memory"], what="steps in memory"
+    )
     runs.training_beyond(namespace, 5)
     assert _warned(namespace) == ["CheckpointRun", "PyTorchJob"], "once, not once a step"
 

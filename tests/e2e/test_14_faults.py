@@ -48,7 +48,7 @@ def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
     second = namespace.eventually(
         lambda: (now := runs.status(namespace)["epoch"]) != left and now, what="a new epoch"
     )
-    assert runs.condition(namespace, "RestoreFrom")["reason"] == "Restored"
+    assert runs.becomes(namespace, "RestoreFrom")["reason"] == "Restored"
 
     # beyond everything that the old line had, so that both have steps of the same numbers
     namespace.eventually(
@@ -210,9 +210,15 @@ def test_a_pod_of_another_run_is_refused_with_its_own_certificate(
     said = _asked_as(namespace, "other-master-0", address)
     assert said.startswith("403")
     assert run in said
-    refused = [one for one in tiers.said(namespace, MASTER) if "refused" in one["event"]]
-    assert any("other" in str(one) for one in refused), "it is logged, and who it was"
-    assert runs.condition(namespace, "Replicated")["status"] == "True"
+    namespace.eventually(
+        lambda: [
+            one
+            for one in tiers.said(namespace, MASTER)
+            if "refused" in one["event"] and "other" in str(one)
+        ],
+        what="it is logged, and who it was",
+    )
+    runs.becomes(namespace, "Replicated")
 
 
 _ASK = """

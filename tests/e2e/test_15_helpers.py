@@ -65,9 +65,11 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     run = str(runs.the_run(namespace)["metadata"]["name"])
     assert _directories(cluster, namespace.namespace, run) == {stays: ["0"], left: ["1"]}
 
+    before = runs.training_beyond(namespace, 0)
     cordons(left)
     moved_at = time.monotonic()
     namespace("delete", "pod", "gpt-worker-0", "--wait=false")
+    killed = runs.ended(namespace, before)
     life = runs.restarted(namespace, within_s=240)
     record_property("seconds", round(time.monotonic() - moved_at, 1))
     body = namespace.get("pod", "gpt-worker-0")
@@ -75,8 +77,6 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     assert body["spec"]["nodeName"] == stays
     assert life.first - 1 >= committed
     runs.same_losses(life, reference)
-    killed = jobs.life(namespace, "gpt-master-0", previous=True)
-    assert killed is not None
     record_property("lost_steps", runs.lost(killed, life))
     (said, *_) = namespace.eventually(
         lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"

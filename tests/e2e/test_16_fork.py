@@ -50,7 +50,7 @@ def test_a_new_job_begins_from_a_step_of_anothers_archive(
     assert status["origin"].startswith(f"{first}/")
     assert status["origin"].endswith(f"-{older:09d}")
     assert status["restarts"] == 0
-    assert namespace.events("Forked")
+    namespace.eventually(lambda: namespace.events("Forked"), what="an event")
     assert _listing(namespace, first) == before
     _what_the_plugin_says(namespace, first, second)
 

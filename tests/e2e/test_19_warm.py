@@ -53,7 +53,7 @@ def _kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str) -> float:
 
 def _child(cluster: Cluster, kubectl: Kubectl, pod: str, word: str) -> tuple[str, str]:
     """The node of a pod, and there the one child of its container's first process that has `word`
-    in its command line."""
+    in its command line. Raises RuntimeError while there is none."""
     body = kubectl.get("pod", pod)
     assert body is not None
     node, first = cluster.process(body, "pytorch")
@@ -64,5 +64,6 @@ def _child(cluster: Cluster, kubectl: Kubectl, pod: str, word: str) -> tuple[str
         f"cd /proc; for p in $(cat {first}/task/*/children); do"
         f" if grep -qz '^{word}$' $p/cmdline; then echo $p; fi; done",
     )
-    (child,) = found.split()
-    return node, child
+    if len(children := found.split()) != 1:
+        raise RuntimeError(f"children of {pod} with {word}: {children}")
+    return node, children[0]

@@ -38,8 +38,7 @@ def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> Non
         within_s=60,
         what="no pod hangs on its sidecar",
     )
-    life = jobs.life(namespace, "gpt-master-0")
-    assert life is not None
+    life = runs.training_beyond(namespace, 0)
     assert life.last == jobs.STEPS - 1
     namespace.eventually(
         lambda: runs.status(namespace)["phase"] == "Finished", what="the run is finished"

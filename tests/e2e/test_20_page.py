@@ -44,6 +44,10 @@ def test_the_page_shows_a_viewer_what_they_may_read(
     system, role = cluster.kubectl.namespaced(NAMESPACE), "keepstep-ui-viewers"
     system("create", "rolebinding", training.namespace, f"--role={role}", viewer)
     try:
+        # the API server's authorizer hears of a binding a moment later
+        forwards = ("auth", "can-i", "create", "pods/keepstep-ui-0", "--subresource=portforward")
+        identity = f"--as=system:serviceaccount:{training.namespace}:viewer"
+        training.eventually(lambda: system(*forwards, identity), what="the role is there")
         with _page(config, *words) as browse:
             status, text = _read(browse, "/")
             assert status == 403

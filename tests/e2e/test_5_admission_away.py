@@ -17,10 +17,22 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import ADMISSION, CERTIFICATES, NAMESPACE, OPERATOR, Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 from tests.harness import eventually
 
-pytestmark = pytest.mark.usefixtures("turn_alone")
+
+@pytest.fixture(autouse=True)
+def admission_is_back(turn_alone: None, namespace: Kubectl) -> Iterator[None]:
+    """Before others have their turn. That its pods are ready is not all: nodes hear of a Service's
+    pods a moment later, as the API server does of a webhook's authority."""
+    yield
+    namespace.apply(jobs.policy())
+    _all_answer(namespace, jobs.owner(namespace))
+
+
+def _all_answer(namespace: Kubectl, owner: Object) -> None:
+    namespace.eventually(lambda: jobs.injected(namespace, owner) == {True}, what="all inject")
+
 
 _TARPIT = textwrap.dedent("""
     import socket, time
@@ -158,7 +170,7 @@ def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace
         _serve_certificate(cluster, expired, key)
         # a kubelet may give a new pod the Secret as it was a moment ago, and the new one later
         namespace.eventually(
-            lambda: not jobs.is_injected(namespace, owner), what="the expired one is served"
+            lambda: jobs.injected(namespace, owner) == {False}, what="the expired one is served"
         )
         _starts_without_us(namespace)
     finally:
@@ -169,7 +181,7 @@ def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace
         # rather than wait for kubelets
         system("rollout", "restart", "deployment/keepstep-admission")
         cluster.admission_settled()
-    namespace.eventually(lambda: jobs.is_injected(namespace, owner), what="admission works again")
+    _all_answer(namespace, owner)
 
 
 def _serve_certificate(cluster: Cluster, certificate: bytes, key: bytes) -> None:
@@ -220,6 +232,7 @@ def test_no_pod_is_missed_while_the_authority_is_replaced(
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
     system = cluster.kubectl.namespaced(NAMESPACE)
+    _all_answer(namespace, owner)
     before = _bundle(cluster)
     system("annotate", "secret", "keepstep-admission-ca", "keepstep.dev/rotate-ca=now")
     pods = 0

@@ -15,10 +15,10 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
 
     cluster.install("--set", "admission.replicas=3")
     committed = runs.committed_beyond(namespace, committed)
-    cluster.helm("rollback", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "180s")
+    cluster.helm("rollback", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "540s")
     committed = runs.committed_beyond(namespace, committed)
 
-    cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "120s")
+    cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "360s")
     try:
         assert namespace.list("ckrun"), "objects stay"
         alone = runs.training_beyond(namespace, committed + 20)
@@ -33,6 +33,8 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
         cluster.kubectl("delete", "namespace", "goes-away", "--wait=true", timeout_s=200)
     finally:
         cluster.install()
+    owner = jobs.owner(namespace)
+    namespace.eventually(lambda: jobs.injected(namespace, owner) == {True}, what="all inject")
     assert runs.committed_beyond(namespace, committed) > committed
     assert runs.training_beyond(namespace, alone.last).first == 0, "the trainers never ended"
 
@@ -47,5 +49,5 @@ def _run_without_job() -> dict[str, object]:
 
 
 def test_helm_test_passes(cluster: Cluster) -> None:
-    said = cluster.helm("test", RELEASE, "-n", NAMESPACE, "--timeout", "120s")
+    said = cluster.helm("test", RELEASE, "-n", NAMESPACE, "--timeout", "360s")
     assert "Succeeded" in said

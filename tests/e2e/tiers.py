@@ -72,7 +72,9 @@ def archived(kubectl: Kubectl) -> list[Object]:
 def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
     """What a pod's sidecar logged."""
     log = kubectl.logs(pod, SIDECAR, previous=previous)
-    return [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    lines = log.splitlines()
+    # the last one may be half written
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def went(kubectl: Kubectl, job: str = "gpt") -> None:
