@@ -98,7 +98,7 @@ class Keepstep:
         return [process for process in psutil.process_iter() if _marked(process, str(self.home))]
 
     def sidecars(self) -> list[psutil.Process]:
-        return [one for one in self.family() if "keepstep_sidecar" in _words(one)]
+        return [one for one in self.family() if "keepstep_sidecar" in words_of(one)]
 
     def sidecar(self) -> psutil.Process:
         (one,) = self.sidecars()
@@ -112,7 +112,8 @@ class Keepstep:
             shutil.rmtree(self.memory(home.name), ignore_errors=True)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; nothing for one that has ended."""
     try:
         return process.cmdline()
     except psutil.Error:  # it ended meanwhile

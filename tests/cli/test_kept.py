@@ -271,6 +271,7 @@ def test_stop_saves_what_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> 
     command = ("--", warm.python(), "train.py", "6", "3")
     keepstep("run", "--persist-every", "1000", *command, code=137)
     keepstep.sidecar().kill()
+    eventually(lambda: not keepstep.sidecars(), what="its end")
     assert list(keepstep.memory("train").glob("rank-*"))
     assert keepstep.json("stop")["committed"]["id"].endswith("-000000003")
     assert not keepstep.memory("train").exists()

@@ -389,6 +389,8 @@ def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says
     asked = re.search(r"with `(kill [0-9 ]+)`", said)
     assert asked
     subprocess.run(asked[1].split(), check=True)
+    killed = {int(pid) for pid in pids.split()}
+    eventually(lambda: killed.isdisjoint(one.pid for one in keepstep.family()), what="their end")
     assert keepstep(*words).stdout == "from 3\n"
     assert keepstep.family() == []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.conftest import LISTENER, TRAIN, Keepstep
+from tests.cli.conftest import LISTENER, TRAIN, Keepstep, words_of
 from tests.harness import eventually
 
 PYTHON = sys.executable
@@ -98,7 +98,7 @@ def test_a_fork_server_that_dies_costs_cold_starts_until_there_is_another(
 
 def find(keepstep: Keepstep, word: str) -> list[psutil.Process]:
     """Processes with this word, but not `keepstep run` itself."""
-    found = [(one, one.cmdline()) for one in keepstep.family()]
+    found = [(one, words_of(one)) for one in keepstep.family()]
     return [one for one, words in found if word in words and "keepstep_sidecar.cli" not in words]
 
 

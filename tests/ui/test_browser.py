@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -64,6 +64,10 @@ def browser() -> Iterator[webdriver.Chrome]:
     driver.quit()
 
 
+_GONE = (StaleElementReferenceException, NoSuchElementException)
+"""While a page, or a section that changes, goes and another comes."""
+
+
 class Seen:
     """What a person sees on the page."""
 
@@ -73,8 +77,18 @@ class Seen:
     def text(self, id: str) -> str:
         try:
             return str(self.driver.find_element(By.ID, id).text)
-        except StaleElementReferenceException:  # while one page goes and another comes
+        except _GONE:
             return ""
+
+    def follows(self, link: str) -> None:
+        eventually(lambda: self._clicked(link), what=f"the link {link}")
+
+    def _clicked(self, link: str) -> bool:
+        try:
+            self.driver.find_element(By.LINK_TEXT, link).click()
+        except _GONE:
+            return False
+        return True
 
     def shows(self, id: str, text: str) -> None:
         eventually(lambda: text in self.text(id), what=lambda: f"{text!r}: {self.text(id)!r}")
@@ -108,7 +122,7 @@ def test_a_run_that_is_killed_while_one_looks(
     words = ("run", "--", warm.python(), script)
     training = keepstep.start(*words)
     page.shows("runs", "training")  # by itself
-    browser.find_element(By.LINK_TEXT, "train").click()
+    page.follows("train")
     page.shows("state", "Training: 1 of 1 ranks are connected.")
     page.shows("committed", "of epoch 1")
     before = page.text("committed")
@@ -118,7 +132,7 @@ def test_a_run_that_is_killed_while_one_looks(
         page.draws(chart)
     browser.find_element(By.ID, "steps").send_keys("")  # focus
 
-    (pid,) = re.findall(r"pid (\d+)", page.text("time"))
+    (pid,) = eventually(lambda: re.findall(r"pid (\d+)", page.text("time")))
     os.kill(int(pid), signal.SIGKILL)
     page.shows("state", "A sidecar runs; no trainer is connected.")
     training.communicate(timeout=60)
@@ -159,11 +173,11 @@ def test_hostile_text_stays_text_in_a_browser(
     page = Seen(browser)
     page.opens(opened()[1])
     page.shows("runs", home.name)
-    browser.find_element(By.LINK_TEXT, home.name).click()
+    page.follows(home.name)
     page.shows("problems", home.name)
-    browser.find_element(By.LINK_TEXT, "keepstep").click()
+    page.follows("keepstep")
     page.shows("runs", "stopped")
-    browser.find_element(By.LINK_TEXT, "a").click()
+    page.follows("a")
     page.shows("lost", hostile)
     assert page.js("return typeof hacked") == "undefined"
     assert page.js("return document.querySelectorAll('img, main script').length") == 0

@@ -251,11 +251,10 @@ def _views() -> list[RunView]:
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
     with ThreadPoolExecutor(1) as readers:
         reads = board_of(lambda: ["a"], lambda name: RunView(name=name), readers)
+        began = asyncio.get_running_loop().time()
         with reads.viewer(), reads.viewer(), reads.viewer():
-            await until(lambda: reads.reads == 3)
-            began = asyncio.get_running_loop().time()
-            await until(lambda: reads.reads == 5)
-            assert asyncio.get_running_loop().time() - began > 1.5 * board.EVERY_S
+            await until(lambda: reads.reads >= 5)
+            assert asyncio.get_running_loop().time() - began > 3.5 * board.EVERY_S
         read = reads.reads
         await asyncio.sleep(2.5 * board.EVERY_S)  # nothing is to happen
         assert reads.reads <= read + 1  # one was under way
