@@ -247,6 +247,7 @@ def test_replicas_are_apart_also_where_nodes_have_no_zone(chart: Chart, componen
     assert {one["topologyKey"] for one in terms} == keys
     for one in terms:
         assert one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+        assert one["matchLabelKeys"] == ["pod-template-hash"], "a rollout parts those that met"
     assert affinity({component: {"affinity": {"nodeAffinity": {}}}}) == {"nodeAffinity": {}}
 
 

@@ -112,7 +112,8 @@ priorityClassName: {{ . }}
 
 {{- /*
 Replicas on nodes, and in zones, of their own where there are such. Not topologySpreadConstraints: of
-two, the scheduler leaves both aside where nodes have no zone.
+two, the scheduler leaves both aside where nodes have no zone. Of a rollout, the new replicas alone
+count (from Kubernetes 1.31 on): else two that met on one node lead both new ones to another one.
 */}}
 {{- define "keepstep.apart" -}}
 {{- if not (index .root.Values .component).affinity }}
@@ -123,6 +124,7 @@ affinity:
       - weight: {{ $weight }}
         podAffinityTerm:
           topologyKey: {{ $key }}
+          matchLabelKeys: [pod-template-hash]
           labelSelector:
             matchLabels:
               {{- include "keepstep.selector" $.root | nindent 14 }}
