@@ -413,6 +413,8 @@ def test_a_run_is_rolled_back_at_its_next_restart_once_and_then_goes_on_as_usual
     reply = play.registry.reply(pods[0].uid, at=play.now)
     assert (reply.restore_from, reply.restore_run, reply.plan) == (step(80), "", step(80))
     assert step(80) in reply.pinned, "it must not be retired meanwhile"
+    assert play.condition(RESTORE_FROM)[:2] == ("Unknown", "Telling"), "a restart may not heed it"
+    play.registry.reply(pods[1].uid, at=play.now)
     status, reason, message = play.condition(RESTORE_FROM)
     assert (status, reason) == ("Unknown", "Waiting")
     assert str(step(80)) in message

@@ -63,6 +63,7 @@ class RestoreRequest:
         self.run = ""
         self.epoch: EpochId | None = None
         self._since = 0
+        self._told: set[str] = set()
 
     def resume(self, status: RestoreFromStatus | None) -> None:
         """What an earlier reconciler wrote down."""
@@ -78,6 +79,7 @@ class RestoreRequest:
             return
         wanted = parse_wanted(text)
         self.asked, self.id, self.epoch = text, None, None
+        self._told.clear()
         self.run = wanted.run if wanted is not None and wanted.run != own else ""
         self._since = newest.number if newest is not None else 0
 
@@ -90,6 +92,16 @@ class RestoreRequest:
         began = [one.id for one in epochs if one.parent == self.id and one.id.number > self._since]
         self.epoch = max(began, default=None)
         return self.epoch is not None
+
+    def tell(self, pod: str) -> StepId | None:
+        """`wanted`, which the sidecar of this pod hears now."""
+        if self.wanted is not None:
+            self._told.add(pod)
+        return self.wanted
+
+    def is_known_by(self, pods: Iterable[str]) -> bool:
+        """Whether the sidecars of all these have heard what is wanted."""
+        return self._told.issuperset(pods)
 
     def _resolve(self, held: Iterable[StepId]) -> StepId | None:
         wanted = parse_wanted(self.asked)

@@ -413,7 +413,7 @@ class Run:
             awaits=helper_plan.awaits(self, pod.node_rank),
             all_peers=self.ledger.settled,
             leaving=bool(self._leaving),
-            restore_from=self.restore_request.wanted,
+            restore_from=self.restore_request.tell(pod.uid),
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
             archive=self._stand_in,
             failures=self.failures,

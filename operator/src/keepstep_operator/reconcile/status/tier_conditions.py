@@ -77,6 +77,9 @@ def restore_from(run: RunView) -> ConditionState | None:
     if run.restore_stage is Stage.DONE:
         said = f"epoch {asked.epoch} went on from step {step}; later restarts are as usual"
         return ConditionState("True", "Restored", said)
+    if not run.restore_known:
+        said = f"not all sidecars know yet that the run is to go back to step {step}: wait for them"
+        return ConditionState("Unknown", "Telling", said)
     return ConditionState(
         "Unknown",
         "Waiting",
