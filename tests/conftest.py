@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import warm
 from tests.harness import SidecarProcess
+from tests.volume.drives import command
 
 warm.begin()  # before xdist starts its workers
 
@@ -61,3 +64,25 @@ def sidecar(
     one = sidecars().start()
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
     return one
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts things below the test's directory; skips where that is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small drive")
+    points: list[Path] = []
+
+    def mount(name: str, *words: str | Path) -> Path:
+        point = tmp_path / name
+        point.mkdir()
+        try:
+            command("mount", *words, point)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"cannot mount here: {error.stderr.decode().strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in reversed(points):
+        command("umount", "--lazy", point)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -18,43 +15,10 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.prepare import prepare
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.volume.drives import command, fill, small_drive
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged
 
 MIB = 1 << 20
-
-
-def command(*words: str | Path) -> None:
-    subprocess.run(list(map(str, words)), check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts things below the test's directory; skips where that is not allowed."""
-    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
-        pytest.skip("needs root and mkfs.ext4 to make a small drive")
-    points: list[Path] = []
-
-    def mount(name: str, *words: str | Path) -> Path:
-        point = tmp_path / name
-        point.mkdir()
-        try:
-            command("mount", *words, point)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"cannot mount here: {error.stderr.decode().strip()}")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in reversed(points):
-        command("umount", "--lazy", point)
-
-
-def small_drive(mounted: Callable[..., Path], image: Path, *, size_bytes: int) -> Path:
-    """An ext4 of its own in the file `image`."""
-    with image.open("wb") as file:
-        file.truncate(size_bytes)
-    command("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", image)
-    return mounted("drive", "-o", "loop", image)
 
 
 @pytest.mark.root
@@ -94,11 +58,6 @@ def test_what_a_full_drive_cannot_take_goes_to_another_one(
     assert (full.failed, other.failed) == ("", "")
     assert [shard.rank for shard in volumes.scan().shards] == [0, 1]
     volumes.close()
-
-
-def fill(file: IO[bytes]) -> None:
-    while True:
-        file.write(bytes(4096))
 
 
 @pytest.mark.root

@@ -95,11 +95,13 @@ class TierProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStatus(TierProgress):
-    """How long sending took, and what was fetched from there."""
+    """How long sending took, and what was fetched from there. `shared_bytes`: of copies that this
+    machine keeps for others, what took no space again as its own shards have it."""
 
     sent_seconds: float = 0.0
     received_bytes: int = 0
     received_seconds: float = 0.0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ depot_sent_bytes                counter depot.sent_bytes              Bytes sent
 depot_sent_seconds              counter depot.sent_seconds            Time that sending them took
 depot_received_bytes            counter depot.received_bytes          Bytes fetched for restores
 depot_received_seconds          counter depot.received_seconds        Time that fetching them took
+depot_shared_bytes              counter depot.shared_bytes            Bytes of copies kept here that share the blocks of own shards
 depot_failures                  counter depot.failures                Attempts that failed
 depot_backlog_shards            gauge   depot.backlog                 Shards that are not there yet
 depot_behind_seconds            gauge   depot.behind_s                For how long the oldest of them waits

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import struct
 from pathlib import Path
 
 PAGE_BYTES = 4096
+_FICLONERANGE = 0x4020940D
+"""ioctl_ficlonerange(2); `fcntl` names it from Python 3.12 on."""
 
 
 class Filesystem:
@@ -40,6 +44,12 @@ class Filesystem:
         while data:
             count = os.pwritev(fd, [data], offset)
             data, offset = data[count:], offset + count
+
+    def clone(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
+        """Let `fd` have the blocks of another open file at the same place, until one of them is
+        written to; on the medium after `sync_data`, as a write is. Where that cannot be done
+        (another file system, or one that shares no blocks) nothing changes."""
+        fcntl.ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", source, offset, size_bytes, offset))
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         """Fill `into` from `offset`. Returns the bytes read: fewer only at the end of the file."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from keepstep.core.shard import Shard
@@ -76,6 +76,7 @@ class Copies:
         self._commit = commit
         self._pace = pace or Pace(None)
         self.unreadable = ""
+        self.shared_bytes = 0
         self._said = ""
 
     # --- what is here ------------------------------------------------------------------------
@@ -216,17 +217,18 @@ class Copies:
                 return
             self._drop(id, rank, why="no space")
 
-    def take_from(self, part: IncomingCopy, other: FileSource) -> int:
-        """`IncomingCopy.take_from` an image of the same step; 0 where it cannot be read."""
+    def take_from(self, part: IncomingCopy, other: FileSource) -> None:
+        """`IncomingCopy.take_from` an image of the same step, where it can be read."""
         with self._failing(part):
             try:
-                with transfer.opened(other) as image:
-                    return part.take_from(image, self._pace)
+                with other.open() as file:  # once: what is shared must be what is verified
+                    source = replace(other, open=lambda: contextlib.nullcontext(file))
+                    with transfer.opened(source) as image:
+                        part.take_from(image, file.fd, self._pace)
             except Broken as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:
                 warn("not copied from here", path=other.where, reason=str(error))
-                return 0
 
     def part(self, name: ShardName) -> IncomingCopy | None:
         """The copy that is on its way in."""
@@ -249,7 +251,8 @@ class Copies:
         volume = next(one for one in self._volumes if part.path.is_relative_to(one.root))
         copy = _copy(part.path, volume, run=self._run)
         with self._lock:
-            self._parts.pop(part.path, None)
+            if self._parts.pop(part.path, None) is not None:
+                self.shared_bytes += part.shared_bytes
             self._held[copy.step_id, copy.rank] = copy
         return root
 

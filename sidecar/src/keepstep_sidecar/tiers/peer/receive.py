@@ -2,7 +2,8 @@
 
 Header, digest table and control page come first and are kept in memory; then chunks, in any order,
 over any number of connections, each checked against the table before it is written. Chunks that an
-image of this machine has alike need not come at all. A receiver that
+image of this machine has alike need not come at all, nor take space again where the file system can
+share blocks. A receiver that
 was killed reads what its predecessor left: a chunk whose digest is right is there, any other is
 missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`, control page,
 `fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
@@ -60,6 +61,7 @@ class IncomingCopy:
         self._temporary = path.with_name(part_name(path.name))
         self._lock = threading.Lock()
         self._looking = threading.Lock()
+        self.shared_bytes = 0
         self._users = 0
         self._missing = set(range(manifest.layout.chunk_count))
         existed = self._temporary.exists()
@@ -70,6 +72,8 @@ class IncomingCopy:
             existed = existed and os.fstat(self._fd).st_size == manifest.layout.size_bytes
             if not existed:
                 os.ftruncate(self._fd, 0)
+                for chunk in manifest.chunks:  # apart: btrfs frees what it reserved at once as one
+                    filesystem.allocate(self._fd, manifest.bounds(chunk)[1])
                 filesystem.allocate(self._fd, manifest.layout.size_bytes)
         except BaseException:
             filesystem.close(self._fd)
@@ -102,30 +106,42 @@ class IncomingCopy:
                 with self._lock:
                     self._missing.discard(chunk)
 
-    def take_from(self, other: Opened, pace: Pace) -> int:
-        """Write what another image of this machine has alike, as those of replicas do; how many
-        chunks. Each is verified on its way; a copy that rots there is none of ours. From the end
+    def take_from(self, other: Opened, fd: int, pace: Pace) -> None:
+        """Take what another image of this machine, open as `fd`, has alike, as those of replicas
+        do. Each chunk is read and verified; what rots there is none of ours. It then shares the
+        blocks that were read, counted by `shared_bytes`, else is written. From the end
         on, as what is missing comes from the beginning; some seconds at most, as the sender asks
         again. It gives way to the training, and to all writes that keep to `pace` with it: what
         does not pass is sent. Raises Broken, StorageError as `write`."""
-        taken, ends = 0, time.monotonic() + _TAKE_S
+        ends = time.monotonic() + _TAKE_S
 
         def take(index: int) -> None:
-            nonlocal taken
             begin, end = self.manifest.bounds(chunk := alike[index])
             if time.monotonic() > ends or not pace.wait_last(end - begin, until=ends):
                 return
             with view[: end - begin] as data, contextlib.suppress(DigestError):
                 for _, read in other.read([(chunk, data)]):
-                    self._write_own(chunk, read, whose=other.source.where)
-                    taken += 1
+                    if not self._share(chunk, fd):
+                        self._write_own(chunk, read, whose=other.source.where)
 
         with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
             missing = reversed(self.missing)
             alike = [one for one in missing if _alike(one, self.manifest, other.manifest)]
             # a thread of its own: who is asked has others to answer, and niceness is for good
             for_each_chunk(take, len(alike), threads=1, niceness=WRITER_NICENESS)
-        return taken
+
+    def _share(self, chunk: int, other: int) -> bool:
+        """False where it must be written: whatever stands in the way, a write says what is so."""
+        begin, end = self.manifest.bounds(chunk)
+        try:
+            with self._using() as fd:
+                self._filesystem.clone(other, fd, begin, end - begin)
+        except OSError:
+            return False
+        with self._lock:
+            self._missing.discard(chunk)
+            self.shared_bytes += end - begin
+        return True
 
     def _write_own(self, chunk: int, data: memoryview, *, whose: str) -> None:
         try:

@@ -255,6 +255,7 @@ class PeerTier(RemoteTier):
             tier=Tier.PEER,
             where=", ".join(one.address for one in feeders) or "no buddy",
             **vars(self._traffic),
+            shared_bytes=self._copies.shared_bytes,
             backlog=self._backlog(),
             behind_s=max((one.waiting_s() for one in feeders), default=0.0),
             trouble="; ".join(one.trouble for one in feeders if one.trouble),

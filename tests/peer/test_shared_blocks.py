@@ -1,0 +1,226 @@
+"""Copies whose chunks lie on the same blocks as the pod's own shard: on real file systems (root)."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import shard_name
+from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.receive import IncomingCopy
+from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.harness import until
+from tests.peer.authority import Authority
+from tests.peer.nodes import Node, running
+from tests.peer.test_replicas import alike, flip, write
+from tests.tiers.local import durable
+from tests.volume.drives import command, small_drive
+from tests.volume.images import RUN, step_id
+
+pytestmark = pytest.mark.root
+
+ID = step_id(5)
+DRIVE_BYTES = 512 << 20
+SHARING = [("ext4", False), ("xfs", True), ("btrfs", True)]
+_XFS_IOC_GOINGDOWN = 0x8004587D
+_WITHOUT_LOG = 2
+
+
+@dataclass
+class Keeper:
+    """A pod with a shard of its own on `drive`, and copies that it keeps there of its twin's."""
+
+    drive: Path
+    sent: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self.volume = Volume(self.drive / RUN, run=RUN)
+        self.copies = Copies([self.volume], run=RUN)
+        self.copies.scan()
+
+    def begin(self) -> IncomingCopy:
+        name = ShardName(id=ID, rank=0, world=2)
+        layout = alike(0).layout
+        manifest = self.sent[: len(layout.header)] + self.sent[layout.digests_begin :]
+        part = self.copies.begin(name, shard_name(0, 2), memoryview(manifest), whose="the test")
+        assert part is not None
+        return part
+
+    def take(self, part: IncomingCopy, volumes: VolumeSet | None = None) -> None:
+        """From the own shards of `volumes`."""
+        shards = Shards(volumes or VolumeSet([self.volume]), self.copies, run=RUN)
+        for other in shards.others(ShardName(id=ID, rank=0, world=2)):
+            self.copies.take_from(part, other)
+
+    def finish(self, part: IncomingCopy) -> bytes:
+        """What is missing arrives; the copy's bytes, as they lie on the drive."""
+        for chunk in part.missing:
+            begin, end = part.manifest.bounds(chunk)
+            with aligned_buffer(end - begin) as buffer, memoryview(buffer) as data:
+                data[:] = self.sent[begin:end]
+                self.copies.write(part, chunk, data, whose="the test")
+        self.copies.seal(part)
+        return part.path.read_bytes()
+
+    def close(self) -> None:
+        self.copies.close()
+        self.volume.close()
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> bytes:
+    """A durable shard of rank 0."""
+    sender = Volume(tmp_path / "sender" / RUN, run=RUN)
+    slot = alike(0)
+    path = sender.write(slot.view, slot.layout, slot.control).shard.path
+    sender.close()
+    return path.read_bytes()
+
+
+Keep = Callable[[str], Keeper]
+
+
+@pytest.fixture
+def keep(mounted: Callable[..., Path], tmp_path: Path, sent: bytes) -> Iterator[Keep]:
+    made: list[Keeper] = []
+
+    def make(kind: str) -> Keeper:
+        drive = small_drive(mounted, tmp_path / "image", size_bytes=DRIVE_BYTES, kind=kind)
+        made.append(Keeper(drive, sent))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def own(volume: Volume) -> Path:
+    slot = alike(1)
+    return volume.write(slot.view, slot.layout, slot.control).shard.path
+
+
+def taken_bytes(drive: Path) -> int:
+    """Of the file system, whoever's they are."""
+    os.sync()
+    status = os.statvfs(drive)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+@pytest.mark.parametrize(("kind", "shares"), SHARING)
+def test_what_is_alike_takes_space_once_where_the_file_system_shares_blocks(
+    keep: Keep, sent: bytes, kind: str, shares: bool
+) -> None:
+    keeper = keep(kind)
+    own(keeper.volume)
+    before = taken_bytes(keeper.drive)
+    part = keeper.begin()
+    keeper.take(part)
+    assert part.missing == (0,), "the chunk with the header is another one"
+    assert keeper.finish(part) == sent
+    more = taken_bytes(keeper.drive) - before
+    alike_bytes = part.manifest.layout.digests_begin - CHUNK_BYTES
+    assert keeper.copies.shared_bytes == (alike_bytes if shares else 0)
+    assert (more < 2 * CHUNK_BYTES) == shares, f"{more} bytes"
+    assert keeper.volume.used_bytes() >= 2 * len(sent), "it would need them without the other one"
+    keeper.volume.retire(ID)
+    assert part.path.read_bytes() == sent
+    keeper.copies.scan()
+    assert [one.path for one in keeper.copies.all()] == [part.path]
+
+
+def test_between_two_file_systems_it_is_written(keep: Keep, sent: bytes, tmp_path: Path) -> None:
+    keeper = keep("xfs")
+    elsewhere = Volume(tmp_path / "other" / RUN, run=RUN)
+    own(elsewhere)
+    part = keeper.begin()
+    keeper.take(part, VolumeSet([elsewhere]))
+    elsewhere.close()
+    assert part.missing == (0,)
+    assert keeper.finish(part) == sent
+    assert keeper.copies.shared_bytes == 0
+
+
+def test_what_has_rotted_in_the_own_shard_is_not_shared(keep: Keep, sent: bytes) -> None:
+    keeper = keep("xfs")
+    path = own(keeper.volume)
+    flip(path, 2 * CHUNK_BYTES + 77)
+    rotten = path.read_bytes()
+    part = keeper.begin()
+    keeper.take(part)
+    assert part.missing == (0, 2)
+    assert keeper.finish(part) == sent
+    assert path.read_bytes() == rotten, "what arrives for the copy is written to the copy alone"
+
+
+def test_a_drive_without_a_free_block_keeps_what_it_has_reserved(keep: Keep, sent: bytes) -> None:
+    keeper = keep("xfs")
+    own(keeper.volume)
+    part = keeper.begin()
+    filler = os.open(keeper.drive / "filler", os.O_CREAT | os.O_WRONLY)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        while True:
+            os.write(filler, bytes(1 << 20))
+    os.close(filler)
+    keeper.take(part)
+    assert part.missing == (0,)
+    assert keeper.finish(part) == sent
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_power_cut_leaves_a_whole_copy_or_none(keep: Keep, sent: bytes, sealed: bool) -> None:
+    """The file system stops, and what it has not yet written of its log is lost."""
+    keeper = keep("xfs")
+    own(keeper.volume)
+    part = keeper.begin()
+    keeper.take(part)
+    assert part.shared_bytes
+    if sealed:
+        keeper.finish(part)
+    power_cut(keeper)
+    keeper.__post_init__()
+    assert keeper.copies.unreadable == ""
+    assert [one.path for one in keeper.copies.all()] == [part.path] * sealed
+    assert not keeper.volume.quarantined()
+    if not sealed:
+        part = keeper.begin()
+        keeper.take(part)
+        assert keeper.finish(part) == sent
+    assert part.path.read_bytes() == sent
+
+
+def power_cut(keeper: Keeper) -> None:
+    root = os.open(keeper.drive, os.O_RDONLY)
+    fcntl.ioctl(root, _XFS_IOC_GOINGDOWN, struct.pack("I", _WITHOUT_LOG))
+    os.close(root)
+    keeper.close()
+    command("umount", keeper.drive)
+    command("mount", "-o", "loop", keeper.drive.with_name("image"), keeper.drive)
+
+
+async def test_the_status_tells_how_many_bytes_are_shared(
+    mounted: Callable[..., Path], tmp_path: Path, authority: Authority
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=DRIVE_BYTES, kind="xfs")
+    here = Node(tmp_path, 0, authority.files(0))
+    buddy = Node(drive, 1, authority.files(1))
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    slot = alike(0)
+    async with running(here, buddy):
+        write(buddy, alike(1))
+        durable(here.remote_tier, write(here, slot))
+        await until(lambda: here.remote_tier.status().sent == 1)
+        told = buddy.remote_tier.status().shared_bytes
+        assert told == slot.layout.digests_begin - CHUNK_BYTES
