@@ -2,11 +2,10 @@
 
 Header, digest table and control page come first and are kept in memory; then chunks, in any order,
 over any number of connections, each checked against the table before it is written. Chunks that an
-image of this machine has alike need not come at all, nor take space again where the file system can
-share blocks. A receiver that
-was killed reads what its predecessor left: a chunk whose digest is right is there, any other is
-missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`, control page,
-`fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
+image of this machine has alike need not come at all, nor be written where the file system can share
+blocks. A receiver that was killed reads what its predecessor left: a chunk whose digest is right is
+there, any other is missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`,
+control page, `fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
 """
 
 from __future__ import annotations
@@ -72,8 +71,6 @@ class IncomingCopy:
             existed = existed and os.fstat(self._fd).st_size == manifest.layout.size_bytes
             if not existed:
                 os.ftruncate(self._fd, 0)
-                for chunk in manifest.chunks:  # apart: btrfs frees what it reserved at once as one
-                    filesystem.allocate(self._fd, manifest.bounds(chunk)[1])
                 filesystem.allocate(self._fd, manifest.layout.size_bytes)
         except BaseException:
             filesystem.close(self._fd)
@@ -108,11 +105,11 @@ class IncomingCopy:
 
     def take_from(self, other: Opened, fd: int, pace: Pace) -> None:
         """Take what another image of this machine, open as `fd`, has alike, as those of replicas
-        do. Each chunk is read and verified; what rots there is none of ours. It then shares the
-        blocks that were read, counted by `shared_bytes`, else is written. From the end
-        on, as what is missing comes from the beginning; some seconds at most, as the sender asks
-        again. It gives way to the training, and to all writes that keep to `pace` with it: what
-        does not pass is sent. Raises Broken, StorageError as `write`."""
+        do. Each chunk is read and verified; what rots there is none of ours. Then it shares the
+        blocks that were read (`shared_bytes`), or is written where it cannot. From the end on, as
+        what is missing comes from the beginning; some seconds at most, as the sender asks again. It
+        gives way to the training, and to all writes that keep to `pace` with it: what does not pass
+        is sent. Raises Broken, StorageError as `write`."""
         ends = time.monotonic() + _TAKE_S
 
         def take(index: int) -> None:
@@ -131,7 +128,8 @@ class IncomingCopy:
             for_each_chunk(take, len(alike), threads=1, niceness=WRITER_NICENESS)
 
     def _share(self, chunk: int, other: int) -> bool:
-        """False where it must be written: whatever stands in the way, a write says what is so."""
+        """Have this chunk on the blocks of `other`. False where it must be written: a file system
+        that cannot says so at once, and whatever else stands in the way a write tells better."""
         begin, end = self.manifest.bounds(chunk)
         try:
             with self._using() as fd:
