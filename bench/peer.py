@@ -1,6 +1,6 @@
 """One lost rank from its buddy over loopback, beside a plain copy over the same TLS.
 
-    python -m bench.peer [--mib 512] [--rounds 5] [--dir DIR]
+    python -m bench.peer [--mib 512] [--rounds 5] [--dir DIR] [--twin]
 
 The floors are what two processes reach over plain TLS, `sendall` from memory on one side and
 `recv_into` on the other, over as many streams as we use: the receiver of a restore digests each
@@ -8,12 +8,17 @@ The floors are what two processes reach over plain TLS, `sendall` from memory on
 flushes at the end. Ours also reads the sender's drive; a copy is checked before it is sent, too.
 One plain stream whose receiver does nothing with its bytes stands beside them. Medians, ratios of
 each round's own two; in odd rounds the floors come first.
+
+`--twin`: instead, what a buddy does with a copy of which its own shard has all chunks but one:
+they are read there and written, or share blocks, where the file system of DIR (XFS, btrfs) can. No
+link: seconds and CPU from the copy's begin to its name, bytes written, space taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import mmap
 import multiprocessing
 import os
@@ -29,16 +34,24 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
+from keepstep.steps import shard_name
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.peers import Files
+from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import STREAMS
+from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
 from tests.tiers import reading
 from tests.tiers.local import durable
-from tests.volume.images import empty_slot
+from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 CHUNK = CHUNK_BYTES
 PLAIN = "plain TLS, 1 stream(s)"
@@ -173,12 +186,91 @@ async def one_round(directory: Path, mib: int, *, ours_first: bool) -> dict[str,
     return {name: slot.layout.size_bytes / s / 1e9 for name, s in seconds.items()}
 
 
+# --- a twin's copy ---------------------------------------------------------------------------
+
+
+class Unshared(Filesystem):
+    """What one says that cannot share blocks."""
+
+    def clone(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def _twins(mib: int) -> tuple[Slot, Slot]:
+    one, other = (staged(make_layout(rank=rank, parameters=(mib << 20) // 8), 1) for rank in (0, 1))
+    begin, end = len(one.layout.header), one.layout.digests_begin
+    other.view[begin:end] = one.view[begin:end]
+    return one, other
+
+
+def _written_bytes() -> int:
+    """By this process, to drives."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["write_bytes"])
+
+
+def _keep_copy(copies: Copies, shards: Shards, sent: Path, slot: Slot) -> None:
+    """All that the keeper of a copy does, but for TLS."""
+    layout, name = slot.layout, ShardName(id=slot.id, rank=0, world=2)
+    with sent.open("rb") as file, aligned_buffer(CHUNK) as first, memoryview(first) as data:
+        file.readinto(data)
+        file.seek(layout.digests_begin)
+        manifest = memoryview(layout.header + file.read())
+        part = copies.begin(name, shard_name(0, 2), manifest, whose="the bench")
+        assert part is not None
+        for other in shards.others(name):
+            copies.take_from(part, other)
+        assert part.missing == (0,)
+        copies.write(part, 0, data, whose="the bench")
+    copies.seal(part)
+
+
+def twin(directory: Path, mib: int, filesystem: Filesystem) -> tuple[float, ...]:
+    """Seconds, seconds of CPU, MiB written and MiB of space taken."""
+    one, other = _twins(mib)
+    sender = Volume(directory / "sender" / RUN, run=RUN)
+    sent = sender.write(one.view, one.layout, one.control).shard.path
+    keeper = Volume(directory / "keeper" / RUN, run=RUN)
+    keeper.write(other.view, other.layout, other.control)
+    copies = Copies([keeper], run=RUN, filesystem=filesystem)
+    shards = Shards(VolumeSet([keeper]), copies, run=RUN)
+    os.sync()
+    free, written = filesystem.free_bytes(directory), _written_bytes()
+    began, cpu = time.perf_counter(), time.process_time()
+    _keep_copy(copies, shards, sent, one)
+    took, cpu = time.perf_counter() - began, time.process_time() - cpu
+    sizes = (_written_bytes() - written, free - filesystem.free_bytes(directory))
+    for volume in (copies, keeper, sender):
+        volume.close()
+    return took, cpu, *(size / 2**20 for size in sizes)
+
+
+def twins(options: argparse.Namespace) -> None:
+    """Both ways in turns; medians."""
+    found: dict[str, list[tuple[float, ...]]] = {"written": [], "shared": []}
+    for _ in range(options.rounds):
+        for way, filesystem in (("written", Unshared()), ("shared", Filesystem())):
+            with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+                found[way].append(twin(Path(directory), options.mib, filesystem))
+    for way, rounds in found.items():
+        took, cpu, written, space = map(statistics.median, zip(*rounds, strict=True))
+        low, high = min(one[0] for one in rounds), max(one[0] for one in rounds)
+        print(
+            f"{way:8} {took:.2f} s [{low:.2f}, {high:.2f}], CPU {cpu:.3f} s,"
+            f" {written:.0f} MiB written, {space:.0f} MiB of space"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--twin", action="store_true")
     options = parser.parse_args()
+    if options.twin:
+        twins(options)
+        return
     rounds = []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.dir) as directory:
