@@ -14,6 +14,7 @@ import transformers
 
 import keepstep
 from keepstep.integrations import transformers as integration
+from keepstep.state.take import encode, take
 from tests import warm
 from tests.cli.conftest import Keepstep
 
@@ -79,6 +80,19 @@ def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
     trainer._keepstep = integration._Training({})
     with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
         trainer.train()
+
+
+def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path):
+    trainer = integration.attach(made(tmp_path))
+    trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
+    for step in range(3000):
+        trainer.state.log_history.append({"step": step, "loss": 1 / (step + 1)})
+        trainer._note_log()
+    assert len(encode(take({"trainer": training.kept}), rng=None, trusted=False)) < 1000
+    assert integration._entries(training.kept["log"]) == trainer.state.log_history
+    del trainer.state.log_history[10:]
+    trainer._note_log()
+    assert len(integration._entries(training.kept["log"])) == 10
 
 
 def test_a_version_that_was_never_tested_is_named(monkeypatch):

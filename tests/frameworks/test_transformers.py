@@ -54,6 +54,13 @@ def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
     assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
 
 
+def test_a_log_that_outgrows_its_room_in_a_step_comes_back(trainer):
+    options = {"arguments": {"logging_steps": 1}, "note": 8000}
+    plain = trainer.undisturbed(**options)
+    kept, _ = trainer.kept(**options, kill=drawn(range(1, 6), range(12, EPOCH)))
+    assert_same(plain, kept, kills=2)
+
+
 def test_a_sampler_that_draws_from_the_global_generator(trainer):
     options = {"arguments": {"train_sampling_strategy": "group_by_length"}, "lengths": True}
     plain = trainer.undisturbed(**options)

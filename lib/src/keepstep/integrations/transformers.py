@@ -54,6 +54,7 @@ _RESUMED = "keepstep"
 """In the place of the checkpoint's directory, for Trainer's epoch."""
 
 _SCAN_S = 30.0
+_LOG_BYTES = 64 << 10
 
 
 def attach(trainer: T, **options: Any) -> T:
@@ -90,6 +91,8 @@ class _Training:
     started: float = dataclasses.field(default_factory=time.monotonic)
     logged: int = 0
     """Entries of the log that are in `kept`."""
+    logged_bytes: int = 0
+    """Of the tensor there that holds them."""
 
 
 class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker without transformers: Any
@@ -274,14 +277,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
     def _note(self) -> None:
         """Write into `kept` what Trainer has now. Nothing here waits for a GPU."""
         training, state = self._now, self.state
-        entries = state.log_history
-        if len(entries) < training.logged:
-            training.logged, training.kept["log"] = 0, ""
-        # only what is new: to write all of a long log anew would cost more with every step
-        new = "".join(f"{json.dumps(one, default=_plain)}\n" for one in entries[training.logged :])
-        training.logged = len(entries)
+        self._note_log()
         training.kept.update(
-            log=training.kept["log"] + new,
             state={name: getattr(state, name) for name in _PROGRESS},
             callbacks=[[_name(one), one.state()] for one in self._stateful_callbacks()],
             stopped=state.max_steps if self.control.should_training_stop else 0,
@@ -293,6 +290,18 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             seconds=training.seconds_before + time.monotonic() - training.started,
         )
 
+    def _note_log(self) -> None:
+        """Only what is new, and as bytes of a tensor, which a save copies: text it would write as
+        JSON, all of it for each step, and of a long log that is more than the rest of a save."""
+        training, entries = self._now, self.state.log_history
+        if len(entries) < training.logged:
+            training.kept["log"].zero_()
+            training.logged = training.logged_bytes = 0
+        new = "".join(f"{json.dumps(one, default=_plain)}\n" for one in entries[training.logged :])
+        if new:
+            training.kept["log"] = _appended(training.kept["log"], training.logged_bytes, new)
+            training.logged, training.logged_bytes = len(entries), training.logged_bytes + len(new)
+
     def _stateful_callbacks(self) -> list[Any]:
         """Trainer takes them up only when asked, and makes them anew: here they stay who they are,
         with the arguments of the script."""
@@ -302,8 +311,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training, kept = self._now, self._now.kept
         for name, value in kept["state"].items():
             setattr(self.state, name, value)
-        self.state.log_history = [json.loads(line) for line in kept["log"].splitlines()]
+        self.state.log_history = _entries(kept["log"])
         training.logged = len(self.state.log_history)
+        training.logged_bytes = int(kept["log"].count_nonzero())
         left = list(kept["callbacks"])
         for one in self._stateful_callbacks():
             named = next((entry for entry in left if entry[0] == _name(one)), None)
@@ -326,13 +336,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
 
 def _nothing_yet(device: Any) -> dict[str, Any]:
-    """`_Training.kept` before the first step: the tensor's place is in the layout from then on."""
+    """`_Training.kept` before the first step: the tensors' place is in the layout from then on."""
     return {
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
         "stopped": 0,
-        "log": "",
+        "log": torch.zeros(_LOG_BYTES, dtype=torch.uint8, device="cpu"),
         "state": {},
         "callbacks": [],
         "loss": torch.tensor(0.0, device=device),
@@ -342,6 +352,21 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "flos": 0.0,
         "seconds": 0.0,
     }
+
+
+def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
+    """`log`, whose first `size_bytes` are lines of text, ASCII, with zeros behind, and `text`."""
+    end = size_bytes + len(text)
+    if end > log.numel():
+        # a tensor of another shape costs a layout, so there is room for many lines
+        log = torch.cat((log[:size_bytes], log.new_zeros(4 * end - size_bytes)))
+    log[size_bytes:end] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return log
+
+
+def _entries(log: torch.Tensor) -> list[Any]:
+    """What `_appended` was given, line by line."""
+    return [json.loads(line) for line in log.numpy().tobytes().rstrip(b"\0").splitlines()]
 
 
 def _name(callback: Any) -> str:
