@@ -115,7 +115,10 @@ def made() -> Any:
 
 def batches() -> Batches:
     sampler = DistributedSampler(Rows(), WORLD, RANK, shuffle=True) if WORLD > 1 else None
-    return Batches(DataLoader(Rows(), batch_size=4, shuffle=sampler is None, sampler=sampler))
+    options: dict[str, Any] = {"shuffle": sampler is None, "sampler": sampler}
+    return Batches(
+        DataLoader(Rows(), batch_size=4, num_workers=SETTINGS.get("workers", 0), **options)
+    )
 
 
 def train(engine: Any, left: Batches, checkpointer: Any) -> None:

@@ -81,8 +81,8 @@ def test_zero_3_and_another_world(loop):
 
 @pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
-    """Another optimizer of DeepSpeed's."""
-    options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+    """Another optimizer of DeepSpeed's, and a loader with workers."""
+    options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}, "workers": 2}
     plain = loop.undisturbed(**options)
     kept, _ = loop.kept(**options, kill=kill_within(BATCHES))
     assert_same(plain, kept, kills=2)

@@ -174,6 +174,7 @@ class _Partitions(torch.optim.Optimizer):
             order = f".round_robin_of_{distributed.get_world_size()}"
         self._rows = [self._divided(one, at) for at, one in enumerate(self._flats)]
         self.named = {f"zero.group.{at}{order}": one for at, one in enumerate(self._rows)}
+        self._views: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         groups = zip(self._inner.param_groups, self._rows, strict=True)
         super().__init__([{**group, "params": [one]} for group, one in groups], {})
 
@@ -193,8 +194,17 @@ class _Partitions(torch.optim.Optimizer):
         for group, (flat, rows) in enumerate(zip(self._flats, self._rows, strict=True)):
             for key, value in self._inner.state.get(flat, {}).items():
                 like = isinstance(value, Tensor) and value.shape == flat.shape
-                self.state[rows][key] = self._divided(value, group) if like else value
+                self.state[rows][key] = self._view(value, group, key) if like else value
         return super().state_dict()
+
+    def _view(self, value: Tensor, group: int, key: str) -> Tensor:
+        """`_divided`, made once: making a DTensor takes longer than all else that a save does with
+        it, and an optimizer fills its state where it is."""
+        of, pointer, view = self._views.get((group, key), (None, 0, value))
+        if of is not value or pointer != value.data_ptr():
+            view = self._divided(value, group)
+            self._views[group, key] = value, value.data_ptr(), view
+        return view
 
     def settle(self) -> None:
         """Give the optimizer within what this one was given by a restore."""
