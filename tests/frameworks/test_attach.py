@@ -95,6 +95,37 @@ def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path
     assert len(integration._entries(training.kept["log"])) == 10
 
 
+class Line(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+
+class Noise(torch.utils.data.Dataset):
+    """Rows that are drawn: from the process's generator, or from one seeded by their index."""
+
+    def __init__(self, seeded):
+        self.seeded = seeded
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, at):
+        generator = torch.Generator().manual_seed(at) if self.seeded else None
+        return {"x": torch.randn(2, generator=generator)}
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of(
+    tmp_path, sidecar, caplog, seeded
+):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 6}
+    args = transformers.TrainingArguments(**options, per_device_train_batch_size=2)
+    trainer = transformers.Trainer(model=Line(2, 2), args=args, train_dataset=Noise(seeded))
+    integration.attach(trainer).train()
+    assert trainer.checkpointer.stats.staged
+    assert caplog.text.count("draws from the random generators") == (0 if seeded else 1)
+
+
 def test_a_version_that_was_never_tested_is_named(monkeypatch):
     # not `transformers`: it has put another module in its place since
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")

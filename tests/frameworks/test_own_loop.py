@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import keepstep
 from keepstep.integrations.loaders import Batches, own_generators
@@ -121,6 +121,29 @@ def test_an_epoch_that_accelerate_began_by_itself_is_refused():
     loading = accelerator.prepare(DataLoader(torch.arange(6), batch_size=2))
     with pytest.raises(keepstep.UsageError, match="leave out use_stateful_dataloader"):
         Batches(loading)
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, at):
+        return torch.randn(2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of_once(
+    sidecar, caplog, prepared
+):
+    """Accelerate does that; a loader alone does not."""
+    loader = DataLoader(Noise())
+    batches = Batches(Accelerator(cpu=True).prepare(loader) if prepared else loader)
+    checkpointer = keepstep.Checkpointer(batches=batches)
+    checkpointer.restore(rng="later")
+    for _ in range(2):
+        assert len(list(batches.left(checkpointer))) == 8
+    assert caplog.text.count("draws from the random generators") == prepared
 
 
 def test_an_epoch_that_was_left_early_begins_anew():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError
+from keepstep.image import extras
 from keepstep.integrations import require_accelerate
 from keepstep.state import rng
+
+log = logging.getLogger("keepstep")
 
 
 class Batches:
@@ -63,6 +67,8 @@ class Batches:
         """The batches of this epoch that were not done. Sets the random states that
         `checkpointer.restore(rng="later")` left, where they belong; raises UsageError where that
         was not called. A `break` ends no epoch: the next `left` begins the same one anew."""
+        if self._fetches_ahead and checkpointer.epoch is not None:
+            tell_of_draws(self._base)
         for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's
             if name in vars(self.loader):
                 setattr(self.loader, name, self.epoch)
@@ -111,6 +117,39 @@ def _refuse_plugins() -> None:
         )
     if kind == "FSDP" and state.fsdp_plugin.fsdp_version != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
+
+
+def tell_of_draws(loader: Any) -> None:
+    """For a loader of which a batch is fetched ahead: it is said, once, where the batches of its
+    next epoch draw from the generators of the process, as nobody can give those their states back.
+    Workers draw from their own."""
+    if not isinstance(loader, DataLoader) or loader.num_workers:
+        return
+    if not isinstance(loader.collate_fn, _Watched):
+        loader.collate_fn = _Watched(loader.collate_fn)
+
+
+class _Watched:
+    """A collator that looks whether the second batch draws: behind the first one samplers have
+    drawn their seeds, and nothing is trained yet."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._batches, self._state = 0, b""
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        self._batches += 1
+        if self._batches == 1:
+            self._state = extras.encode(rng.capture())
+        elif self._batches == 2 and self._state != extras.encode(rng.capture()):
+            log.warning(
+                "keepstep: the dataset or its collator draws from the random generators of this"
+                " process, and a batch is fetched ahead: after a restart that batch is drawn anew,"
+                " and losses from there on are not those of an undisturbed run; draw from a"
+                " generator seeded by the index of the sample (docs/frameworks.md)"
+            )
+        return batch
 
 
 def by_index(loader: Any) -> bool:

@@ -29,7 +29,13 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, require, require_accelerate, require_torch
+from keepstep.integrations import (
+    any_rank,
+    loaders,
+    require,
+    require_accelerate,
+    require_torch,
+)
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -165,6 +171,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         components = {**self.keepstep_components(), "trainer": kept}
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
         training.at = training.checkpointer.restore(rng="later")
+        if training.checkpointer.epoch is not None:
+            # of accelerate, in whose loaders torch's own is
+            loaders.tell_of_draws(getattr(training.loader, "base_dataloader", training.loader))
         if training.at is None:
             if training.left_alone is not None:
                 raise RestoreError(
