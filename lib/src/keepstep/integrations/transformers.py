@@ -29,6 +29,7 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
+from keepstep.image import extras
 from keepstep.integrations import (
     any_rank,
     loaders,
@@ -60,7 +61,6 @@ _RESUMED = "keepstep"
 """In the place of the checkpoint's directory, for Trainer's epoch."""
 
 _SCAN_S = 30.0
-_LOG_BYTES = 64 << 10
 
 
 def attach(trainer: T, **options: Any) -> T:
@@ -351,7 +351,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "begun_at": 0,
         "epoch_rng": {},
         "stopped": 0,
-        "log": torch.zeros(_LOG_BYTES, dtype=torch.uint8, device="cpu"),
+        "log": torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
         "state": {},
         "callbacks": [],
         "loss": torch.tensor(0.0, device=device),
@@ -368,7 +368,7 @@ def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
     end = size_bytes + len(text)
     if end > log.numel():
         # a tensor of another shape costs a layout, so there is room for many lines
-        log = torch.cat((log[:size_bytes], log.new_zeros(4 * end - size_bytes)))
+        log = torch.cat((log[:size_bytes], log.new_zeros(extras.capacity_for(end) - size_bytes)))
     log[size_bytes:end] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return log
 
