@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import RankReport
-from keepstep.core.ledger.holding import bits
+from keepstep.core.ledger.holding import RankUnion, bits
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
 
@@ -53,8 +55,17 @@ def check(copies: Completeness, id: StepId) -> None:
     assert copies.contested(id) == sorted(differ | doubled)
 
 
-@given(_CHANGES)
-def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
+@pytest.mark.parametrize("few", [commit_rule._FEW_COPIES, 1, 0])
+@given(changes=_CHANGES)
+def test_whatever_comes_and_goes(few: int, changes: list[tuple[int, object]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_rule, "_FEW_COPIES", few)
+        patch.setattr(commit_rule, "_BLOCK", 2)
+        patch.setattr(commit_rule, "_BLOCK_RANKS", 3)
+        follow(changes)
+
+
+def follow(changes: list[tuple[int, object]]) -> None:
     copies = Completeness()
     for node, change in changes:
         if isinstance(change, dict):
@@ -64,3 +75,44 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
         for id in copies.steps:
             check(copies, id)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), max_size=12))
+def test_a_union_is_what_adding_all_up_says(changes: list[tuple[int, int]]) -> None:
+    union, of = RankUnion(), dict[int, int]()
+    for key, ranks in changes:
+        union.put(key, ranks)
+        of[key] = ranks
+        named = {rank: {key for key in of if of[key] >> rank & 1} for rank in range(5)}
+        assert [*bits(union.once)] == [rank for rank in named if named[rank]]
+        assert [*bits(union.twice)] == [rank for rank in named if len(named[rank]) > 1]
+        assert all(union.having(rank) == named[rank] for rank in named)
+
+
+def compared(nodes: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many copies are looked at as each node's images come, and each goes."""
+    looked = 0
+    of = commit_rule.Tally._of
+
+    def counted(tally: commit_rule.Tally, ranks: int) -> list[object]:
+        nonlocal looked
+        found = [*of(tally, ranks)]
+        looked += len(found)
+        return found
+
+    monkeypatch.setattr(commit_rule.Tally, "_of", counted)
+    copies = Completeness()
+    for node in range(nodes):
+        for rank, tier in ((node, Tier.LOCAL), ((node + 1) % nodes, Tier.PEER)):
+            copies.replace(node, {rank: told(rank, {tier: [(1, "a", nodes)]})})
+    assert copies.complete(StepId(_EPOCH, 1), Tier.LOCAL)
+    for node in range(nodes):
+        copies.replace(node, {node: told(node, {Tier.LOCAL: []})})
+    monkeypatch.undo()
+    return looked
+
+
+def test_with_an_image_those_of_the_same_ranks_are_compared_and_not_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compared(2048, monkeypatch) < 2.2 * compared(1024, monkeypatch)

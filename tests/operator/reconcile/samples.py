@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportedShard
+from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportedShard, ReportReply
 from keepstep_operator.api.model import (
     Job,
     PodRecord,
@@ -223,6 +225,11 @@ class Play:
     def hear_all(self, *pairs: tuple[PodRecord, Sidecar]) -> None:
         for one, sidecar in pairs:
             self.hear(one, sidecar.report())
+
+    def told(self, one: PodRecord, *, holds: str | None = None) -> ReportReply:
+        """The reply as it is sent."""
+        reply = self.registry.reply(one.uid, holds=holds, at=self.now)
+        return msgspec.json.decode(msgspec.json.encode(reply), type=ReportReply)
 
     def find(self, object: RunObject) -> None:
         self.note(self.registry.object_seen(object, at=self.now))

@@ -73,9 +73,6 @@ class Move(Play):
         self.hear(helper, _served(1, *map(step, numbers)))
         return helper
 
-    def reply(self, one: PodRecord) -> ReportReply:
-        return self.registry.reply(one.uid, at=self.now)
-
 
 def _served(rank: int, *ids: StepId) -> Report:
     like = Sidecar(rank=0, kept={rank: list(ids)}, address="10.0.0.9:9465").report()
@@ -87,22 +84,22 @@ def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
     assert play.wanted() == []
     play.move()
     assert play.wanted() == [Helper(run=KEY, node="node-1", node_ranks=(1,), paths=(PATH,))]
-    told = play.reply(play.moved)
+    told = play.told(play.moved)
     assert told.peers == ()
     assert "node-1" in told.awaits
-    assert play.reply(play.first).awaits == "", "only who left something waits for it"
+    assert play.told(play.first).awaits == "", "only who left something waits for it"
     assert play.condition("LeftShardsServed")[:2] == ("False", "Starting")
     assert play.run.ledger.plan() is None
 
     helper = play.serve(39, 40)
     assert play.run.ledger.plan() == step(40), "it counts as reachable"
-    told = play.reply(play.moved)
+    told = play.told(play.moved)
     assert told.awaits == ""
     assert told.peers == (Peer(node_rank=helper.node_rank, address="10.0.0.9:9465"),)
     assert told.plan == step(40)
     assert play.condition("LeftShardsServed")[0] == "True"
     assert "node-1" in play.events("LeftShardsServed")[0]
-    assert play.reply(helper) == ReportReply(reads_runs=True), "a helper is told nothing"
+    assert play.told(helper) == ReportReply(reads_runs=True), "a helper is told nothing"
 
 
 def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
@@ -120,7 +117,7 @@ def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
     assert play.wanted() == []
     play.note(play.registry.helper_gone(helper.uid, at=play.now))
     assert play.run.ledger.committed() == step(41, epoch)
-    assert play.reply(play.moved).peers == ()
+    assert play.told(play.moved).peers == ()
     assert [one.node for one in play.status.holders] == ["node-0", "node-2"]
 
 
@@ -132,7 +129,7 @@ def test_no_helper_is_started_on_a_guess() -> None:
     play.move()
     play.registry.node_seen(NodeRecord(name="node-1", ready=False))
     assert play.wanted() == [], "its node is down"
-    assert play.reply(play.moved).awaits == ""
+    assert play.told(play.moved).awaits == ""
     play.registry.node_seen(NodeRecord(name="node-1"))
     assert play.wanted() != []
     play.registry.node_gone("node-1")
@@ -150,7 +147,7 @@ def test_when_all_pods_move_at_once_what_each_of_them_left_is_served() -> None:
     for number, one in enumerate(moved):
         report = Sidecar(rank=number, started_at=T0 + 9, epochs=[]).report()
         play.hear(one, replace(report, ranks=()))
-        assert f"node-{number}" in play.reply(one).awaits, "also before all others have told"
+        assert f"node-{number}" in play.told(one).awaits, "also before all others have told"
     assert [(one.node, one.node_ranks) for one in play.wanted()] == [
         ("node-0", (0,)),
         ("node-1", (1,)),
@@ -164,8 +161,8 @@ def test_a_pod_that_has_not_looked_yet_is_told_to_wait_for_what_it_left() -> Non
     early = Sidecar(rank=1, started_at=T0 + 9, epochs=[], ready=False).report()
     play.hear(play.moved, early)
     assert play.wanted() == []
-    assert "node-1" in play.reply(play.moved).awaits, "its vote must not come before"
-    assert play.reply(play.first).awaits == ""
+    assert "node-1" in play.told(play.moved).awaits, "its vote must not come before"
+    assert play.told(play.first).awaits == ""
 
 
 def test_a_failed_pod_that_nobody_removed_serves_nothing() -> None:
@@ -227,7 +224,7 @@ def test_a_helper_that_is_lost_leaves_the_doubt_that_was_there_before() -> None:
     play.note(play.registry.helper_gone(helper.uid, at=play.now))
     assert play.run.ledger.plan() is None
     assert play.wanted() != []
-    assert "node-1" in play.reply(play.moved).awaits
+    assert "node-1" in play.told(play.moved).awaits
 
 
 def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:

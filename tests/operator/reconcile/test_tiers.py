@@ -71,7 +71,7 @@ def types(play: Play) -> list[str]:
 
 def test_each_sidecar_is_told_its_buddy_and_where_all_others_serve() -> None:
     play, pods, _ = running()
-    (peer,) = play.registry.reply(pods[0].uid, at=play.now).peers
+    (peer,) = play.told(pods[0]).peers
     assert (peer.node_rank, peer.address, peer.buddy) == (1, "10.0.0.1:9465", True)
     assert [one.buddies for one in play.status.ranks] == ["1", "0"]
 
@@ -84,16 +84,14 @@ def test_with_a_third_pod_only_the_next_is_a_buddy_and_the_other_serves() -> Non
         one.world = 3
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.hear(third, Sidecar(rank=2, world=3, address="10.0.0.2:9465").report())
-    found = {
-        one.node_rank: one.buddy for one in play.registry.reply(pods[0].uid, at=play.now).peers
-    }
+    found = {one.node_rank: one.buddy for one in play.told(pods[0]).peers}
     assert found == {1: True, 2: False}
 
 
 def test_nobody_is_a_buddy_before_every_pod_has_a_node() -> None:
     play, pods, _ = running()
     play.see(pod(2, node="", phase="Pending", training=False))
-    told = play.registry.reply(pods[0].uid, at=play.now).peers
+    told = play.told(pods[0]).peers
     assert [one.buddy for one in told] == [False]
 
 
@@ -105,7 +103,7 @@ def test_a_pod_that_is_made_again_moves_no_copies() -> None:
     before = play.registry.runs[KEY].peer_assignment.ring()
     play.lose(pods[1])
     assert play.registry.runs[KEY].peer_assignment.ring() == before
-    assert {one.node_rank for one in play.registry.reply(pods[0].uid, at=play.now).peers} == {2}
+    assert {one.node_rank for one in play.told(pods[0]).peers} == {2}
 
 
 def test_a_sidecar_is_told_that_it_knows_all_peers_once_every_rank_was_heard() -> None:
@@ -114,14 +112,14 @@ def test_a_sidecar_is_told_that_it_knows_all_peers_once_every_rank_was_heard() -
     play.hear(pods[0], Sidecar(rank=0, address="10.0.0.0:9465").report())
     assert not play.registry.reply(pods[0].uid, at=play.now).all_peers
     play.hear(pods[1], Sidecar(rank=1, address="10.0.0.1:9465").report())
-    told = play.registry.reply(pods[0].uid, at=play.now)
+    told = play.told(pods[0])
     assert (told.all_peers, [one.node_rank for one in told.peers]) == (True, [1])
 
 
 def test_a_run_of_one_pod_knows_all_its_peers_which_are_none() -> None:
     play = Play(pod(), known_policy=policy(peers=Peers()))
     play.hear(pod(), Sidecar(rank=0, world=1, address="10.0.0.0:9465").report())
-    told = play.registry.reply(pod().uid, at=play.now)
+    told = play.told(pod())
     assert (told.all_peers, told.peers) == (True, ())
 
 
@@ -138,7 +136,7 @@ def test_buddies_leave_the_zone_where_nodes_are_known_to_be_in_one() -> None:
 
 def test_without_peers_in_the_policy_there_are_none_and_no_word_of_them() -> None:
     play, pods, _ = running(known=policy())
-    assert play.registry.reply(pods[0].uid, at=play.now).peers == ()
+    assert play.told(pods[0]).peers == ()
     assert types(play) == ["Protected", "FullyInjected", "Committing"]
     assert play.status.survives == ["ContainerRestart", "PodRestart"]
 

@@ -207,7 +207,8 @@ class Report:
     `ready`: the volumes were scanned. `peer_address`: where other pods of the run find this one, ''
     when it serves none. `since`: the sequence of the report that this one tells changes to, of
     `epochs`, `ranks`, `restores` and `goodput`; 0: it is whole. `failures`: of the script's own,
-    all that are known here. `goodput`: None before the first restore.
+    all that are known here. `goodput`: None before the first restore. `peers_version`: of the list
+    of peers that is known here, '' for none; None: list them each time.
     """
 
     sidecar: str
@@ -232,6 +233,7 @@ class Report:
     depots: tuple[TierProgress, ...] = ()
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
+    peers_version: str | None = None
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
@@ -254,6 +256,8 @@ class ReportReply:
     copy is needed on this pod any more.
     `pinned`: steps that stay even when a volume is full.
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
+    `peers_version`: names this list by what it says; the version that the report named: it is the
+    same list, and not repeated. '': the list is whole.
     `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
     candidate; of another run's archive where `restore_run` names one. None: nobody wants that.
     `awaits`: shards of this pod's ranks that are being made reachable, '' when none are: a vote
@@ -281,6 +285,7 @@ class ReportReply:
     retire: tuple[StepId, ...] = ()
     pinned: tuple[StepId, ...] = ()
     peers: tuple[Peer, ...] = ()
+    peers_version: str = ""
     restore_from: StepId | None = None
     restore_run: str = ""
     awaits: str = ""

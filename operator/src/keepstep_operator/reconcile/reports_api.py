@@ -130,7 +130,7 @@ class ReportsApi:
             self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
         yield
         with self._spending(pod.namespace), _known(pod):
-            told = self._registry.reply(pod.uid, at=self._clock())
+            told = self._registry.reply(pod.uid, holds=report.peers_version, at=self._clock())
             return _json(replace(told, authorities=self._authorities()))
 
     @contextmanager

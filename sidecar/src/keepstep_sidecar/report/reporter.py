@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -23,7 +23,7 @@ import msgspec
 
 from keepstep.core.readiness import NEVER
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.reports import Peer, Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
@@ -148,6 +148,8 @@ class Reporter:
         self._reads_runs = True
         """The operator reads twins as runs, until it does not say so: what one that reads lists
         alone is told first lacks the twins, and the next report has them."""
+        self._peers: tuple[Peer, ...] = ()
+        self._peers_version = ""
         self._volumes: tuple[VolumeStatus, ...] = ()
         self._measured_at = -_MEASURE_EVERY_S
 
@@ -229,8 +231,9 @@ class Reporter:
         self._sequence += 1
         self._tried_at = time.monotonic()
         told, self._known = changes(self._known, report), None
+        told = replace(told, peers_version=self._peers_version)
         try:
-            reply = await self._post(session, told)
+            reply = self._with_peers(await self._post(session, told))
         except _Failed as failure:
             self._failed(failure)
             return
@@ -287,6 +290,13 @@ class Reporter:
             return self._decode(data)
         except (ValueError, RecursionError) as error:
             raise _Failed("reply", f"the answer is none: {error}") from error
+
+    def _with_peers(self, reply: ReportReply) -> ReportReply:
+        """The same list as before is not repeated."""
+        if reply.peers_version and reply.peers_version == self._peers_version:
+            return replace(reply, peers=self._peers)
+        self._peers, self._peers_version = reply.peers, reply.peers_version
+        return reply
 
     # --- how it went -------------------------------------------------------------------------
 

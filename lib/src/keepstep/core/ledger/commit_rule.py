@@ -18,38 +18,66 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.ledger.events import RankReport, at_least
-from keepstep.core.ledger.holding import Holding, Place, bitmap, bits, is_full
+from keepstep.core.ledger.holding import Holding, Place, RankUnion, bitmap, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
 from keepstep.core.shard import Told
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
+_FEW_COPIES = 64
+_BLOCK = 64
+"""Ranks whose copies are looked for together."""
+_BLOCK_RANKS = (1 << _BLOCK) - 1
+
+
+def _blocks(ranks: int) -> Iterator[int]:
+    """Those that these ranks are of."""
+    last = -1
+    for rank in bits(ranks):
+        if rank // _BLOCK != last:
+            last = rank // _BLOCK
+            yield last
 
 
 class Tally:
     """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
     bits for each tier, whether it was judged and whether it is complete there."""
 
-    __slots__ = ("_reached", "_rooted", "contested", "copies", "id", "known")
+    __slots__ = ("_near", "_reached", "_rooted", "contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
         self.copies: list[Holding] = []
         self.contested = 0
         self.known = 0
+        self._near: dict[int, list[Holding]] | None = None
         self._reached: dict[tuple[Tier, int], int] | None = {}
         self._rooted = 0
 
-    def came(self, held: Holding) -> None:
-        """One of the copies is new, or of more ranks than before."""
+    def came(self, held: Holding, ranks: int) -> None:
+        """One of the copies is of these ranks, too, or anew."""
+        if self._near is not None:
+            self._find(held, ranks)
+        if self._reached is not None:
+            self._reach_by(held)
+
+    def went(self, held: Holding, ranks: int) -> None:
+        """One of the copies is of these ranks no more, or gone with them."""
+        if len(self.copies) <= _FEW_COPIES:
+            self._reached = self._near = None
+            return
+        others = rooted = 0
+        for one in self._of(ranks):
+            left = one.ranks & ~ranks if one is held else one.ranks
+            others |= left if one.place[1:] == held.place[1:] else 0
+            rooted |= left & one.rooted
+        self._lose(held, ranks)
         if self._reached is not None:
             at = held.place[1:]
-            self._reached[at] = self._reached.get(at, 0) | held.ranks
-            self._rooted |= held.rooted
-
-    def went(self) -> None:
-        """A copy is gone, or some of its ranks are."""
-        self._reached = None
+            self._rooted &= ~ranks | rooted
+            self._reached[at] &= ~ranks | others
+            if not self._reached[at]:
+                del self._reached[at]
 
     def _reach(self) -> dict[tuple[Tier, int], int]:
         """By tier and world all ranks of which there are copies: thousands of nodes have one each,
@@ -57,8 +85,14 @@ class Tally:
         if self._reached is None:
             self._reached, self._rooted = {}, 0
             for held in self.copies:
-                self.came(held)
+                self._reach_by(held)
         return self._reached
+
+    def _reach_by(self, held: Holding) -> None:
+        assert self._reached is not None
+        at = held.place[1:]
+        self._reached[at] = self._reached.get(at, 0) | held.ranks
+        self._rooted |= held.rooted
 
     def worlds(self) -> set[int]:
         return {world for _, world in self._reach()}
@@ -71,7 +105,7 @@ class Tally:
 
     def contest(self, ranks: int) -> None:
         """Compare all images that there are of these ranks."""
-        there = [held for held in self.copies if held.ranks & ranks]
+        there = [held for held in self._of(ranks) if held.ranks & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -81,6 +115,32 @@ class Tally:
             if len({held.root(rank) for held in there} - {0}) > 1:
                 found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
+
+    def _of(self, ranks: int) -> Iterable[Holding]:
+        """All copies that may be of these ranks. Of a step with thousands of copies each report
+        compares its own: which are near is worked out once."""
+        if len(self.copies) <= _FEW_COPIES:
+            return self.copies
+        if self._near is None:
+            self._near = {}
+            for held in self.copies:
+                self._find(held, held.ranks)
+        near = (self._near.get(one, ()) for one in _blocks(ranks))
+        return dict.fromkeys(held for block in near for held in block)
+
+    def _find(self, held: Holding, ranks: int) -> None:
+        assert self._near is not None
+        for one in _blocks(ranks):
+            block = self._near.setdefault(one, [])
+            if held not in block:
+                block.append(held)
+
+    def _lose(self, held: Holding, ranks: int) -> None:
+        assert self._near is not None
+        left = held.ranks & ~ranks
+        for one in _blocks(ranks):
+            if not left >> one * _BLOCK & _BLOCK_RANKS and held in self._near.get(one, ()):
+                self._near[one].remove(held)
 
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
@@ -165,8 +225,7 @@ class Completeness:
         self._contested: set[StepId] = set()
         self._answers: dict[tuple[int, Tier], Answers] = {}
         self._merged: dict[Tier, Answers] = {}
-        self._in_memory: dict[int, int] = {}
-        self._twice: int | None = 0
+        self._in_memory = RankUnion()
         self.changed: set[StepId] = set()
 
     # --- changing ------------------------------------------------------------------------
@@ -198,8 +257,8 @@ class Completeness:
             }
             if self._answers.setdefault((node_rank, tier), Answers()).say(answers):
                 self._merged.pop(tier, None)
-            if tier is Tier.MEMORY and self._in_memory.get(node_rank, 0) != held:
-                self._in_memory[node_rank], self._twice = held, None
+            if tier is Tier.MEMORY:
+                self._in_memory.put(node_rank, held)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node said (of this rank). What is in the archive is still there."""
@@ -207,14 +266,11 @@ class Completeness:
         for place in list(self._places.get(node_rank, ())):
             for id in list(self._held[place]):
                 self._take_out(place, id, ranks)
-        for (node, _), said in self._answers.items():
-            if node == node_rank:
+        for tier in NEAREST_FIRST:
+            if (said := self._answers.get((node_rank, tier))) is not None:
                 said.leave(ranks)
         self._merged.clear()
-        memory = self._in_memory.pop(node_rank, 0) & ~ranks
-        if memory:
-            self._in_memory[node_rank] = memory
-        self._twice = None
+        self._in_memory.put(node_rank, self._in_memory[node_rank] & ~ranks)
 
     def keep_newest(self, at: int, most: int) -> None:
         """Forget what is held there of older steps, on each tier."""
@@ -267,7 +323,7 @@ class Completeness:
         may_differ = bool(told.doubled) or tally.may_differ(ranks, rooted)
         if images:
             held.add(images)
-            tally.came(held)
+            tally.came(held, bitmap(images))
         held.doubled |= told.doubled
         if may_differ:
             tally.contest(ranks)
@@ -299,7 +355,7 @@ class Completeness:
                 self._places[place[0]].pop(place, None)
         else:
             held.remove(leaving)
-        tally.went()
+        tally.went(held, leaving)
         if tally.contested & leaving:
             tally.contest(tally.contested & leaving)
         self._note(tally.id, tally)
@@ -438,15 +494,7 @@ class Completeness:
 
     def twice_in_memory(self) -> dict[int, set[int]]:
         """rank -> node ranks, where more than one holds images of it in memory."""
-        if self._twice is None:
-            once = self._twice = 0
-            for ranks in self._in_memory.values():
-                self._twice |= once & ranks
-                once |= ranks
-        return {
-            rank: {node for node, ranks in self._in_memory.items() if ranks >> rank & 1}
-            for rank in bits(self._twice)
-        }
+        return {rank: self._in_memory.having(rank) for rank in bits(self._in_memory.twice)}
 
 
 _Key = tuple[int, int, str, int]

@@ -47,6 +47,50 @@ def is_full(ranks: int, world: int) -> bool:
     return ranks & everybody == everybody
 
 
+class RankUnion:
+    """All bits of many bitmaps, one of each key: as one changes, the others are not looked at.
+    `once`: bits of any; `twice`: bits of more than one."""
+
+    __slots__ = ("_of", "once", "twice")
+
+    def __init__(self) -> None:
+        self.once = self.twice = 0
+        self._of: dict[int, int] = {}
+
+    def __getitem__(self, key: int) -> int:
+        return self._of.get(key, 0)
+
+    def put(self, key: int, ranks: int) -> None:
+        """This is the key's bitmap from now on."""
+        before = self[key]
+        if before == ranks:
+            return
+        left, came = before & ~ranks, ranks & ~before
+        if ranks:
+            self._of[key] = ranks
+        else:
+            del self._of[key]
+        if left & self.twice:
+            self._add_up()
+        else:
+            self.once &= ~left
+            self._add(came)
+
+    def having(self, rank: int) -> set[int]:
+        """The keys of the bitmaps that name this rank."""
+        return {key for key, ranks in self._of.items() if ranks >> rank & 1}
+
+    def _add(self, ranks: int) -> None:
+        self.twice |= self.once & ranks
+        self.once |= ranks
+
+    def _add_up(self) -> None:
+        """Which of several had a bit that is gone cannot be told from the sum."""
+        self.once = self.twice = 0
+        for ranks in self._of.values():
+            self._add(ranks)
+
+
 class Holding:
     """`doubled`: ranks of which this very place has two different images. `written_at`: unix
     seconds of the last image, 0 where no time was told."""

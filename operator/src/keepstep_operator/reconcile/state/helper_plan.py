@@ -108,6 +108,8 @@ def peers(run: Run) -> tuple[Peer, ...]:
 def awaits(run: Run, node_rank: int) -> str:
     """What the pod of this place has left on another node and can have back in a moment; also
     while nobody knows yet whether it needs that: its vote must not come before."""
+    if not any(run.ledger.orphans):
+        return ""
     if run.helper_paths and not _all_told(run):
         for left in _reachable(run):
             if left.node_rank == node_rank:

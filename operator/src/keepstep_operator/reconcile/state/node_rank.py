@@ -8,12 +8,14 @@ looks at (`gc=False`): it is part of no cycle.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
 
+from keepstep.core.ledger.holding import RankUnion
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -136,6 +138,89 @@ class Place:
     def settled(self) -> bool:
         """Its silence about a step means that the step is not there."""
         return not self.gone and self.sidecar.ready
+
+
+class Places(Mapping[int, Place]):
+    """All places of a run by node rank, and what those whose pods are there add up to: with each
+    report one of thousands changes. `moved` grows when another pod, node or address is found."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Place] = {}
+        self.moved = 0
+        self.own, self.alive = RankUnion(), RankUnion()
+        self._unsettled: set[int] = set()
+        self._worlds: Counter[frozenset[tuple[bool, int]]] = Counter()
+        self._staged: dict[StepId, RankUnion] = {}
+
+    def __getitem__(self, node_rank: int) -> Place:
+        return self._of[node_rank]
+
+    def __setitem__(self, node_rank: int, now: Place) -> None:
+        before = self._of.get(node_rank)
+        self._of[node_rank] = now
+        was, place = _there(before), _there(now)
+        if _found(before) != _found(now):
+            self.moved += 1
+        self.own.put(node_rank, place.own if place else 0)
+        self.alive.put(node_rank, place.alive if place else 0)
+        unsettled = place is not None and not place.settled
+        self._unsettled.add(node_rank) if unsettled else self._unsettled.discard(node_rank)
+        self._count(was, -1)
+        self._count(place, 1)
+        self._stage(node_rank, was, place)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._of)
+
+    def items(self) -> ItemsView[int, Place]:
+        return self._of.items()
+
+    def values(self) -> ValuesView[Place]:
+        return self._of.values()
+
+    def there(self) -> Iterator[Place]:
+        return (place for place in self._of.values() if not place.gone)
+
+    @property
+    def settled(self) -> bool:
+        """Whether their silence about a step means that the step is not there."""
+        return not self._unsettled
+
+    @property
+    def worlds(self) -> set[tuple[bool, int]]:
+        """As `Place.worlds`."""
+        return set().union(*self._worlds)
+
+    def staged(self, epoch: EpochId) -> dict[int, int]:
+        """The newest steps of this epoch that ranks staged, and which ranks each."""
+        return {id.step: ranks.once for id, ranks in self._staged.items() if id.epoch == epoch}
+
+    def _count(self, place: Place | None, by: int) -> None:
+        if place is not None:
+            self._worlds[place.worlds] += by
+            if not self._worlds[place.worlds]:
+                del self._worlds[place.worlds]
+
+    def _stage(self, node_rank: int, was: Place | None, place: Place | None) -> None:
+        now = dict(place.staged) if place is not None else {}
+        left = dict.fromkeys(id for id, _ in was.staged if id not in now) if was is not None else {}
+        for id, ranks in (*now.items(), *((id, 0) for id in left)):
+            at = self._staged.setdefault(id, RankUnion())
+            at.put(node_rank, ranks)
+            if not at.once:
+                del self._staged[id]
+
+
+def _there(place: Place | None) -> Place | None:
+    return None if place is None or place.gone else place
+
+
+def _found(place: Place | None) -> tuple[object, ...]:
+    """By what others find it."""
+    return () if place is None else (place.pod, place.node, place.gone, place.sidecar.peer_address)
 
 
 @dataclass(frozen=True, kw_only=True)

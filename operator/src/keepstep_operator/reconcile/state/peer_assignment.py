@@ -13,21 +13,38 @@ as many copies as it sends, wherever the domains are of equal size. Pure.
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from keepstep.wire.reports import Peer
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.tiers import HOSTNAME, Peers
+from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state.node_rank import Place
+from keepstep_operator.reconcile.state.reply import NOBODY, may_be_old_s
 
 if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run
 
 
 _KEPT: Final = 1 << 14
-"""Every reply names all pods of its run: what is the same of them is made, and compared, once."""
+"""Of all runs: what is told of a pod is made once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listed:
+    """All that serve, as JSON by node rank. `of`: what it was made from; `digest`: what it says."""
+
+    at: float
+    of: tuple[object, ...]
+    helpers: tuple[Peer, ...]
+    entries: Mapping[int, bytes]
+    digest: bytes
 
 
 class PeerAssignment:
@@ -37,27 +54,69 @@ class PeerAssignment:
         self._run: Run = weakref.proxy(run)  # no cycle: a run that is over goes with its last word
         self._nodes = nodes
         self._known: tuple[object, dict[int, tuple[int, ...]]] | None = None
+        self._looked: object = None
+        self._listed: _Listed | None = None
 
-    def of(self, node_rank: int) -> tuple[Peer, ...]:
-        """What the sidecar of this place is told: all others that serve, its buddies marked."""
-        if self._run.policy is None or self._run.policy.peers is None:
-            return ()
-        chosen = set(self.ring().get(node_rank, ()))
-        return tuple(
-            _peer(other, place.sidecar.peer_address, other in chosen)
-            for other, place in sorted(self._run.ledger.places.items())
-            if other != node_rank and not place.gone and place.sidecar.peer_address
-        )
+    def told(
+        self, node_rank: int, *, holds: str | None = None, at: float
+    ) -> tuple[str, msgspec.Raw]:
+        """For the sidecar of this place: all others that serve, its buddies marked, and the version
+        of this list, by what it says. Nobody where the sidecar `holds` that version.
+
+        While pods of a large run have not reported yet, of the others those are named that had a
+        moment ago; of its buddies, which hold copies of its shards, always all.
+        """
+        listed = self._list(at)
+        buddies = {rank: self._buddy(rank) for rank in self.ring().get(node_rank, ())}
+        named = (b"%d %b" % one for one in buddies.items())
+        said = b" ".join((listed.digest, b"%d" % node_rank, *named))
+        version = hashlib.blake2b(said, digest_size=12).hexdigest()
+        if holds == version:
+            return version, NOBODY
+        entries = {**listed.entries, **buddies, node_rank: b""}
+        return version, msgspec.Raw(b"[%b]" % b",".join(filter(None, entries.values())))
+
+    def _list(self, at: float) -> _Listed:
+        run, known = self._run, self._listed
+        helpers = helper_plan.peers(run)
+        of = (run.policy is not None and run.policy.peers is not None, run.ledger.places.moved)
+        if known is not None and known.helpers == helpers:
+            waits = known.of[0] == of[0] and not run.ledger.settled
+            if known.of == of or (waits and 0 <= at - known.at < may_be_old_s(run.ledger.world)):
+                return known
+        serving = sorted(run.ledger.places.items()) if of[0] else ()
+        entries = {
+            rank: _entry(rank, place.sidecar.peer_address, False)
+            for rank, place in serving
+            if _serves(place)
+        }
+        entries |= {one.node_rank: _entry(one.node_rank, one.address, False) for one in helpers}
+        digest = hashlib.blake2b(b",".join(entries.values()), digest_size=12).digest()
+        self._listed = _Listed(at=at, of=of, helpers=helpers, entries=entries, digest=digest)
+        return self._listed
+
+    def _buddy(self, node_rank: int) -> bytes:
+        """Nothing where it does not serve now."""
+        place = self._run.ledger.places.get(node_rank)
+        if place is None or not _serves(place):
+            return b""
+        return _entry(node_rank, place.sidecar.peer_address, True)
+
+    def look_again(self) -> None:
+        """Labels of nodes may be others now."""
+        self._looked = None
 
     def ring(self) -> dict[int, tuple[int, ...]]:
         """node rank -> those that it sends its shards to; empty while that is not certain."""
         peers = self._run.policy.peers if self._run.policy else None
         if peers is None:
             return {}
-        spots = self._spots(peers)
-        key = (peers, tuple(sorted(spots.items())))
-        if self._known is None or self._known[0] != key:
-            self._known = key, buddies(spots, replicas=peers.replicas)
+        now = (peers, self._run.pods_moved, self._run.ledger.settled)
+        if self._known is None or self._looked != now:
+            self._looked, spots = now, self._spots(peers)
+            key = (peers, tuple(sorted(spots.items())))
+            if self._known is None or self._known[0] != key:
+                self._known = key, buddies(spots, replicas=peers.replicas)
         return self._known[1]
 
     def _spots(self, peers: Peers) -> dict[int, Spot]:
@@ -95,8 +154,12 @@ def _spot_of(node: str, domain: str) -> Spot:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _peer(node_rank: int, address: str, buddy: bool) -> Peer:
-    return Peer(node_rank=node_rank, address=address, buddy=buddy)
+def _entry(node_rank: int, address: str, buddy: bool) -> bytes:
+    return msgspec.json.encode(Peer(node_rank=node_rank, address=address, buddy=buddy))
+
+
+def _serves(place: Place) -> bool:
+    return not place.gone and bool(place.sidecar.peer_address)
 
 
 def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
@@ -146,7 +209,8 @@ def _next(
 ) -> int | None:
     """The first one after `at` that shares no node, or no domain either, with those chosen."""
     nodes, domains = {one.node for one in chosen}, {one.domain for one in chosen}
-    for rank in (*ring[at + 1 :], *ring[:at]):
+    for ahead in range(1, len(ring)):
+        rank = ring[(at + ahead) % len(ring)]
         spot = spots[rank]
         if spot.node not in nodes and not (other_domain and spot.domain in domains):
             return rank

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.reports import Report
 from keepstep_operator.api.model import (
     Job,
     JobState,
@@ -18,6 +18,7 @@ from keepstep_operator.api.model import (
     RunObject,
 )
 from keepstep_operator.reconcile.state.actions import Action
+from keepstep_operator.reconcile.state.reply import Reply
 from keepstep_operator.reconcile.state.run import Run
 
 REPORT_S = 0.0015
@@ -174,12 +175,14 @@ class Registry:
         run = self.runs[self._run_of_pod[uid]]
         return run.reported(run.pods[uid], report, at=at)
 
-    def reply(self, uid: str, *, at: float) -> ReportReply:
-        """What to tell the sidecar of this pod. Raises KeyError."""
+    def reply(self, uid: str, *, holds: str | None = None, at: float) -> Reply:
+        """What to tell the sidecar of this pod, which `holds` that version of the list of peers.
+        Raises KeyError."""
         if uid in self.helpers:
-            return ReportReply(reads_runs=True)
+            return Reply(reads_runs=True)
         run = self.runs[self._run_of_pod[uid]]
-        return run.reply(run.pods[uid], least_gap_s=self.least_gap_s(run), at=at)
+        gap_s = self.least_gap_s(run)
+        return run.reply(run.pods[uid], holds=holds, least_gap_s=gap_s, at=at)
 
     def least_gap_of(self, uid: str) -> float:
         """The same by a pod; a helper pod's run is not alive, and it has little to say."""

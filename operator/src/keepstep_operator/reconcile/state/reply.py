@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
 
 from keepstep.steps import StepId, Tier
+from keepstep.wire.reports import ReportReply
 from keepstep_operator.reconcile.state.run_ledger import RunLedger
 
-SMALL_WORLD = 64
-OLD_S_A_RANK = 0.001
+NOBODY: Final = msgspec.Raw(b"[]")
+_SMALL_WORLD: Final = 64
+_OLD_S_A_RANK: Final = 0.001
+
+
+def may_be_old_s(world: int | None) -> float:
+    """What costs time for each rank may be worked out so long ago."""
+    return ((world or 0) - _SMALL_WORLD) * _OLD_S_A_RANK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply(ReportReply):
+    """With the peers as JSON, which is made once for all pods of a run."""
+
+    peers: msgspec.Raw = field(default_factory=lambda: NOBODY)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +55,7 @@ class AdviceCache:
     def advise(self, *, at: float) -> Advice:
         """The present advice, or one that is a little old."""
         known = self._known
-        may_be_old_s = ((self._ledger.world or 0) - SMALL_WORLD) * OLD_S_A_RANK
-        if known is None or not known.at <= at < known.at + may_be_old_s:
+        if known is None or not known.at <= at < known.at + may_be_old_s(self._ledger.world):
             known = self._known = self._work_out(at)
         return known
 

@@ -18,7 +18,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid, stands_in
 from keepstep.core.suspicion import Failure, newest
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.reports import Report
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import (
     Job,
@@ -55,7 +55,7 @@ from keepstep_operator.reconcile.state.previous_status import (
     parse_steps,
     read_previous,
 )
-from keepstep_operator.reconcile.state.reply import AdviceCache
+from keepstep_operator.reconcile.state.reply import AdviceCache, Reply, may_be_old_s
 from keepstep_operator.reconcile.state.restart_history import RestartHistory
 from keepstep_operator.reconcile.state.restore_request import RestoreRequest
 from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
@@ -94,6 +94,8 @@ class Run:
         self.restore_request = RestoreRequest()
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
+        self.pods_moved = 0
+        """Grows when pods that stay, or their nodes, are others."""
         self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None
@@ -110,6 +112,7 @@ class Run:
         self.commit: Commit | None = None
         self.finished_at: float | None = None
         self.health = Health()
+        self._looked_at = 0.0
         self.written = RunStatus()
         self.past: PreviousStatus | None = None
         self.earlier: RunKey | None = None
@@ -136,6 +139,7 @@ class Run:
         if before == pod:
             return []
         self.pods[pod.uid] = pod
+        self.pods_moved += _spot(before) != _spot(pod)
         if pod.deleting and not pod.over:
             self._leaving.add(pod.uid)
         looked_up = list(self._belongs(pod.job))
@@ -157,6 +161,7 @@ class Run:
         pod = self.pods.pop(uid, None)
         if pod is None:
             return []
+        self.pods_moved += 1
         self.training_since.pop(uid, None)
         return [WriteStatus(self.key), *self._ended(pod, at)]
 
@@ -300,7 +305,7 @@ class Run:
     def reported(self, pod: PodRecord, report: Report, *, at: float) -> list[Action]:
         """What a sidecar said. One that comes too late changes nothing."""
         before = self.ledger.progress.step if self.ledger.progress else self._past_step
-        place = self.ledger.places.get(pod.node_rank)
+        place, settled = self.ledger.places.get(pod.node_rank), self.ledger.settled
         sender = Sender(
             pod=pod.uid,
             node_rank=pod.node_rank,
@@ -312,6 +317,8 @@ class Run:
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
+        if self.ledger.settled and not settled:
+            self._adviser.forget()  # the last pod was waited for
         if report.goodput is not None and pod.node_rank == 0:
             self.goodput.take(report.goodput, at=at)
         if report.failures:
@@ -344,7 +351,7 @@ class Run:
             *self._warned(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
-            *(self._changed_outlook(self._look(at), at) if troubled else ()),
+            *(self._changed_outlook(self._look(at), at) if troubled and self._may_look(at) else ()),
         ]
 
     def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
@@ -393,23 +400,27 @@ class Run:
             )
 
     def _know_alive(self, at: float) -> None:
-        alive = any(place.alive for place in self.ledger.there())
-        self.alive_since = (self.alive_since or at) if alive else None
+        self.alive_since = (self.alive_since or at) if self.ledger.alive() else None
 
-    def reply(self, pod: PodRecord, *, least_gap_s: float, at: float) -> ReportReply:
-        """What this pod's sidecar should know. Without a known policy nothing is ever retired."""
+    def reply(
+        self, pod: PodRecord, *, holds: str | None = None, least_gap_s: float, at: float
+    ) -> Reply:
+        """What this pod's sidecar should know, which `holds` that version of the list of peers.
+        Without a known policy nothing is ever retired."""
+        version, peers = self.peer_assignment.told(pod.node_rank, holds=holds, at=at)
         advice = self._adviser.advise(at=at)
         held = sorted(self.ledger.local(pod.node_rank))
         paused = self.object is not None and self.object.paused
         may_go = self.policy is not None and not paused
-        return ReportReply(
+        return Reply(
             least_gap_s=least_gap_s,
             committed=advice.committed,
             commits=tuple(id for id in held if is_among(id, advice.commits)),
             plan=None if paused else self.restore_request.wanted or advice.plan,
             retire=tuple(id for id in held if may_go and is_among(id, advice.expendable)),
             pinned=self.pins,
-            peers=(*self.peer_assignment.of(pod.node_rank), *helper_plan.peers(self)),
+            peers=peers,
+            peers_version=version,
             awaits=helper_plan.awaits(self, pod.node_rank),
             all_peers=self.ledger.settled,
             leaving=bool(self._leaving),
@@ -580,6 +591,7 @@ class Run:
 
     def tick(self, *, at: float) -> list[Action]:
         """Every few seconds: what becomes true by waiting."""
+        self.peer_assignment.look_again()
         actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
         if self._resumed_at is not None and not self.resumes(at=at):
             self._resumed_at = None
@@ -594,8 +606,12 @@ class Run:
 
     def _look(self, at: float) -> Health:
         """How it stood before."""
-        before, self.health = self.health, look(self, at=at)
+        before, self.health, self._looked_at = self.health, look(self, at=at), at
         return before
+
+    def _may_look(self, at: float) -> bool:
+        """Not with the first report of each of thousands of pods: the next tick looks."""
+        return not 0 <= at - self._looked_at < may_be_old_s(self.ledger.world)
 
     def _changed_outlook(self, before: Health, at: float) -> Iterator[Action]:
         if self.health.stalled and not before.stalled:
@@ -663,3 +679,7 @@ class Run:
             topic=topic,
             period_s=period_s,
         )
+
+
+def _spot(pod: PodRecord | None) -> tuple[int, str] | None:
+    return (pod.node_rank, pod.node) if pod is not None and pod.stays else None

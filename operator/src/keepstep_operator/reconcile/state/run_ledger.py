@@ -34,6 +34,7 @@ from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
     Place,
+    Places,
     RankState,
     Sender,
     follows,
@@ -76,7 +77,7 @@ class RunLedger:
         self._keep = Retention()
         self._config = LedgerConfig()  # no retention: what may go is worked out when it is told
         self.core = Ledger(self._config)
-        self.places: dict[int, Place] = {}
+        self.places = Places()
         self.helpers: dict[int, Place] = {}
         """Pods that serve what others left behind, by the number that stands for a node rank."""
         self.orphans = OrphanedShards()
@@ -318,7 +319,7 @@ class RunLedger:
         return found
 
     def _know_world(self) -> None:
-        told = set().union(*(place.worlds for place in self.places.values() if not place.gone))
+        told = self.places.worlds
         there = [(alive, world) for alive, world in told if world <= self._most_world]
         living = [world for alive, world in there if alive]
         world = max(living or [world for _, world in there], default=None)
@@ -345,11 +346,7 @@ class RunLedger:
 
     def _staged(self, epoch: EpochId) -> int | None:
         """Of this epoch, by all ranks of the world; None while one has none."""
-        by_step: dict[int, int] = {}
-        for place in self.places.values():
-            for id, ranks in () if place.gone else place.staged:
-                if id.epoch == epoch:
-                    by_step[id.step] = by_step.get(id.step, 0) | ranks
+        by_step = self.places.staged(epoch)
         everybody = functools.reduce(operator.or_, by_step.values(), 0)
         if not self.world or everybody.bit_count() < self.world:
             return None
@@ -361,10 +358,6 @@ class RunLedger:
         return None
 
     # --- asking --------------------------------------------------------------------------
-
-    def there(self) -> Iterator[Place]:
-        """The places whose pods are there."""
-        return (place for place in self.places.values() if not place.gone)
 
     def follows(self, node_rank: int, pod: str) -> int:
         """The sequence of the last report of this pod, when all that it told since it began is
@@ -382,10 +375,8 @@ class RunLedger:
     @property
     def settled(self) -> bool:
         """All ranks have told, from pods that are there and have scanned their volumes."""
-        if self.world is None or not all(place.settled for place in self.there()):
-            return False
-        told = functools.reduce(operator.or_, (place.own for place in self.there()), 0)
-        return told.bit_count() >= self.world
+        there = self.places
+        return self.world is not None and there.settled and there.own.once.bit_count() >= self.world
 
     def committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
@@ -505,8 +496,7 @@ class RunLedger:
 
     def alive(self) -> int:
         """How many ranks have a trainer."""
-        found = functools.reduce(operator.or_, (place.alive for place in self.there()), 0)
-        return found.bit_count()
+        return self.places.alive.once.bit_count()
 
     def drives(self, node_rank: int) -> Iterator[StepId]:
         """Steps of which anything lies on this place's drives, its own or copies."""

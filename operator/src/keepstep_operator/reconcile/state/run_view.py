@@ -109,7 +109,7 @@ def view_of(run: Run) -> RunView:
     ledger, restores = run.ledger, run.restores
     safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
     origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
-    ranks = [rank for place in ledger.there() for rank in place.ranks.values()]
+    ranks = [rank for place in ledger.places.there() for rank in place.ranks.values()]
     staying = [rank for rank, place in ledger.places.items() if place.stays and not place.dropped]
     drives = {rank: max(ledger.drives(rank), default=None) for rank in staying}
     return RunView(
@@ -254,6 +254,6 @@ def is_certain(run: Run) -> bool:
         return False
     if run.policy.archive is None:
         return True
-    ranks = (one for place in run.ledger.there() for one in place.ranks.values())
+    ranks = (one for place in run.ledger.places.there() for one in place.ranks.values())
     said = {one.archive_answer for one in ranks}
     return Answer.UNKNOWN not in said and bool(said - {None})
