@@ -21,7 +21,7 @@ from keepstep.core.ledger import Ledger, LedgerConfig, RestorePlan, Retire
 from keepstep.core.retention import Retention
 from keepstep.core.suspicion import Failure
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import PATH, Report, ReportReply
+from keepstep.wire.reports import PATH, Peer, Report, ReportReply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,9 @@ class OperatorHost:
         self.pinned: tuple[StepId, ...] = ()
         self.failures: tuple[Failure, ...] = ()
         self.all_peers = False
+        self.peers: tuple[Peer, ...] = ()
+        self.peers_version = ""
+        """'': as an operator that knows no versions."""
         self.authorities = ""
         self.leaving = False
         self.reads_runs = True
@@ -166,7 +169,7 @@ class OperatorHost:
         actions = ledger.apply(report.as_reported(node, ordered=len(self.seen.reports)))
         marks = {str(tier): ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
         plan = ledger.plan(range(self._world))
-        ranks = {one.rank for one in report.ranks}
+        ranks, version = {one.rank for one in report.ranks}, self.peers_version
         return ReportReply(
             interval_s=self.interval_s,
             least_gap_s=self._least_gap_s,
@@ -178,6 +181,8 @@ class OperatorHost:
             pinned=self.pinned,
             failures=self.failures,
             all_peers=self.all_peers,
+            peers=() if version and version == report.peers_version else self.peers,
+            peers_version=version,
             authorities=self.authorities,
             leaving=self.leaving,
             reads_runs=self.reads_runs,

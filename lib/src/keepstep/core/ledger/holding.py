@@ -22,6 +22,7 @@ Column = Union[int, "array[int]"]
 """A number for each rank that is held, in their order; one number while it is the same of all."""
 
 _DIGESTS, _SIZES = "i", "q"
+_FEW = 512
 
 
 def bits(ranks: int) -> Iterator[int]:
@@ -206,6 +207,9 @@ def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: 
         column = array(kind, [column]) * there.bit_count()
     at = _index(there, ranks[0])
     if _index(there, ranks[-1]) == at:
+        if len(column) > _FEW:
+            column[at:at] = array(kind, values)  # thousands of pods add to it, one by one
+            return column
         return column[:at] + array(kind, values) + column[at:]  # no larger than it has to be
     for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
         column.insert(_index(there, rank) + before, value)
