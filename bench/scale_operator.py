@@ -112,15 +112,16 @@ class _Pod:
         address = f"127.{1 + (self.number >> 16)}.{self.number >> 8 & 255}.{self.number & 255}"
         connector = aiohttp.TCPConnector(ssl=trust, limit=1, local_addr=(address, 0))
         timeout = aiohttp.ClientTimeout(total=60)
-        failures = sequence = 0
+        failures, sequence, version = 0, 0, b""
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             while not self.done_s:
                 began, sequence = time.monotonic(), sequence + 1
-                body = self.changes % sequence if self.first_s else self.whole
+                body = self.changes % (sequence, version) if self.first_s else self.whole
                 async with at_once:
                     status, reply = await self._post(session, url, body)
                 if status == 200:
                     failures, self.first_s = 0, self.first_s or time.monotonic()
+                    version = reply["peers_version"].encode()
                     known = reply["all_peers"] and reply["plan"] and not reply["awaits"]
                     self.done_s = time.monotonic() if known else 0.0
                     pause_s = max(1.0, reply["least_gap_s"])
@@ -179,12 +180,14 @@ def _apart(world: int) -> Iterator[Cluster]:
 async def _restart(kind: str, world: int, cluster: Cluster, directory: Path) -> dict[str, float]:
     pods = []
     for node in range(world // NODE):
-        told = whole_report(kind, node, world)
+        told = whole_report(kind, node, world) | {"peers_version": ""}
         changes = msgspec.json.encode(told | {"since": 1, "ranks": [], "epochs": []})
+        changes = changes.replace(b"%", b"%%").replace(b'"sequence":1', b'"sequence":%d')
+        changes = changes.replace(b'"peers_version":""', b'"peers_version":"%b"')
         pods.append(
             _Pod(
                 node, str(pod(node)["metadata"]["uid"]), msgspec.json.encode(told),
-                changes.replace(b"%", b"%%").replace(b'"sequence":1', b'"sequence":%d'),
+                changes,
             )
         )  # fmt: skip
     sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of many connections else

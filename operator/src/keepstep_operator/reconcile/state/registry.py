@@ -22,9 +22,8 @@ from keepstep_operator.reconcile.state.reply import Reply
 from keepstep_operator.reconcile.state.run import Run
 
 REPORT_S = 0.0015
-POD_S = 0.000012
-"""CPU time of one report with its connection, and more for each pod of its run, which the reply
-names (measured by tests/operator/reconcile/load.py and bench/scale.py)."""
+"""CPU time of one report with its connection, whatever the number of pods of its run (measured by
+tests/operator/reconcile/load.py and bench/scale.py)."""
 BUDGET = 0.3
 """Of a core, for reports; each run has an equal part of it, and reports as often as that allows."""
 LONGEST_GAP_S = 30.0
@@ -191,7 +190,7 @@ class Registry:
 
     def least_gap_s(self, run: Run) -> float:
         """The shortest time between two reports of one pod, so that all can be taken in."""
-        all_pods_s = len(run.pods) * (REPORT_S + POD_S * len(run.pods))
+        all_pods_s = len(run.pods) * REPORT_S
         return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self._living) / BUDGET))
 
     # --- time ----------------------------------------------------------------------------
