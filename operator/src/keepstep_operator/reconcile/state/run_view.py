@@ -169,7 +169,7 @@ def view_of(run: Run) -> RunView:
         helpers=tuple(helper_plan.wanted(run)),
         serving=frozenset(ledger.helpers),
         restore_stage=run.restore_request.stage,
-        restore_known=run.restore_request.is_known_by(place.pod for place in ledger.there()),
+        restore_known=run.restore_request.is_known_by(place.pod for place in ledger.places.there()),
         restore_step=run.restore_request.id,
         restore_from=run.restore_request.status(),
     )
