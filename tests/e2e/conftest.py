@@ -175,7 +175,17 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
     finally:
         if request.node.stash.get(_FAILED, True):
             dump.namespace(cluster, kubectl, _SCRATCH / "failed" / request.node.name)
-        cluster.kubectl("delete", "namespace", name, "--wait=false")
+        _delete(cluster, name)
+
+
+def _delete(cluster: Cluster, namespace: str) -> None:
+    """Also while the API server is away for a moment, as some tests make it."""
+
+    def done() -> bool:
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false", "--ignore-not-found")
+        return True
+
+    cluster.kubectl.eventually(done, what=f"{namespace} is deleted")
 
 
 @pytest.fixture
@@ -246,5 +256,5 @@ def _reference(cluster: Cluster, measured: dict[str, float]) -> dict[int, str]:
         measured["pod to trainer, without keepstep"] = runs.scheduled_to_start_s(kubectl)
         measured["trainer to first step, without keepstep"] = runs.start_to_step_s(kubectl, life)
     finally:
-        cluster.kubectl("delete", "namespace", name, "--wait=false")
+        _delete(cluster, name)
     return dict(life.losses)
