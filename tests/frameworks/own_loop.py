@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
 from keepstep.integrations.loaders import Batches
 from tests.frameworks.script import SETTINGS, digest, maybe_kill, random_states, record, write
 
 ROWS = 60
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+ACCUMULATE = SETTINGS.get("accumulate", 1)
+"""Micro-batches of a step; also of two epochs."""
 
 
 class Rows(Dataset[Any]):
@@ -34,7 +38,8 @@ def loader() -> Any:
     workers: dict[str, Any] = {"num_workers": SETTINGS.get("workers", 0)}
     if SETTINGS.get("persistent"):
         workers["persistent_workers"] = True
-    return kind(Rows(), batch_size=4, shuffle=True, **workers)
+    sampler = SETTINGS.get("sampler") and DistributedSampler(Rows())
+    return kind(Rows(), batch_size=4, shuffle=not sampler, sampler=sampler or None, **workers)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,8 +56,7 @@ def left(batches: Batches, checkpointer: Any) -> Any:
 def on_fabric() -> tuple[Any, Any]:
     from lightning.fabric import Fabric
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto")
     fabric.launch()
     net, plain = made()
     model, optimizer = fabric.setup(net, plain)
@@ -64,11 +68,16 @@ def on_fabric() -> tuple[Any, Any]:
             model=model, optimizer=optimizer, batches=batches, progress=progress
         )
         checkpointer.restore(rng="later")
+    done = ACCUMULATE * progress["step"]
     for _ in range(batches.epoch, 2):
         for batch in left(batches, checkpointer):
-            loss = ((model(batch) - batch) ** 2).mean()
-            record(progress["step"], loss)
-            fabric.backward(loss)
+            done += 1
+            with fabric.no_backward_sync(model, enabled=done % ACCUMULATE > 0):
+                loss = ((model(batch) - batch) ** 2).mean()
+                record(progress["step"], loss)
+                fabric.backward(loss / ACCUMULATE)
+            if done % ACCUMULATE:
+                continue
             maybe_kill(progress["step"])
             optimizer.step()
             optimizer.zero_grad()
@@ -143,18 +152,28 @@ def on_ignite() -> tuple[Any, Any]:
 
     net, optimizer = made()
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    model = net
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(net)
 
     def update(engine: Any, batch: torch.Tensor) -> float:
-        loss = ((net(batch) - batch) ** 2).mean()
-        record(engine.state.iteration - 1, loss)
-        loss.backward()
-        maybe_kill(engine.state.iteration - 1)
-        optimizer.step()
-        cosine.step()
-        optimizer.zero_grad()
+        step, left = divmod(engine.state.iteration, ACCUMULATE)
+        loss = ((model(batch) - batch) ** 2).mean()
+        record((engine.state.iteration - 1) // ACCUMULATE, loss)
+        (loss / ACCUMULATE).backward()
+        if not left:
+            maybe_kill(step - 1)
+            optimizer.step()
+            cosine.step()
+            optimizer.zero_grad()
         return loss.item()
 
     trainer, data = Engine(update), loader()
+    if isinstance(sampler := data.sampler, DistributedSampler):
+        trainer.add_event_handler(
+            Events.EPOCH_STARTED, lambda: sampler.set_epoch(trainer.state.epoch)
+        )
     if not SETTINGS.get("bare"):
         batches = Batches(data)
         checkpointer = keepstep.Checkpointer(
@@ -162,7 +181,8 @@ def on_ignite() -> tuple[Any, Any]:
         )
         checkpointer.restore(rng="later")
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda: checkpointer.save(trainer.state.iteration)
+            Events.ITERATION_COMPLETED(every=ACCUMULATE),
+            lambda: checkpointer.save(trainer.state.iteration // ACCUMULATE),
         )
         data = Left(batches, checkpointer)
     if trainer.state.iteration < 2 * len(data):

@@ -39,6 +39,11 @@ def at_the_epochs_end() -> list[int]:
     return [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 1, 2 * EPOCH))]
 
 
+def over_the_epochs_end() -> list[int]:
+    """Of steps of two micro-batches; that in the middle has one of each epoch."""
+    return [*drawn(range(1, 7)), EPOCH // 2, *drawn(range(8, EPOCH))]
+
+
 @pytest.mark.proves("fabric")
 @pytest.mark.parametrize(
     "options",
@@ -52,6 +57,11 @@ def at_the_epochs_end() -> list[int]:
 )
 def test_fabric(loop, options):
     assert_bit_equal(loop, at_the_epochs_end(), on="fabric", **options)
+
+
+@pytest.mark.proves("fabric")
+def test_fabric_that_accumulates(loop):
+    assert_bit_equal(loop, over_the_epochs_end(), on="fabric", accumulate=2)
 
 
 @pytest.mark.proves("fabric")
@@ -90,6 +100,19 @@ def test_ignite(loop, options):
     again, _ = loop.kept(on="ignite", **options, out="again")
     assert not (again / "losses-0").exists(), "what is over is not trained again"
     assert result(again)["progress"] == result(plain)["progress"]
+
+
+@pytest.mark.proves("ignite")
+def test_ignite_that_accumulates(loop):
+    assert_bit_equal(loop, over_the_epochs_end(), on="ignite", accumulate=2)
+
+
+@pytest.mark.proves("ignite")
+def test_ignite_on_two_ranks(loop):
+    options = {"on": "ignite", "ranks": 2, "sampler": True}
+    plain = loop.undisturbed(**options)
+    kept, _ = loop.kept(**options, kill=[*drawn(range(1, 7)), 8, *drawn(range(9, 16))])
+    assert_same(plain, kept, kills=3, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore")
