@@ -95,6 +95,16 @@ def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path
     assert len(integration._entries(training.kept["log"])) == 10
 
 
+def test_a_log_that_an_earlier_version_kept_as_text_is_taken_up(tmp_path):
+    trainer = integration.attach(made(tmp_path))
+    trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
+    training.kept["log"] = '{"loss": 0.5}\n{"loss": 0.25}\n'
+    trainer._take_up_state()
+    trainer.state.log_history.append({"loss": 0.125})
+    trainer._note_log()
+    assert [one["loss"] for one in integration._entries(training.kept["log"])] == [0.5, 0.25, 0.125]
+
+
 class Line(torch.nn.Linear):
     def forward(self, x):
         return {"loss": super().forward(x).square().mean()}

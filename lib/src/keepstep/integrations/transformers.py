@@ -320,6 +320,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training, kept = self._now, self._now.kept
         for name, value in kept["state"].items():
             setattr(self.state, name, value)
+        if isinstance(kept["log"], str):  # as earlier versions kept it
+            kept["log"] = _appended(torch.zeros(0, dtype=torch.uint8), 0, kept["log"])
         self.state.log_history = _entries(kept["log"])
         training.logged = len(self.state.log_history)
         training.logged_bytes = int(kept["log"].count_nonzero())
