@@ -37,6 +37,7 @@ from typing import Any
 
 from bench import machine
 from bench.processes import ROOT, Sidecar, environment
+from bench.report import table
 
 STEP_S, BAR = 0.1, 0.01
 _WARM_STEPS, _LIMIT_S = 10, 300.0
@@ -124,16 +125,11 @@ def report(found: dict[str, list[Round]], about: dict[str, str]) -> str:
     parts = [
         "# Adapters, measured",
         f"Made by `{about['command']}`; how, says `bench/adapters.py`.",
-        _table(["machine", ""], [list(one) for one in about.items()]),
+        table(["machine", ""], list(about.items())),
         "CPU of the training thread in a step, medians; [least, most] of the rounds' medians.",
-        _table(heads, rows),
+        table(heads, rows),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    rule = ["---"] * len(heads)
-    return "\n".join(f"| {' | '.join(one)} |" for one in (heads, rule, *rows))
 
 
 def _row(rounds: list[Round]) -> list[str]:

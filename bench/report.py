@@ -83,7 +83,7 @@ def markdown(
         "# keepstep, measured",
         "Made by `make bench`. Ratios are of medians over interleaved rounds;"
         " [a, b] are the quartiles. Every subject runs in processes of its own.",
-        _table(("machine", ""), ([name, value] for name, value in machine.items())),
+        table(("machine", ""), ([name, value] for name, value in machine.items())),
         f"## Bars, {size_name(main)} state",
         _bars(results, main),
         _skipped(results),
@@ -125,7 +125,7 @@ def size_name(size_bytes: int) -> str:
 
 def _bars(results: Results, main: int) -> str:
     rows = [_bar_row(bar, results, main) for bar in BARS]
-    return _table(("figure", "floor", "keepstep", "against it", "bar", ""), rows)
+    return table(("figure", "floor", "keepstep", "against it", "bar", ""), rows)
 
 
 def _skipped(results: Results) -> str:
@@ -178,7 +178,7 @@ def _beside(results: Results, main: int) -> str:
         if any(spreads):
             cells = [_cell(one, c.show) for one, c in zip(spreads, _BESIDE, strict=True)]
             rows.append([saver.name, *cells])
-    return _table(("", *(column.title for column in _BESIDE)), rows)
+    return table(("", *(column.title for column in _BESIDE)), rows)
 
 
 def _cell(spread: Spread | None, show: Callable[[float], str]) -> str:
@@ -223,10 +223,11 @@ def _lives(results: Results) -> str:
 
 
 def _by_size(results: Results, rows: Iterable[Sequence[str]]) -> str:
-    return _table(("", *map(size_name, results.sizes())), rows)
+    return table(("", *map(size_name, results.sizes())), rows)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     # a reason may hold several lines; a cell may not
     lines += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in rows]

@@ -225,6 +225,11 @@ def injected(kubectl: Kubectl, owner: Object) -> set[bool]:
     return set(map(_has_sidecar, admitted(kubectl, *(owned_pod(f"p{n}", owner) for n in range(8)))))
 
 
+def all_inject(kubectl: Kubectl, owner: Object) -> None:
+    """Wait until every replica of admission gives pods of this owner their sidecars."""
+    kubectl.eventually(lambda: injected(kubectl, owner) == {True}, what="all inject")
+
+
 def _has_sidecar(pod: Object) -> bool:
     labels: dict[str, str] = pod["metadata"].get("labels", {})
     return labels.get("keepstep.dev/injected") == "true"

@@ -18,7 +18,7 @@ def test_five_hundred_pods_in_a_burst_are_injected(
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
     cluster.admission_settled()  # after a node that a test before took away
-    namespace.eventually(lambda: jobs.injected(namespace, owner) == {True}, what="all inject")
+    jobs.all_inject(namespace, owner)
     before = _histogram(cluster)
     made = jobs.admitted(namespace, *(jobs.owned_pod(f"p{n}", owner) for n in range(_PODS)))
     assert len(made) == _PODS

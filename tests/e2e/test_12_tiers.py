@@ -184,7 +184,7 @@ def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
     # a pod that is made just when its node is found lost may be made without admission, as its
     # Service still leads there, too; what is evicted comes later
     owner = jobs.owner(kubectl)
-    kubectl.eventually(lambda: jobs.injected(kubectl, owner) == {True}, what="admission answers")
+    jobs.all_inject(kubectl, owner)
     kubectl("delete", "pod", pod, "--force", "--grace-period=0")
 
 

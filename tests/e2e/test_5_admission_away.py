@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import ADMISSION, CERTIFICATES, NAMESPACE, OPERATOR, Cluster
-from tests.e2e.kubectl import Kubectl, Object
+from tests.e2e.kubectl import Kubectl
 from tests.harness import eventually
 
 
@@ -27,11 +27,7 @@ def admission_is_back(turn_alone: None, namespace: Kubectl) -> Iterator[None]:
     pods a moment later, as the API server does of a webhook's authority."""
     yield
     namespace.apply(jobs.policy())
-    _all_answer(namespace, jobs.owner(namespace))
-
-
-def _all_answer(namespace: Kubectl, owner: Object) -> None:
-    namespace.eventually(lambda: jobs.injected(namespace, owner) == {True}, what="all inject")
+    jobs.all_inject(namespace, jobs.owner(namespace))
 
 
 _TARPIT = textwrap.dedent("""
@@ -181,7 +177,7 @@ def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace
         # rather than wait for kubelets
         system("rollout", "restart", "deployment/keepstep-admission")
         cluster.admission_settled()
-    _all_answer(namespace, owner)
+    jobs.all_inject(namespace, owner)
 
 
 def _serve_certificate(cluster: Cluster, certificate: bytes, key: bytes) -> None:
@@ -232,7 +228,7 @@ def test_no_pod_is_missed_while_the_authority_is_replaced(
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
     system = cluster.kubectl.namespaced(NAMESPACE)
-    _all_answer(namespace, owner)
+    jobs.all_inject(namespace, owner)
     before = _bundle(cluster)
     system("annotate", "secret", "keepstep-admission-ca", "keepstep.dev/rotate-ca=now")
     pods = 0

@@ -34,7 +34,7 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
     finally:
         cluster.install()
     owner = jobs.owner(namespace)
-    namespace.eventually(lambda: jobs.injected(namespace, owner) == {True}, what="all inject")
+    jobs.all_inject(namespace, owner)
     assert runs.committed_beyond(namespace, committed) > committed
     assert runs.training_beyond(namespace, alone.last).first == 0, "the trainers never ended"
 
