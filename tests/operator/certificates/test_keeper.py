@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 import sys
 from asyncio import create_subprocess_exec, subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from keepstep_operator.certificates.keeper import (
@@ -345,38 +347,71 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
     assert b"Traceback" not in err
 
 
+@asynccontextmanager
+async def _process(
+    server: ApiServer, directory: Path, *, interval: str
+) -> AsyncIterator[tuple[subprocess.Process, Callable[[], str]]]:
+    """The command, and its log so far; ended if the test has not."""
+    log = directory / "log"
+    process = await create_subprocess_exec(
+        "sh", "-c", 'exec "$@" 2>"$0"', str(log),
+        sys.executable, "-m", "keepstep_operator.cli", "certificates", "--interval", interval,
+        env={
+            **os.environ,
+            "KUBECONFIG": str(server.kubeconfig(directory)),
+            "KEEPSTEP_NAMESPACE": NAMESPACE,
+            "KEEPSTEP_METRICS_PORT": "0",
+        },
+    )  # fmt: skip
+    try:
+        yield process, lambda: log.read_text() if log.exists() else ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
     tmp_path: Path,
 ) -> None:
-    log = tmp_path / "log"
     async with ApiServer().running() as server:
         server.put(WEBHOOKS, _webhooks(inject=None))
-        process = await create_subprocess_exec(
-            "sh", "-c", 'exec "$@" 2>"$0"', str(log),
-            sys.executable, "-m", "keepstep_operator.cli", "certificates", "--interval", "1s",
-            env={
-                **os.environ,
-                "KUBECONFIG": str(server.kubeconfig(tmp_path)),
-                "KEEPSTEP_NAMESPACE": NAMESPACE,
-                "KEEPSTEP_METRICS_PORT": "0",
-            },
-        )  # fmt: skip
-        try:
+        async with _process(server, tmp_path, interval="1s") as (process, log):
             await until(lambda: _bundles(server)["inject"])
             server.put(WEBHOOKS, _webhooks(inject=""))
             await until(lambda: _bundles(server)["inject"])
             server.down = True
-            await until(lambda: "round failed" in log.read_text())
+            await until(lambda: "round failed" in log())
             server.down = False
             server.delete(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)
             wanted = SECRETS.path("keepstep-reports-tls", namespace=NAMESPACE)
             await until(lambda: wanted in server.objects)
             process.terminate()
             assert await process.wait() == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+
+
+async def test_it_is_ready_when_all_is_kept_and_not_when_a_round_has_failed(tmp_path: Path) -> None:
+    """Else `helm --wait` ends while admission has no CA yet; and the first rounds do not wait for
+    the interval."""
+
+    async def ready() -> bool:
+        async with client.get(f"http://127.0.0.1:{port[1]}/readyz") as answer:
+            return answer.status == 200
+
+    async with (
+        ApiServer().running() as server,
+        _process(server, tmp_path, interval="1h") as (_, log),
+        aiohttp.ClientSession() as client,
+    ):
+        server.put(WEBHOOKS, _webhooks(inject=None))
+        server.down = True
+        await until(lambda: log().count("round failed") > 3)  # of two rounds
+        port = re.search(r'"metrics_port": ?(\d+)', log())
+        assert port is not None
+        assert not await ready()
+        server.down = False
+        await until(ready)
+        assert _bundles(server)["inject"]
 
 
 # --- beside cert-manager -------------------------------------------------------------------------

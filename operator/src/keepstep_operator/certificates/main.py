@@ -37,6 +37,8 @@ _OVERLAP: Final = timedelta(days=1)
 """The API server hears of a new caBundle within a second, sidecars by the reply to a report."""
 _PEERS_OVERLAP: Final = timedelta(days=2)
 """A sidecar gets the bundle with its certificate, which lives for a day."""
+_FIRST_S: Final = 2.0
+"""Between two rounds, at most, until one has succeeded: helm --wait waits for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +186,16 @@ async def run_once(settings: Settings) -> None:
 
 async def serve(settings: Settings) -> None:
     """Rounds until SIGTERM; a failed one is said and tried again."""
-    metrics, tried = Metrics(), asyncio.Event()
+    metrics, kept = Metrics(), asyncio.Event()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
         group = await stack.enter_async_context(asyncio.TaskGroup())
         loop = group.create_task(
-            _rounds(keepers(client, settings), settings.interval, metrics, tried), name="rounds"
+            _rounds(keepers(client, settings), settings.interval, metrics, kept), name="rounds"
         )
 
         def ready() -> str:
-            return "" if tried.is_set() else "no round is over yet"
+            return "" if kept.is_set() else "no round has succeeded yet: the log says why"
 
         async with listening(observed(metrics.registry, ready), port=settings.metrics_port) as port:
             say("listening", metrics_port=port)
@@ -237,20 +239,24 @@ async def _rounds(
     served: list[tuple[str, Keeper | Publisher]],
     interval: timedelta,
     metrics: Metrics,
-    tried: asyncio.Event,
+    kept: asyncio.Event,
 ) -> None:
+    """For ever. Sets `kept` when all have succeeded in one round."""
     while True:
+        failed = False
         for service, keeper in served:
             result = "ok"
             try:
                 leaf = await keeper.round()
                 metrics.expiry.labels(service).set(leaf.not_after.timestamp())
             except KubeError as error:
-                result = "failed"
+                result, failed = "failed", True
                 warn("round failed", service=service, reason=str(error), status=error.status)
             metrics.rounds.labels(service, result).inc()
-        tried.set()
-        await asyncio.sleep(interval.total_seconds())
+        if not failed:
+            kept.set()
+        every_s = interval.total_seconds()
+        await asyncio.sleep(every_s if kept.is_set() else min(every_s, _FIRST_S))
 
 
 def _now() -> datetime:
