@@ -19,6 +19,8 @@ import keepstep
 from keepstep.client import embedded
 from keepstep.client.session import Session
 from keepstep.client.wakeups import Changes
+from keepstep.restore.images import Images
+from keepstep.steps import EpochId, StepId
 from tests.harness import eventually
 from tests.lib.training import begun
 
@@ -83,6 +85,21 @@ def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, 
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
     checkpointer.close()
+
+
+def test_a_search_for_images_may_take_as_long_as_a_restore_and_no_longer(sidecar):
+    """Of thousands of ranks it takes minutes."""
+    session = Session(str(sidecar.socket), rank=0, world=1, changed=Changes())
+    session.take(timeout_s=30)
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(keepstep.SidecarAbsent, match="did not answer in time"):
+            Images.find(session, StepId(EpochId(1, "0" * 8), 1), timeout_s=0.2)
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
+    assert time.monotonic() - begun < 60
+    session.close(goodbye=True)
 
 
 def test_a_sidecar_that_is_slow_is_not_taken_for_dead(tmp_path, monkeypatch):

@@ -56,7 +56,6 @@ log = logging.getLogger("keepstep")
 FRAMES = 6
 """48 MiB: the one buffer of a restore into another layout."""
 
-_SOURCES_S = 120.0
 _HEADERS_AT_ONCE = 64
 _CALL_S = 60.0
 CHUNKS_S = 600.0
@@ -179,12 +178,14 @@ class Images:
         *,
         every: bool = False,
     ) -> Images:
-        """Ask the sidecar where they are. One in memory that does not verify is left out: it comes
-        from the next place. `every`: of twins all. Raises CoverageError, SidecarError."""
+        """Ask the sidecar where they are, which for thousands of ranks takes it minutes. One in
+        memory that does not verify is left out: it comes from the next place. `timeout_s`: for this
+        answer, and for one half of the window. `every`: of twins all. Raises CoverageError,
+        SidecarError."""
         bad: tuple[str, ...] = ()
         while True:
             request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
-            found = link.call("/v1/sources", request, Sources, timeout_s=_SOURCES_S)
+            found = link.call("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
                 return cls(link, found, timeout_s, tensors_of)
             except _UnusableError as error:
