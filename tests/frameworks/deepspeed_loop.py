@@ -98,7 +98,7 @@ def began() -> None:
 
 def made() -> Any:
     began()
-    torch.manual_seed(0)
+    torch.manual_seed(SETTINGS.get("seed", 0))
     model = net()
     decayed = [one for one in model.parameters() if one.dim() > 1 and one.requires_grad]
     others = [one for one in model.parameters() if one.dim() == 1]
@@ -203,6 +203,7 @@ def main() -> None:
             return
         if at is not None:
             (OUT / f"restored-{RANK}").write_text(digest(masters(engine)))
+            (OUT / f"weights-{RANK}").write_text(digest(weights(engine)))
     train(engine, left, checkpointer)
     if checkpointer is not None:
         checkpointer.close()

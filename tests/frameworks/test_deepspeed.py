@@ -67,16 +67,27 @@ def test_zero_2_with_accumulation_and_in_other_worlds(loop):
 
 
 @pytest.mark.proves("deepspeed", by="ZeRO")
-def test_zero_3_and_another_world(loop):
-    """Some of its parameters stay whole on every rank, and it has sub groups."""
-    zero = {"sub_group_size": 100, "stage3_param_persistence_threshold": 20}
-    plain = loop.undisturbed(ranks=2, stage=3, zero=zero)
-    kept, _ = loop.kept(ranks=2, stage=3, zero=zero, kill=kill_within(BATCHES // 2))
-    assert_same(plain, kept, kills=2, ranks=2)
-    other, _ = loop.kept(stage=3, zero=zero, out="other")
-    refused = (other / "refused-0").read_text()
-    assert "nothing was changed" in refused
-    assert "master.zero_3.sub_group.0.partition_0_of_1: " in refused
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_zero_3_and_other_worlds(loop, precision):
+    """Some of its parameters stay whole on every rank. How many share a tensor differs from life to
+    life, as does what they are before the restore, also the one that is not trained."""
+    options = {"stage": 3, "precision": precision, "overflow": 11 if precision == "fp16" else None}
+    small = {"stage3_param_persistence_threshold": 20}
+    shared = [{"sub_group_size": size} | small for size in (100, 30, 1000, 1)]
+    plain = loop.undisturbed(ranks=2, **options, zero=shared[0])
+    kill = kill_within(BATCHES // 2)
+    before, _ = loop.kept(ranks=2, **options, zero=shared[0], kill=kill)
+    assert_same(plain, before, kills=2, ranks=2)
+    assert rows("model.1.weight", before) == [68, 68], "each by itself"
+    for life, ranks in enumerate((1, 2, 3), start=1):
+        more = {"zero": shared[life], "seed": life, "epochs": 2 + life}
+        after, _ = loop.kept(ranks=ranks, **options, **more, out=f"life-{life}")
+        for rank in range(ranks):
+            assert (after / f"restored-{rank}").read_text() == result(before)["masters"]
+        assert (after / "weights-0").read_text() == result(before)["weights"]
+        before = after
+    assert rows("model.1.weight", before) == [44, 46, 46]
+    assert rows("optimizer.state.model.2.weight.exp_avg", before) == [5, 6, 6]
 
 
 @pytest.mark.proves("deepspeed", by="ZeRO")

@@ -81,9 +81,11 @@ class Exported:
 @dataclass
 class _Component:
     """`names`: of each tensor, as the user's object has it, the name that is stored; `own`: the
-    stored names of others that have that name for ranks of their own."""
+    stored names of others that have that name for ranks of their own. `shapes`: by stored names,
+    those of vectors in the user's object."""
 
     names: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
     own: dict[str, dict[str, None]] = field(default_factory=dict)
     trained: bool = False
@@ -172,7 +174,7 @@ class Export:
                 for entry, view in one.views(mapping)
             }
             images = _Images(self.index, read, on_bytes, mapped)
-            targets = [views.pop(name) for name in self._order]
+            targets = [views.pop(name).view(self._saved[name].shape) for name in self._order]
             transfer.run(self._plan, targets, images, self._read_dtypes)
             del targets
         if len(files) > 1:
@@ -238,9 +240,10 @@ class Export:
 
     def _entry(self, dtype: torch.dtype | None) -> Callable[[str], _Entry]:
         def entry(name: str) -> _Entry:
-            kept = self._dtypes[name]
+            kept, saved = self._dtypes[name], self._saved[name]
             converted = dtype is not None and kept.is_floating_point
-            return _Entry(name, dtype if converted and dtype else kept, self._saved[name].shape)
+            shape = self._of.shapes.get(saved.name, saved.shape)
+            return _Entry(name, dtype if converted and dtype else kept, shape)
 
         return entry
 
@@ -326,8 +329,11 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
             continue
         name = _bare(name)
         kept = layout.aliases.get(stored, stored)
-        if kept in layout.entries and layout.entries[kept].spec.section is Section.PARAMS:
-            one.trained = True
+        if kept in layout.entries:
+            spec = layout.entries[kept].spec
+            one.trained = one.trained or spec.section is Section.PARAMS
+            if spec.unflattened is not None:
+                one.shapes[kept] = spec.unflattened
         if one.names.setdefault(name, kept) != kept:
             one.own.setdefault(name, {})[kept] = None
 

@@ -7,6 +7,7 @@ in the order of their bytes. See docs/format.md for each key.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Header:
         characters, and what is escaped as JSON in JSON in JSON grows sixteenfold."""
         rows = [row for one in self.parameters.values() for row in one]
         texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
-        numbers = sum(5 * len(one.shape) + 10 for one in self.specs)
+        numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
         numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
         return 16 * texts + 21 * numbers + (1 << 16)
 
@@ -129,9 +130,11 @@ class Header:
     def _hints(self) -> dict[str, Any]:
         """What a reader can do without, and an older image does not say."""
         orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
+        shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}
         hints = {
             "twins": self.twins,
             "dim_orders": orders,
+            "unflattened_shapes": shapes,
             "parameters": dict(self.parameters),
         }
         if self.specs and all(one.device is not None for one in self.specs):
@@ -317,6 +320,7 @@ _BY_NAME = {
     "dtypes": fields.text,
     "global_shapes": fields.sizes,
     "dim_orders": fields.sizes,
+    "unflattened_shapes": fields.sizes,
     "aliases": fields.text,
 }
 
@@ -396,7 +400,10 @@ def _spec(
     if order is not None and sorted(order) != list(range(len(shape))):
         raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
     box = _box(name, shape, offsets, ours["global_shapes"].get(name, shape))
-    return TensorSpec(name, dtype, shape, section, *box, order, device)
+    unflattened = ours.get("unflattened_shapes", {}).get(name)
+    if unflattened is not None and (math.prod(unflattened),) != (box[1] or shape):
+        raise FormatError(f"{quoted(name)}: no vector that {quoted(unflattened)} can be made of")
+    return TensorSpec(name, dtype, shape, section, *box, order, device, unflattened)
 
 
 def _opaque(

@@ -42,7 +42,8 @@ class TensorSpec(NamedTuple):
     `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`. `dim_order`: the
     dimensions as they lay in the trainer's memory, the outermost first; None for row-major, which
     the image itself always is. `device`: where it lay, `cpu`, `cuda` (the process's own) or
-    `cuda:1`; None when the image does not say.
+    `cuda:1`; None when the image does not say. `unflattened`: the shape that a vector has where it
+    is used, row by row; None for one that is used as it is.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TensorSpec(NamedTuple):
     global_shape: tuple[int, ...] | None = None
     dim_order: tuple[int, ...] | None = None
     device: str | None = None
+    unflattened: tuple[int, ...] | None = None
 
     @property
     def element_bytes(self) -> int:

@@ -9,9 +9,9 @@ and in the loop, after `engine.step()`:
 
 What must stay true: every tensor is the one that DeepSpeed trains with, nothing is copied on the
 way to a save, and a restore fills it where it lies, as the model's parameters are views of flat
-buffers. What all ranks have alike is said to be so. What they divide as a vector (ZeRO-1 and 2) is
-kept as boxes of it, so that another world finds its own; a partition of ZeRO-3 belongs to one rank
-of one world, and its name says so: others find none of that name.
+buffers. What all ranks have alike is said to be so. What they divide is kept as boxes of vectors, one
+for a group of parameters (ZeRO-1 and 2) or for each of them (ZeRO-3), so that another world finds
+its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep.errors import MismatchError, UsageError
 from keepstep.integrations import require, require_torch
 from keepstep.state import sharding
-from keepstep.state.wrappers import Replicated
+from keepstep.state.wrappers import Flat, Replicated
 
 require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
 
@@ -63,15 +64,14 @@ def components(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"model": Replicated(engine.module, ranks), "optimizer": inner}
     then: Callable[[], None] = _nothing
     if stage == 3:
-        found["model"] = _Unpartitioned(engine.module)
-        found["master"] = _Tensors(
-            _of_this_rank("zero_3.sub_group", optimizer.fp32_partitioned_groups_flat)
-        )
-        found["optimizer"] = _SubGroups(optimizer)
-        then = partial(_spread, optimizer)
+        parts = _parts_of_parameters(engine)
+        found["model"] = _Model(engine.module, parts)
+        found["optimizer"] = partitions = _Partitions(inner, _by_group(optimizer, parts))
+        then = partial(_spread, optimizer, partitions)
     elif stage:
-        found["optimizer"] = partitions = _Partitions(engine)
-        found["master"] = _Tensors(partitions.named)
+        flats = _parts_of_groups(engine)
+        found["optimizer"] = partitions = _Partitions(inner, [[one] for one in flats])
+        found["master"] = _Tensors(_by_number(optimizer, flats))
         then = partitions.settle
     elif inner is not optimizer:
         found["master"] = Replicated(_Tensors(_by_parameter(engine)), ranks)
@@ -104,28 +104,85 @@ class _Tensors(nn.Module):
         self._parameters.update(named)  # type: ignore[arg-type]  # past the check for a Parameter
 
 
-class _Unpartitioned(nn.Module):
-    """What ZeRO-3 leaves of a module beside its trained weights: buffers, and this rank's parts of
-    frozen parameters. The weights follow from their masters."""
+class _Part:
+    """What this rank has of a vector: `vector`, in `flat` from `begin` on.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+    `shape`: of all of it. The ranks of `mesh` divide it by its first dimension as torch.chunk does,
+    so it is a DTensor, sharded by that.
+    """
+
+    def __init__(self, flat: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, begin: int = 0):
+        self.flat, self._shape, self._mesh, self._begin = flat, torch.Size(shape), mesh, begin
+        self._views: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self.vector = self._of(flat)
+
+    def _of(self, flat: Tensor) -> Tensor:
+        local, stride = self.within(flat), torch.empty(self._shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=self._shape, stride=stride
+        )
+
+    def within(self, flat: Tensor) -> Tensor:
+        """The same part of a tensor like `flat`; not a copy. Padding behind the vector, which is
+        zero in every world, is left out."""
+        rows, *rest = self._shape
+        _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
+        size = here * math.prod(rest)
+        return flat.detach()[self._begin : self._begin + size].view(here, *rest)
+
+    def view(self, flat: Tensor, key: str) -> Tensor:
+        """As `vector` of a tensor like `flat`, made once: making a DTensor takes longer than all
+        else that a save does with it, and an optimizer fills its state where it is."""
+        of, pointer, view = self._views.get(key, (None, 0, flat))
+        if of is not flat or pointer != flat.data_ptr():
+            view = self._of(flat)
+            self._views[key] = flat, flat.data_ptr(), view
+        return view
+
+
+def _mesh(engine: Any, like: Tensor) -> DeviceMesh:
+    return DeviceMesh.from_group(engine.seq_data_parallel_group, like.device.type)
+
+
+def _parts_of_groups(engine: Any) -> list[_Part]:
+    """Of ZeRO-1 and 2, which make one vector of each group of parameters, pad it to a multiple of
+    `2 * world` and cut it into equal parts; so as rows of two elements torch.chunk cuts it, too."""
+    flats = [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
+    mesh = _mesh(engine, flats[0])
+    sizes = _flat_sizes(engine.optimizer)
+    return [_Part(one, (-(-size // 2), 2), mesh) for one, size in zip(flats, sizes, strict=True)]
+
+
+def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
+    """Of ZeRO-3, which pads each parameter to a multiple of `world` and cuts it into equal parts.
+    Masters of several lie in one tensor, how many is a setting; what has none is not trained."""
+    zero = engine.optimizer
+    flats = zero.fp32_partitioned_groups_flat
+    mesh, parts = _mesh(engine, flats[0]), {}
+    for one in engine.module.parameters():
+        flat, begin = one.ds_tensor, 0
+        if (place := zero.grad_position.get(zero.get_param_id(one))) is not None:
+            flat, begin = flats[place[0]], place[1]
+        parts[one] = _Part(flat, (one.ds_numel,), mesh, begin)
+    return parts
+
+
+class _Model(Flat):
+    """The module under ZeRO-3, which has its parameters only while it computes with them: this
+    rank's part of each, in full precision where it is trained, and buffers."""
+
+    def __init__(self, module: nn.Module, parts: dict[Tensor, _Part]) -> None:
+        named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+        super().__init__({name: tuple(one.ds_shape) for name, one in named.items()})
         self._of = [module]  # in a list, so that it is none of this module's own
-        self._all: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-        for name, one in self._all.items():
-            if not one.requires_grad:
-                part = _of_this_rank(f"{name}.zero_3", [one.ds_tensor])
-                self._parameters.update(part)  # type: ignore[arg-type]
+        vectors = {name: parts[one].vector for name, one in named.items()}
+        self._parameters.update(vectors)  # type: ignore[arg-type]  # as in _Tensors
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         return self._of[0].named_buffers(*args, **options)
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        whole = self._of[0].state_dict()
-        return {
-            **self._parameters,
-            **{name: one for name, one in whole.items() if name not in self._all},
-        }
+        return {**self._of[0].state_dict(), **self._parameters}
 
     def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
         """What is no tensor: `_extra_state`; all else is filled where it is."""
@@ -133,92 +190,42 @@ class _Unpartitioned(nn.Module):
         return self._of[0].load_state_dict(rest, strict=False)
 
 
-class _SubGroups(torch.optim.Optimizer):
-    """The optimizer within ZeRO-3, which has no parameters but for the moment of its step."""
-
-    def __init__(self, zero: Any) -> None:
-        self._inner = zero.optimizer
-        groups: list[dict[str, Any]] = [{**one, "params": []} for one in self._inner.param_groups]
-        for number, partition in enumerate(zero.fp32_partitioned_groups_flat):
-            groups[zero.sub_group_to_group_id[number]]["params"].append(partition)
-        super().__init__([one for one in groups if one["params"]], {})
-
-    def state_dict(self) -> dict[str, Any]:
-        self.state = self._inner.state
-        _copy_options(self._inner, self)
-        return super().state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        self._inner.state = self.state
-        _copy_options(self, self._inner)
-
-
 class _Partitions(torch.optim.Optimizer):
-    """The optimizer within ZeRO-1 and 2, with its flat tensors as what they are: this rank's part
-    of one vector for each group of parameters, which another world divides otherwise.
+    """The optimizer within ZeRO, with its flat tensors as what they are: this rank's parts of
+    vectors, which another world divides otherwise."""
 
-    DeepSpeed pads the vector to a multiple of `2 * world` and cuts it into equal parts. So, as rows
-    of two elements, it is cut as torch.chunk does; and that is a DTensor, sharded by rows.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        zero = engine.optimizer
-        self._inner = zero.optimizer
-        self._flats = [group["params"][0] for group in self._inner.param_groups]
-        self._sizes = _flat_sizes(zero)
-        device = self._flats[0].device.type
-        self._mesh = DeviceMesh.from_group(engine.seq_data_parallel_group, device)
-        order = ""
-        if getattr(zero, "round_robin_gradients", False):  # of a world's own
-            order = f".round_robin_of_{distributed.get_world_size()}"
-        self._rows = [self._divided(one, at) for at, one in enumerate(self._flats)]
-        self.named = {f"zero.group.{at}{order}": one for at, one in enumerate(self._rows)}
-        self._views: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
-        groups = zip(self._inner.param_groups, self._rows, strict=True)
-        super().__init__([{**group, "params": [one]} for group, one in groups], {})
-
-    def _divided(self, flat: Tensor, group: int) -> Tensor:
-        """Padding behind the last row, which is zero in every world, is left out."""
-        rows = -(-self._sizes[group] // 2)
-        _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
-        local = flat.detach()[: 2 * here].view(-1, 2)
-        shape, stride = torch.Size((rows, 2)), (2, 1)
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    def __init__(self, inner: torch.optim.Optimizer, groups: list[list[_Part]]) -> None:
+        self._inner = inner
+        self._parts = [part for group in groups for part in group]
+        pairs = zip(inner.param_groups, groups, strict=True)
+        super().__init__(
+            [{**group, "params": [part.vector for part in parts]} for group, parts in pairs], {}
         )
 
     def state_dict(self) -> dict[str, Any]:
         _copy_options(self._inner, self)
         self.state.clear()
-        for group, (flat, rows) in enumerate(zip(self._flats, self._rows, strict=True)):
-            for key, value in self._inner.state.get(flat, {}).items():
-                like = isinstance(value, Tensor) and value.shape == flat.shape
-                self.state[rows][key] = self._view(value, group, key) if like else value
+        for part in self._parts:
+            for key, value in self._inner.state.get(part.flat, {}).items():
+                like = isinstance(value, Tensor) and value.shape == part.flat.shape
+                self.state[part.vector][key] = part.view(value, key) if like else value
         return super().state_dict()
-
-    def _view(self, value: Tensor, group: int, key: str) -> Tensor:
-        """`_divided`, made once: making a DTensor takes longer than all else that a save does with
-        it, and an optimizer fills its state where it is."""
-        of, pointer, view = self._views.get((group, key), (None, 0, value))
-        if of is not value or pointer != value.data_ptr():
-            view = self._divided(value, group)
-            self._views[group, key] = value, value.data_ptr(), view
-        return view
 
     def settle(self) -> None:
         """Give the optimizer within what this one was given by a restore."""
         _copy_options(self, self._inner)
-        for flat, rows in zip(self._flats, self._rows, strict=True):
-            state = self._inner.state[flat]
-            for key, value in self.state.get(rows, {}).items():
+        for part in self._parts:
+            state = self._inner.state[part.flat]
+            for key, value in self.state.get(part.vector, {}).items():
                 if not isinstance(value, DTensor):
                     state[key] = value
                     continue
-                local = sharding.local_of(value).view(-1)
-                if key not in state or state[key].data_ptr() != local.data_ptr():
-                    state[key] = torch.zeros_like(flat, dtype=local.dtype, requires_grad=False)
-                    state[key][: local.numel()].copy_(local)
+                local = sharding.local_of(value)
+                if key not in state or state[key].dtype != local.dtype:
+                    state[key] = torch.zeros_like(part.flat, dtype=local.dtype, requires_grad=False)
+                here = part.within(state[key])
+                if here.data_ptr() != local.data_ptr():
+                    here.copy_(local)
 
 
 def _flat_sizes(zero: Any) -> list[int]:
@@ -284,8 +291,9 @@ class _Counters:
 
 
 @torch.no_grad()
-def _spread(zero: Any) -> None:
+def _spread(zero: Any, partitions: _Partitions) -> None:
     """The weights that ZeRO-3 trains with, from their masters, as at the end of its step."""
+    partitions.settle()
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -296,9 +304,20 @@ def _spread(zero: Any) -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def _of_this_rank(kind: str, tensors: list[Tensor]) -> dict[str, Tensor]:
-    part = f"partition_{distributed.get_rank()}_of_{distributed.get_world_size()}"
-    return {f"{kind}.{number}.{part}": one for number, one in enumerate(tensors)}
+def _by_number(zero: Any, parts: list[_Part]) -> dict[str, Tensor]:
+    """Masters of ZeRO-1 and 2, one a group."""
+    order = ""
+    if getattr(zero, "round_robin_gradients", False):  # of a world's own
+        order = f".round_robin_of_{distributed.get_world_size()}"
+    return {f"zero.group.{at}{order}": one.vector for at, one in enumerate(parts)}
+
+
+def _by_group(zero: Any, parts: dict[Tensor, _Part]) -> list[list[_Part]]:
+    """What ZeRO-3 trains, in the groups of its optimizer."""
+    groups: list[list[_Part]] = [[] for _ in zero.optimizer.param_groups]
+    for number, members in enumerate(zero.fp16_groups):
+        groups[zero.sub_group_to_group_id[number]] += [parts[one] for one in members]
+    return groups
 
 
 def _groups(engine: Any) -> list[list[Any]]:
@@ -325,15 +344,18 @@ def _by_parameter(engine: Any) -> dict[str, Tensor]:
 
 
 def _digest(engine: Any) -> str:
-    """Equal where flat tensors hold the same parameters in the same places."""
-    groups = [
+    """Equal where flat tensors hold the same parameters in the same places, or what has a name has
+    the same shape."""
+    three = engine.zero_optimization_stage() == 3  # which has all that it keeps by name
+    groups = [list(engine.module.parameters())] if three else _groups(engine)
+    named = [
         [
             [engine.param_names.get(one, ""), list(getattr(one, "ds_shape", one.shape))]
             for one in group
         ]
-        for group in _groups(engine)
+        for group in groups
     ]
-    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class TensorLeaf(NamedTuple):
     what the user has, a DTensor perhaps. `sharing` None: the tensor belongs to this rank alone;
     `lenient`: but another rank's value does as well (buffers under DistributedDataParallel).
     `fresh`: it cannot be filled where it is; a restore makes a new one, as of any value.
+    `unflattened`: see `TensorSpec`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TensorLeaf(NamedTuple):
     sharing: Sharing | None = None
     lenient: bool = False
     fresh: bool = False
+    unflattened: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Taken:
                 global_shape=leaf.global_shape,
                 dim_order=dim_order(leaf.whole),
                 device=device_name(leaf.tensor.device),
+                unflattened=leaf.unflattened,
             )
             for leaf in self.tensors
         ]
@@ -107,6 +110,7 @@ class Taken:
                     leaf.section,
                     leaf.offsets,
                     leaf.global_shape,
+                    leaf.unflattened,
                 )
                 for leaf in self.tensors
             ],

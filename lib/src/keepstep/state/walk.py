@@ -26,7 +26,7 @@ from keepstep.state.leaves import Node, TensorLeaf, is_wrapper, plain_tensors
 from keepstep.state.memory import check_memory
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import Claim, Members, Topology
-from keepstep.state.wrappers import replication_of, tree_of, unwrap
+from keepstep.state.wrappers import Flat, replication_of, tree_of, unwrap
 
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 
@@ -62,6 +62,7 @@ class Walker:
         self._trees: dict[str, Any] = {}
         self._known: dict[int, tuple[str, Members]] = {}
         self._parameters: dict[str, Members] = {}
+        self._unflattened: dict[str, tuple[int, ...]] = {}
         self._pointers: set[int] = set()
         self._wrapped = False
         self._inner: Any = None
@@ -97,6 +98,9 @@ class Walker:
     def _know(self, name: str, component: Any) -> None:
         self._trees[name] = _tree_of(name, component)
         replication = replication_of(component)
+        if isinstance(component, Flat):
+            shapes = component.shapes.items()
+            self._unflattened.update((f"{name}.{path}", shape) for path, shape in shapes)
         for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
             members: Members = None
             if replication is not None and path not in replication.ignored:
@@ -293,6 +297,7 @@ class Walker:
                 sharing=sharing,
                 lenient=self._lenient and not parameter,
                 fresh=fresh,
+                unflattened=self._unflattened.get(path),
             )
         )
 

@@ -34,6 +34,15 @@ class Replicated(nn.Module):
         self.module, self.ranks = module, ranks
 
 
+class Flat(nn.Module):
+    """A module whose parameters are vectors, of which ranks have parts: an adapter's, of another
+    module. `shapes`: by their names, those that they have there."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes = shapes
+
+
 def unwrap(component: Any) -> Any:
     """The module inside DistributedDataParallel or torch.compile, a sharded optimizer's own part.
 
