@@ -287,6 +287,7 @@ def metadata() -> Iterator[Attack]:
         ("sections-too-few", lambda ours: ours.update(sections=[["rest", 1]]), "has 3"),
         ("dtype-unknown", lambda ours: ours.update(dtypes={"mask": "F1"}), "unknown dtype"),
         ("dtype-lie", lambda ours: ours.update(dtypes={"mask": "C128"}), "not stored as bytes"),
+        ("vector-lie", lambda ours: ours.update(unflattened_shapes={"exp_avg": [3, 2]}), "vector"),
         ("box-outside", lambda ours: ours.update(global_shapes={"weight": [3, 4]}), "outside"),
     ]:
         error = VersionError if name == "future-version" else FormatError

@@ -207,6 +207,8 @@ def main() -> None:
     train(engine, left, checkpointer)
     if checkpointer is not None:
         checkpointer.close()
+    if SETTINGS.get("stock"):
+        engine.save_16bit_model(str(OUT), "stock.bin")
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     write(
         {

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
@@ -88,6 +90,23 @@ def test_zero_3_and_other_worlds(loop, precision):
         before = after
     assert rows("model.1.weight", before) == [44, 46, 46]
     assert rows("optimizer.state.model.2.weight.exp_avg", before) == [5, 6, 6]
+
+
+def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp_path):
+    """By name and shape; of weights that were trained, in full precision."""
+    zero = {"sub_group_size": 100, "stage3_gather_16bit_weights_on_model_save": True}
+    kept, _ = loop.kept(ranks=2, stage=3, zero=zero, epochs=1, stock=True)
+    stock = torch.load(kept / "stock.bin")
+    for dtype, options in ((torch.float32, ()), (torch.bfloat16, ("--dtype", "bf16"))):
+        out = tmp_path / f"exported{len(options)}"
+        # a buffer is each rank's own
+        loop.keepstep("export", "latest", "--to", str(out), "--lowest-rank", *options)
+        exported = load_file(out / "model.safetensors")
+        assert exported.keys() == stock.keys()
+        for name, tensor in exported.items():
+            assert torch.equal(tensor.bfloat16(), stock[name].bfloat16()), name
+        assert {exported[f"{one}.weight"].dtype for one in (1, 2, 4)} == {dtype}
+    assert exported["1.weight"].shape == (17, 8)
 
 
 @pytest.mark.proves("deepspeed", by="ZeRO")

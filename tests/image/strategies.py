@@ -18,16 +18,17 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def specs(draw: st.DrawFn) -> TensorSpec:
-    """A tensor: whole, or a box of a larger one."""
+    """A tensor: whole, or a box of a larger one; a vector that is used in another shape, perhaps."""
     shape = draw(shapes)
     name, dtype = draw(names), draw(st.sampled_from(sorted(ELEMENT_BYTES)))
     section = draw(st.sampled_from(Section))
     before = tuple(draw(st.integers(0, 3)) for _ in shape)
     after = [draw(st.integers(0, 3)) for _ in shape]
     whole = tuple(a + b + c for a, b, c in zip(before, shape, after, strict=True))
+    flat = (1, *whole) if len(whole) == 1 and draw(st.booleans()) else None
     if whole == shape:
-        return TensorSpec(name, dtype, shape, section)
-    return TensorSpec(name, dtype, shape, section, before, whole)
+        return TensorSpec(name, dtype, shape, section, unflattened=flat)
+    return TensorSpec(name, dtype, shape, section, before, whole, unflattened=flat)
 
 
 tensor_lists = st.lists(specs(), max_size=12, unique_by=lambda spec: spec.name)
