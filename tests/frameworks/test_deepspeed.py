@@ -90,6 +90,10 @@ def test_zero_3_and_other_worlds(loop, precision):
         before = after
     assert rows("model.1.weight", before) == [44, 46, 46]
     assert rows("optimizer.state.model.2.weight.exp_avg", before) == [5, 6, 6]
+    other, _ = loop.kept(stage=2, precision=precision, out="other")
+    refused = (other / "refused-0").read_text()
+    assert "nothing was changed" in refused
+    assert "master: given to Checkpointer, but not in the checkpoint" in refused
 
 
 def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp_path):

@@ -18,7 +18,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def specs(draw: st.DrawFn) -> TensorSpec:
-    """A tensor: whole, or a box of a larger one; a vector that is used in another shape, perhaps."""
+    """A tensor: whole, or a box of a larger one; perhaps a vector that is used in another shape."""
     shape = draw(shapes)
     name, dtype = draw(names), draw(st.sampled_from(sorted(ELEMENT_BYTES)))
     section = draw(st.sampled_from(Section))

@@ -9,9 +9,9 @@ and in the loop, after `engine.step()`:
 
 What must stay true: every tensor is the one that DeepSpeed trains with, nothing is copied on the
 way to a save, and a restore fills it where it lies, as the model's parameters are views of flat
-buffers. What all ranks have alike is said to be so. What they divide is kept as boxes of vectors, one
-for a group of parameters (ZeRO-1 and 2) or for each of them (ZeRO-3), so that another world finds
-its own.
+buffers. What all ranks have alike is said to be so. What they divide is kept as boxes of vectors,
+one for a group of parameters (ZeRO-1 and 2) or for each of them (ZeRO-3), so that another world
+finds its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def components(engine: Any) -> dict[str, Any]:
     """What is kept of an engine, for `Checkpointer`: `model`, `optimizer`, `engine`, and where
-    there are some, `master` (weights in full precision) and `scheduler`.
+    there are some, `master` (weights in full precision, which under ZeRO-3 are those of `model`)
+    and `scheduler`.
 
     Call it right after `deepspeed.initialize()`. Raises UsageError for what was never tried, or
     cannot be followed.
@@ -404,8 +405,9 @@ def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
             yield f"zero_optimization.{name}", f"leave {name} out of the configuration"
     if engine.zero_hpz_partition_size() > 1:
         yield "zero_hpz_partition_size", "leave it out of the configuration"
-    if engine.zero_quantized_weights():
-        yield "zero_quantized_weights", "leave it out of the configuration"
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(engine, name)():
+            yield name, "leave it out of the configuration"
     if engine.is_deepcompile_enabled():
         yield "deepcompile", "leave it out of the configuration"
     scalers = (

@@ -90,7 +90,8 @@ class Walker:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
         if isinstance(inner, dict):  # refilled where it is, whatever kind of dict that is
             tree = dict(tree)
-        node = self._branch(tree, name)
+        with torch.no_grad():  # for `local_of`
+            node = self._branch(tree, name)
         return self._value(tree) if node is None else node
 
     # --- who is who ----------------------------------------------------------------------------
