@@ -45,9 +45,9 @@ class Lives:
         return [python, *launch, *words]
 
     def undisturbed(self, *, ranks: int = 1, out: str = "plain", **settings: Any) -> Path:
-        """Without keepstep. Returns its folder."""
+        """Without keepstep, or with `bare=False` without a sidecar. Returns its folder."""
         done = subprocess.run(
-            self._command(out, {**settings, "bare": True}, ranks),
+            self._command(out, {"bare": True, **settings}, ranks),
             cwd=self._home,
             env=self._variables(),
             capture_output=True,

@@ -93,7 +93,10 @@ def on_accelerate() -> tuple[Any, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
-    config = DataLoaderConfiguration(use_seedable_sampler=SETTINGS.get("seedable", False))
+    config = DataLoaderConfiguration(
+        use_seedable_sampler=SETTINGS.get("seedable", False),
+        use_stateful_dataloader=SETTINGS.get("stateful", False),
+    )
     accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
     net, plain = made()
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 20)

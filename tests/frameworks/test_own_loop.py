@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader, Dataset
 
 import keepstep
@@ -92,6 +92,24 @@ def test_accelerate_on_two_ranks(loop):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
+@pytest.mark.proves("accelerate")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"workers": 2}, {"workers": 2, "persistent": True}, {"ranks": 2}],
+    ids=lambda options: "-".join(options) or "alone",
+)
+def test_accelerates_stateful_loader(loop, options):
+    """Of which it begins an epoch in prepare(): with `Batches` another one is begun after it, also
+    where nothing is kept."""
+    options = {"on": "accelerate", "stateful": True, **options}
+    ranks = options.get("ranks", 1)
+    epoch = 8 // ranks
+    kill = [*drawn(range(1, epoch - 1)), epoch, *drawn(range(epoch + 1, 2 * epoch))]
+    plain = loop.undisturbed(**options, bare=False)
+    kept, _ = loop.kept(**options, kill=kill)
+    assert_same(plain, kept, kills=3, ranks=ranks)
+
+
 @pytest.mark.proves("ignite")
 @pytest.mark.parametrize("options", [{"augment": True}, {"workers": 2}], ids="-".join)
 def test_ignite(loop, options):
@@ -135,15 +153,6 @@ def test_what_accelerate_divides_a_model_by_is_refused_by_name(monkeypatch, kind
     monkeypatch.setattr(plugin, "fsdp_version", 2)
     if kind is DistributedType.FSDP:
         assert Batches(loading).epoch == 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_epoch_that_accelerate_began_by_itself_is_refused():
-    config = DataLoaderConfiguration(use_stateful_dataloader=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loading = accelerator.prepare(DataLoader(torch.arange(6), batch_size=2))
-    with pytest.raises(keepstep.UsageError, match="leave out use_stateful_dataloader"):
-        Batches(loading)
 
 
 class Noise(Dataset):

@@ -32,8 +32,9 @@ class Batches:
     """What is left of each epoch of a loader; a component, to be named to the `Checkpointer`.
 
     `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
-    accelerate and Fabric do, goes in as it is. Raises UsageError for one that has begun an epoch,
-    for a version of accelerate that was never tested, and for its DeepSpeed, Megatron-LM and FSDP1.
+    accelerate and Fabric do, goes in as it is. An epoch of it that was begun already is dropped.
+    Raises UsageError for a version of accelerate that was never tested, and for its DeepSpeed,
+    Megatron-LM and FSDP1.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -46,10 +47,8 @@ class Batches:
         self._base = loader if inner is None else inner
         self._fetches_ahead = hasattr(loader, "base_dataloader")
         if getattr(self._base, "_initial_iter_for_state_dict", False):
-            raise UsageError(
-                "accelerate began the first epoch of this StatefulDataLoader in prepare(), before"
-                " anything could be restored: leave out use_stateful_dataloader, Batches needs none"
-            )
+            # accelerate began it in prepare(), before anything could be restored
+            self._base.load_state_dict({})
         self._done, self._begun = 0, dict[str, Any]()
         self._resumes = False
 
