@@ -6,7 +6,8 @@ Run it with the sources of that version on PYTHONPATH, from this directory's roo
 
 `alone/`: a run of one rank: `keepstep/` (its directory with a volume, run.json and service.json),
 `archive/` and `memory/` (its shared memory). `pair/`: `a/`, the directory of the first of two
-machines that keep copies for each other; the second one's is lost.
+machines that keep copies for each other; the second one's is lost. Beside them `values/`, what
+their trainings computed.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ HERE = Path(__file__).resolve().parent
 STEPS = 4
 
 
-def start(home: Path, *options: str, state: str, **environment: str) -> subprocess.Popen[bytes]:
+def start(
+    home: Path, *options: str, state: str, values: Path, **environment: str
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "keepstep_sidecar.cli", "run", *options, "--"]
-    command += [sys.executable, str(HERE / "training.py"), str(STEPS), state]
+    command += [sys.executable, str(HERE / "training.py"), str(STEPS), state, str(values)]
     home.mkdir(exist_ok=True)
+    values.mkdir(exist_ok=True)
     return subprocess.Popen(command, cwd=home, env={**os.environ, **environment})
 
 
@@ -51,7 +55,8 @@ def alone(base: Path, out: Path) -> None:
     archive = out / "archive"
     archive.mkdir(parents=True)
     home = base / "alone"
-    run = start(home, "--archive", str(archive), "--archive-every", "2", state="committed")
+    options = ("--archive", str(archive), "--archive-every", "2")
+    run = start(home, *options, state="committed", values=out / "values")
     assert run.wait(120) == 3
     memory = places_of(home / ".keepstep", "training").memory
     while not list(archive.rglob("*-000000002/step.json")):
@@ -69,6 +74,7 @@ def pair(base: Path, out: Path) -> None:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             ports.append(one.getsockname()[1])
+    out.mkdir(parents=True)
     homes, runs = [base / "a", base / "b"], []
     for rank, home in enumerate(homes):
         files = authority.files(rank, run="training")
@@ -77,7 +83,7 @@ def pair(base: Path, out: Path) -> None:
         options += ["--peer-key", str(files.key), "--peer-ca", str(files.authorities)]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[2]), "WORLD_SIZE": "2"}
         world |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
-        runs.append(start(home, *options, state="durable", **world))
+        runs.append(start(home, *options, state="durable", values=out / "values", **world))
     assert [one.wait(120) for one in runs] == [3, 3]
     kept = homes[0] / ".keepstep" / "training" / "peers"
     while not list(kept.glob(f"*-{STEPS - 1:09d}/rank-00001-of-00002.safetensors")):

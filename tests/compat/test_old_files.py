@@ -43,35 +43,33 @@ def machine(tmp_path: Path) -> Iterator[Callable[[str], Keepstep]]:
         one.end()
 
 
-@pytest.fixture(scope="session")
-def script() -> list[str]:
-    """Checks what it restores, value by value, and makes one more step."""
-    return [warm.python(), str(HERE / "training.py"), "5", "durable"]
+def script(left: Path, steps: int = 5) -> list[str]:
+    """Trains up to `steps`, and compares what it restores, value by value, with that in `left`."""
+    return [warm.python(), str(HERE / "training.py"), str(steps), "durable", str(left / "values")]
 
 
-def test_a_volume_is_restored_and_gone_on_from(
-    left: Path, machine: Callable[..., Keepstep], script: list[str]
-):
+def test_a_volume_is_restored_and_gone_on_from(left: Path, machine: Callable[..., Keepstep]):
     one = machine("one")
     shutil.copytree(left / "alone/keepstep", one.directory)
-    assert one("run", "--", *script, code=3).stdout == "from 3 local\n"
-    assert one("run", "--", *script[:-2], "6", "durable", code=3).stdout == "from 4 memory\n"
+    first, then = script(left / "alone"), script(left / "alone", 6)
+    assert one("run", "--", *first, code=3).stdout == "from 3 local\n"
+    assert one("run", "--", *then, code=3).stdout == "from 4 memory\n"
     one("verify")
 
 
-def test_a_memory_is_adopted(
-    left: Path, sidecars: Callable[..., SidecarProcess], memory_dir: Path, script: list[str]
-):
+def test_a_memory_is_adopted(left: Path, sidecars: Callable[..., SidecarProcess], memory_dir: Path):
     shutil.copytree(left / "alone/memory", memory_dir, dirs_exist_ok=True)
     sidecar = sidecars(RUN).start()
     environment = {**os.environ, "KEEPSTEP_SOCKET": str(sidecar.socket)}
-    ended = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=90)
+    command = script(left / "alone")
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert ended.stdout == "from 3 memory\n", ended.stderr
 
 
-def test_an_archive_is_restored(left: Path, machine: Callable[..., Keepstep], script: list[str]):
+def test_an_archive_is_restored(left: Path, machine: Callable[..., Keepstep]):
     archive = ("--archive", str(left / "alone/archive"))
-    ended = machine("one")("run", "--run", RUN, *archive, "--", *script, code=3)
+    command = script(left / "alone")
+    ended = machine("one")("run", "--run", RUN, *archive, "--", *command, code=3)
     assert ended.stdout == "from 2 archive\n"
 
 
@@ -79,7 +77,6 @@ def test_an_archive_is_restored(left: Path, machine: Callable[..., Keepstep], sc
 def test_copies_at_a_peer_are_restored(
     left: Path,
     machine: Callable[..., Keepstep],
-    script: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -94,7 +91,7 @@ def test_copies_at_a_peer_are_restored(
     for rank, one in enumerate(machines):
         monkeypatch.setenv("RANK", str(rank))
         peers = options(authority, rank, ports, run=RUN)
-        started.append(one.start("run", "--run", RUN, *peers, "--", *script))
+        started.append(one.start("run", "--run", RUN, *peers, "--", *script(left / "pair")))
     ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
     assert [code for _, _, code in ended] == [3, 3], ended
     assert [out for out, _, _ in ended] == ["from 3 local\n", "from 3 peer\n"]

@@ -1,13 +1,15 @@
-"""A deterministic training whose state after each step can be made again, to compare with.
+"""A training that writes its state down after each step, and compares what it goes on from.
 
-`python training.py STEPS STATE` goes on from what is there and prints what it found; it is run by
-keepsteps of several ages, so it uses only what the first of them had.
+`python training.py STEPS STATE VALUES` goes on from what is there and prints what it found. It is
+run by keepsteps of several ages, so it uses only what the first of them had, and on several kinds
+of processor, which round otherwise: the directory VALUES has what a step's own maker computed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -61,8 +63,11 @@ class Training:
         self.progress["table"] += 1
 
     def values(self) -> list[Any]:
-        """Everything that a restore brings back."""
+        """Everything that a restore brings back; the generators are left as they were."""
         state = [s[key] for s in self.optimizer.state.values() for key in sorted(s)]
+        numpys = numpy.random.get_state()
+        drawn = numpy.random.rand()
+        numpy.random.set_state(numpys)
         return [
             *self.model.state_dict().values(),
             *state,
@@ -70,7 +75,7 @@ class Training:
             {**self.progress, "table": self.progress["table"].tolist()},
             str(self.progress["table"].dtype),
             torch.get_rng_state(),
-            numpy.random.rand(),
+            drawn,
         ]
 
 
@@ -84,26 +89,12 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def at_step(step: int, rank: int) -> Training:
-    """What nobody ever disturbed."""
-    training = Training(rank)
-    for number in range(step + 1):
-        training.step(number)
-    return training
-
-
-def check(training: Training, step: int, rank: int) -> None:
-    """The state is that of `step`; the generators are left as they were."""
-    random, numpys = torch.get_rng_state(), numpy.random.get_state()
-    found = training.values()
-    expected = at_step(step, rank).values()
-    torch.set_rng_state(random)
-    numpy.random.set_state(numpys)
+def check(found: list[Any], expected: list[Any]) -> None:
     for number, pair in enumerate(zip(found, expected, strict=True)):
         assert same(*pair), (number, pair)
 
 
-def main(steps: int, state: str) -> None:
+def main(steps: int, state: str, values: Path) -> None:
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
@@ -112,15 +103,17 @@ def main(steps: int, state: str) -> None:
     checkpointer = keepstep.Checkpointer(training.components)
     found = checkpointer.restore()
     if found is not None:
-        check(training, found.step, rank)
+        expected = values / f"{found.step}-{rank}.pt"
+        check(training.values(), torch.load(expected, weights_only=False))
     tier = found.tier.value if found and found.tier else None
     print(f"from {found.step if found else None} {tier}", flush=True)
     for step in range(found.step + 1 if found else 0, steps):
         training.step(step)
+        torch.save(training.values(), values / f"{step}-{rank}.pt")
         checkpointer.save(step)
         checkpointer.wait(step, state)
     os._exit(3)  # neither sidecar nor memory is let go of
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
