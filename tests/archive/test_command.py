@@ -11,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
@@ -131,7 +130,7 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
     (file,) = newest.glob("*.safetensors")
     stored = safetensors.torch.load_file(file)
     target = {"model.weight": torch.zeros(64, 64)}
-    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(newest)), no_dist=True)
+    dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(newest)), no_dist=True)
     assert torch.equal(target["model.weight"], stored["model.weight"])
 
 

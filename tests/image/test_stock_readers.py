@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from keepstep.image import Layout, Section, TensorSpec, local_name
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES
@@ -18,6 +17,7 @@ from keepstep.state.dtypes import DTYPE_OF
 from keepstep.steps import shard_name
 from tests.image.images import noise, seal, stage
 from tests.image.strategies import tensor_lists
+from tests.torch_version import needs_stock_reader
 
 # torch warns that there is no process group; to do without one is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -51,6 +51,7 @@ def test_stock_safetensors_reads_every_tensor_bit_equal(tmp_path: Path, specs) -
             assert raw(tensor) == content[spec.name]
 
 
+@needs_stock_reader
 @pytest.mark.parametrize("dtype", sorted(NATIVE_BYTES))
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)])
 def test_stock_dcp_reads_every_native_dtype(tmp_path: Path, dtype: str, shape) -> None:
@@ -58,7 +59,9 @@ def test_stock_dcp_reads_every_native_dtype(tmp_path: Path, dtype: str, shape) -
     content = noise(layout)
     write(tmp_path, layout, content)
     target = torch.zeros(shape, dtype=DTYPE_OF[dtype])
-    dcp.load({"x": target}, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    dcp.load(
+        {"x": target}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True
+    )
     assert raw(target) == content["x"]
 
 
@@ -108,6 +111,7 @@ def _rank(folder: Path, rank: int, whole: torch.Tensor, bias: torch.Tensor) -> t
     return own
 
 
+@needs_stock_reader
 @pytest.mark.parametrize("threads", [1, 2])
 def test_stock_dcp_reads_a_directory_of_two_ranks_at_world_one(tmp_path: Path, threads) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
@@ -121,7 +125,7 @@ def test_stock_dcp_reads_a_directory_of_two_ranks_at_world_one(tmp_path: Path, t
         local_name("rng", 0): torch.zeros(3, dtype=torch.uint8),
         local_name("rng", 1): torch.zeros(4, dtype=torch.uint8),
     }
-    reader = HuggingFaceStorageReader(str(tmp_path), thread_count=threads)
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path), thread_count=threads)
     dcp.load(target, storage_reader=reader, no_dist=True)
     assert torch.equal(target["whole"], whole)
     assert torch.equal(target["bias"], bias)
@@ -134,11 +138,12 @@ def test_stock_dcp_reads_a_directory_of_two_ranks_at_world_one(tmp_path: Path, t
         assert torch.equal(target[local_name("rng", rank)], own[rank])
 
 
+@needs_stock_reader
 def test_reserved_keys_of_two_ranks_do_not_meet(tmp_path: Path) -> None:
     """Their regions may differ in size: under one key stock DCP would join them."""
     for rank in (0, 1):
         _rank(tmp_path, rank, torch.zeros(4, 6), torch.zeros(6, dtype=torch.bfloat16))
-    metadata = HuggingFaceStorageReader(str(tmp_path)).read_metadata()
+    metadata = dcp.HuggingFaceStorageReader(str(tmp_path)).read_metadata()
     reserved = [key for key in metadata.state_dict_metadata if key.startswith("keepstep.")]
     assert len(reserved) == 6
     assert all(len(metadata.state_dict_metadata[key].chunks) == 1 for key in reserved)

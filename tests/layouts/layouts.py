@@ -253,7 +253,8 @@ def random_boxes(directory):
 def strided_boxes(both):
     """FSDP over tensor parallel, with rows that do not divide evenly."""
     wrong = []
-    for rows in (4, 6, 10, 14):
+    uneven = (6, 10, 14) if torch.__version__ >= (2, 7) else ()  # not in FSDP2 of torch 2.6
+    for rows in (4, *uneven):
         torch.manual_seed(rows)
         model = nn.Sequential(nn.Linear(3, rows))
         plain = [one.detach().clone() for one in model.parameters()]

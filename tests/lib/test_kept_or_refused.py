@@ -307,6 +307,7 @@ def schedulers():
     return made
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch 2.6's own use of it
 def test_every_scheduler_of_torch_goes_on_where_it_was(sidecar):
     def rates(components):
         groups = [one.param_groups[0] for name, one in components.items() if "." in name]

@@ -11,6 +11,7 @@ from torch import nn
 
 import keepstep
 from tests.lib.training import begun, bring_back, keep
+from tests.torch_version import NEWER_DTYPES
 
 
 def bits(tensor):
@@ -72,7 +73,7 @@ def test_a_trained_model_comes_back_bit_equal_in_place_and_trains_on_as_it_would
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.float8_e5m2, *NEWER_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
     torch.complex128,
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from torch import nn
 
 import keepstep
 from tests.harness import torchrun
+from tests.torch_version import needs_stock_reader
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 
@@ -99,6 +100,7 @@ def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
     assert sorted(losses(log, 0)) == [0, 1, 2, 3]
 
 
+@needs_stock_reader
 def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
     from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp

@@ -256,6 +256,27 @@ def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_
     assert "preloaded.py" in changed[1]
 
 
+def test_a_module_that_a_preloaded_one_wrote_for_itself_may_go_with_the_first_life(
+    tmp_path: Path,
+) -> None:
+    """As torch 2.6 does with `_remote_module_non_scriptable`."""
+    (tmp_path / "preloaded.py").write_text(
+        "import importlib.util, os, sys, tempfile\n"
+        "directory = tempfile.TemporaryDirectory()\n"
+        "path = os.path.join(directory.name, 'written.py')\n"
+        "open(path, 'w').write('VALUE = 7')\n"
+        "spec = importlib.util.spec_from_file_location('written', path)\n"
+        "written = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['written'] = written\n"
+        "spec.loader.exec_module(written)\n"
+    )
+    (tmp_path / "uses.py").write_text(
+        "import os, written; print(written.VALUE, os.path.exists(written.__file__))"
+    )
+    lives = ask(tmp_path, [run("uses.py")] * 2, "preloaded")
+    assert lives == [[0, "7 True\n", ""], [0, "7 False\n", ""]]
+
+
 def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_path: Path) -> None:
     (tmp_path / "cProfile.py").write_text("raise OSError('not that one')")
     (tmp_path / "sub").mkdir()

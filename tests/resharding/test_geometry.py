@@ -15,10 +15,11 @@ from keepstep.restore.boxes import Box, cover
 from keepstep.restore.images import Images
 from keepstep.restore.plan import Piece, Want, make
 from tests.resharding.worlds import Step, bits, cut, some, take
+from tests.torch_version import NEWER_DTYPES
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64,
-    torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.uint16,
+    torch.float8_e4m3fn, *NEWER_DTYPES, torch.complex64, torch.complex128, torch.uint16,
 ]  # fmt: skip
 
 

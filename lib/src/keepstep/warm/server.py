@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -64,6 +65,13 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _ended(path: str) -> bool:
+    """Whether a program wrote this module for itself, and it is gone: torch 2.6 imports one from a
+    temporary directory, which the end of the first forked process removes."""
+    temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
+    return os.path.realpath(path).startswith(temporary) and not os.path.exists(path)
 
 
 def preload(modules: list[str]) -> None:
@@ -143,7 +151,7 @@ def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
         return "only exec can start this command"
     if names := late_differences(environment, job.environment):
         return f"imports may have read what differs now: {', '.join(names)}"
-    changed = [path for path, stamp in known.items() if _stamp(path) != stamp]
+    changed = [path for path, stamp in known.items() if _stamp(path) != stamp and not _ended(path)]
     if changed:
         return f"{len(changed)} imported files have changed since, such as {min(changed)}"
     if names := _other_threads():
