@@ -111,6 +111,27 @@ def test_what_is_said_to_change_the_tensors_waits_for_the_copy(
     assert torch.equal(weight, expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what torch itself imports
+def test_an_optimizer_step_within_torch_compile_waits_for_the_copy(sidecar, held_copy, model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    compiled = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    checkpointer = begun({"model": model})
+    for number in range(4):
+        if number:  # the first one is compiled while nothing is on its way
+            held_copy.clear()
+            expected = model[0].weight.detach().clone()
+            assert checkpointer.save(number)
+            threading.Timer(0.2, held_copy.set).start()
+        model(torch.randn(4, 256)).sum().backward()
+        compiled()
+        assert held_copy.is_set() or not number, "the change went ahead of the copy"
+    checkpointer.close()
+    assert checkpointer.stats.discarded == 0
+    at, weight = restored_weight(model)
+    assert at.step == 3
+    assert torch.equal(weight, expected)
+
+
 def test_buffers_and_plain_tensors_may_change_at_once(sidecar, held_copy):
     norm, extra = nn.BatchNorm1d(4), {"x": torch.zeros(3)}
     with begun({"norm": norm, "extra": extra}, strict=True) as checkpointer:

@@ -703,7 +703,9 @@ def _hook_optimizers() -> None:
                 checkpointer._agent.trains = threading.get_ident()
             checkpointer.fence()
 
-    register_optimizer_step_pre_hook(before)
+    # torch.compile traces an optimizer's step with its hooks, and the versions that a traced fence
+    # compares are others (`torch.compiler.disable` would import torch._dynamo here and now)
+    register_optimizer_step_pre_hook(torch._disable_dynamo(before))  # type: ignore[attr-defined]
 
 
 @functools.cache
