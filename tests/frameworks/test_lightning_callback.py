@@ -78,6 +78,14 @@ def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
         made(tmp_path, callback).fit(Model())
 
 
+def test_the_last_step_is_whole_where_not_every_step_is_staged(tmp_path, sidecars, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--stage-every", "3").socket))
+    made(tmp_path, KeepstepCallback()).fit(Model())
+    trainer = made(tmp_path, KeepstepCallback())
+    trainer.fit(Model())
+    assert trainer.global_step == 4, "what is over is not trained again"
+
+
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy"])
 def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch, name):
     trainer = made(tmp_path, KeepstepCallback())

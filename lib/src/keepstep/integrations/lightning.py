@@ -230,12 +230,16 @@ class _Fit:
 
     def end(self) -> None:
         """The last step is made durable; the trainer is as it was."""
+        if not self.undo:
+            return
         for owner, name in self.undo:
             delattr(owner, name)
         self.undo = []
         if self.callback.checkpointer is not None:
             if self.at is not None:
                 self._checkpointer.restore_rng()
+            else:
+                self._note()  # where not every step is staged, the last one is only now
             self._checkpointer.close()
 
     # --- going on ------------------------------------------------------------------------------
