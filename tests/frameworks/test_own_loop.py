@@ -188,6 +188,26 @@ def test_an_epoch_that_was_left_early_begins_anew():
     assert [len(list(batches.left(checkpointer))), batches.epoch] == [3, 1]
 
 
+@pytest.mark.parametrize("dataset", [torch.arange(8), Noise()], ids=type)
+def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(sidecar, dataset):
+    def life(seed):
+        torch.manual_seed(seed)
+        loaders = [DataLoader(dataset, batch_size=2, shuffle=True) for _ in range(2)]
+        first, second = map(Batches, loaders)
+        checkpointer = keepstep.Checkpointer(first=first, second=second)
+        checkpointer.restore(rng="later")
+        return checkpointer, zip(first.left(checkpointer), second.left(checkpointer), strict=True)
+
+    checkpointer, left = life(0)
+    next(left)
+    checkpointer.save(0)
+    expected = repr([*left, torch.rand(2)])
+    checkpointer.close()
+    checkpointer, left = life(1)
+    assert repr([*left, torch.rand(2)]) == expected
+    checkpointer.close()
+
+
 def test_samplers_that_name_each_other_are_looked_at_once() -> None:
     loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True)
     loader.batch_sampler.sampler.sampler = loader.batch_sampler

@@ -84,21 +84,28 @@ class Batches:
             yield batch
         self.epoch, self._done, self._begun = self.epoch + 1, 0, {}
 
-    def _go_on(self, restore_rng: Callable[[], Any]) -> Iterator[Any]:
+    def _go_on(self, restore_rng: Callable[[], bool]) -> Iterator[Any]:
+        before = rng.capture()
+
+        def settle() -> None:
+            if not restore_rng():  # the Batches of another loader has done so
+                rng.apply(before)
+
         if not by_index(self._base):
             apply(self._begun, [self._base])
             batches: Iterator[Any] = iter(self.loader)
             for _ in range(self._done):
                 next(batches, None)
-            restore_rng()
+            settle()
             return batches
         # without workers the first batch may draw as it is read, but not what was read ahead
         reads = self._base.num_workers == 0 and not self._fetches_ahead
         with behind([self._base], self._done, self._begun) as (sampler,):
-            sampler.then = restore_rng if reads else None
+            sampler.then = settle if reads else None
             batches = iter(self.loader)
             first = list(itertools.islice(batches, 1))
-        restore_rng()
+        if not reads:
+            settle()
         return itertools.chain(first, batches)
 
 
