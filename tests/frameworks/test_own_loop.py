@@ -208,6 +208,15 @@ def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(si
     checkpointer.close()
 
 
+def test_batches_that_are_in_a_list_are_left_out_too(sidecar):
+    for done in range(3):
+        batches = Batches([10, 11, 12])
+        with keepstep.Checkpointer(batches=batches) as checkpointer:
+            checkpointer.restore(rng="later")
+            assert next(batches.left(checkpointer)) == 10 + done
+            checkpointer.save(done)
+
+
 def test_samplers_that_name_each_other_are_looked_at_once() -> None:
     loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True)
     loader.batch_sampler.sampler.sampler = loader.batch_sampler

@@ -69,7 +69,7 @@ class Batches:
         if self._fetches_ahead and checkpointer.epoch is not None:
             tell_of_draws(self._base)
         for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's
-            if name in vars(self.loader):
+            if name in getattr(self.loader, "__dict__", ()):
                 setattr(self.loader, name, self.epoch)
         if self._resumes:
             self._resumes = False
