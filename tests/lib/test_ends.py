@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import signal
@@ -93,6 +94,20 @@ def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sid
     opt.step()
     with pytest.raises(keepstep.NotDurableError, match="state has changed since"):
         checkpointer.close(timeout=30)
+
+
+def test_close_stages_no_unhealthy_state_as_the_step_before_it(sidecars, monkeypatch):
+    sidecar = sidecars().start("--stage-every", "4")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    state = {"loss": 0.5}  # and no optimizer of torch's, of which a step would be seen
+    checkpointer = begun({"state": state})
+    checkpointer.save(4)
+    checkpointer.save(5)
+    state["loss"] = math.nan
+    assert checkpointer.save(6, healthy=False) is False
+    with pytest.raises(keepstep.NotDurableError, match="state has changed since"):
+        checkpointer.close(timeout=30)
+    assert sidecar.published() == [4]
 
 
 def test_close_keeps_its_time_limit_beside_a_sidecar_that_stands_still(sidecar):

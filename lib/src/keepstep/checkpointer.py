@@ -386,7 +386,7 @@ class Checkpointer:
     def _refuse_unhealthy(self, agent: Agent, step: int) -> bool:
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
-        self._unhealthy = step
+        self._unhealthy, self._moved = step, True  # nor is it what `close` stages for one before it
         agent.skip(step, "the script says that it is not healthy")
         self._tell_failure("save(healthy=False)")
         return False
