@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
 from tests.peer.test_replicas import alike, flip, write
 from tests.tiers.local import durable
-from tests.volume.drives import command, fill, small_drive
+from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, step_id
 
 pytestmark = pytest.mark.root
@@ -35,8 +33,6 @@ ID = step_id(5)
 DRIVE_BYTES = 512 << 20
 SHARING = [("ext4", False, 2), ("xfs", True, 1), ("btrfs", True, 2)]
 """btrfs writes it once, and gives back what was reserved for the copy only with all of the copy."""
-_XFS_IOC_GOINGDOWN = 0x8004587D
-_WITHOUT_LOG = 2
 
 
 @dataclass
@@ -223,9 +219,7 @@ def test_shared_blocks_are_on_the_medium_once_the_file_is_synced(keep: Keep) -> 
 
 def power_cut(keeper: Keeper) -> None:
     """The file system stops, and what it has not yet written of its log is lost."""
-    root = os.open(keeper.drive, os.O_RDONLY)
-    fcntl.ioctl(root, _XFS_IOC_GOINGDOWN, struct.pack("I", _WITHOUT_LOG))
-    os.close(root)
+    die(keeper.drive)
     keeper.close()
     command("umount", keeper.drive)
     command("mount", "-o", "loop", keeper.drive.with_name("image"), keeper.drive)

@@ -21,6 +21,7 @@ from keepstep.wire.trainer import Flushed, FlushRequest, LeaseRequest, StopReque
 from keepstep_sidecar.api.metrics import TABLE
 from keepstep_sidecar.volume.faults import FAULTS_ENV
 from tests.harness import SidecarProcess, control_of, eventually
+from tests.volume.drives import die, small_drive
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -315,6 +316,37 @@ def test_a_step_that_cannot_be_written_is_reported_at_once_and_the_next_one_is_f
     assert not waited.reached
     assert "Input/output error" in waited.reason
     assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
+
+
+@pytest.mark.root
+def test_a_drive_that_dies_costs_no_more_than_the_step_that_was_being_written(
+    sidecars: Callable[..., SidecarProcess],
+    trainers: Trainers,
+    mounted: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
+    sidecar = sidecars().start("--volume", str(drive))
+    ranks = both(sidecar, trainers)
+
+    def commits(step: int) -> bool:
+        ids = [rank.stage(step) for rank in ranks]
+        return all(
+            rank.wait(id, "committed", flush=True).reached
+            for rank, id in zip(ranks, ids, strict=True)
+        )
+
+    assert commits(1)
+    assert commits(2)
+    (drive / sidecar.run / "quarantine").mkdir()
+    die(drive)
+    commits(3)  # or not
+    assert all(map(commits, range(4, 9)))
+    eventually(lambda: sidecar.published()[-2:] == [7, 8], what="readers see them")
+    eventually(lambda: 5 not in sidecar.published(), what="retention goes on")
+    status = sidecar.get("/v1/status")
+    assert [bool(one["failed"]) for one in status["volumes"]] == [False, True]
+    assert any("Input/output error" in one for one in status["warnings"])
 
 
 def test_a_trainer_that_goes_while_its_lease_is_being_made_does_not_keep_the_rank(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +34,18 @@ def small_drive(
         file.truncate(size_bytes)
     command(make, *_OPTIONS[kind], image)
     return mounted("drive", "-o", "loop", image)
+
+
+_XFS_IOC_GOINGDOWN = 0x8004587D
+_WITHOUT_LOG = 2
+
+
+def die(drive: Path) -> None:
+    """An XFS that answers everything with an error from now on; what it has not yet written of its
+    log is lost."""
+    root = os.open(drive, os.O_RDONLY)
+    fcntl.ioctl(root, _XFS_IOC_GOINGDOWN, struct.pack("I", _WITHOUT_LOG))
+    os.close(root)
 
 
 def fill(file: IO[bytes]) -> None:

@@ -15,10 +15,12 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.prepare import prepare
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from tests.volume.drives import command, fill, small_drive
-from tests.volume.images import RUN, empty_slot, load, make_layout, staged
+from tests.volume.drives import command, die, fill, small_drive
+from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 
 MIB = 1 << 20
+XFS_BYTES = 320 * MIB
+"""Less is refused by mkfs."""
 
 
 @pytest.mark.root
@@ -94,6 +96,33 @@ def test_a_drive_that_fails_below_the_file_system_never_yields_a_durable_step(
         volume.write(slot.view, slot.layout, slot.control)
     assert not list((volume.root / "pending").rglob("rank-*"))
     volume.close()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_one(
+    mounted: Callable[..., Path], tmp_path: Path, dying: int
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=XFS_BYTES, kind="xfs")
+    dead, good = Volume(drive / RUN, run=RUN), Volume(tmp_path / "good" / RUN, run=RUN)
+    volumes = VolumeSet([dead, good] if dying == 0 else [good, dead])
+    for step in (1, 2):
+        slots = [staged(make_layout(rank=rank), step) for rank in range(2)]
+        written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
+    volumes.publish(step_id(1))
+    die(drive)
+    made_of = [one.shard.path for one in written]
+    with pytest.raises(StorageError):
+        volumes.publish(step_id(2), made_of=made_of)
+    assert not (good.root / str(step_id(2))).exists(), "a part of a step is not shown"
+    assert volumes.retire(step_id(1)) > 0
+    assert not any((good.root / "retired").iterdir())
+    assert (bool(dead.failed), good.failed) == (True, "")
+    slots = [staged(make_layout(rank=rank), 3) for rank in range(2)]
+    written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
+    shown = volumes.publish(step_id(3), made_of=[one.shard.path for one in written])
+    assert shown == good.root / str(step_id(3))
+    assert len(list(shown.glob("rank-*"))) == 2
 
 
 @pytest.mark.root

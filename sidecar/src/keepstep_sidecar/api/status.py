@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import resource
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from keepstep.core.slot_table import SlotState
 from keepstep.core.suspicion import Doubt
+from keepstep.errors import StorageError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
@@ -135,15 +137,20 @@ async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
+    """One that is dead tells nothing but why (`failed`), and hides no other."""
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
+    used, free, quarantined = 0, 0, 0
+    with contextlib.suppress(StorageError):
+        used, free = volume.used_bytes(), volume.free_bytes()
+        quarantined = volume.quarantined()
     return VolumeStatus(
         path=str(volume.root),
         engine=f"{volume.engine}{reason}",
-        used_bytes=volume.used_bytes(),
-        free_bytes=volume.free_bytes(),
+        used_bytes=used,
+        free_bytes=free,
         capacity_bytes=service.config.capacity_bytes,
         failed=volume.failed,
-        quarantined=volume.quarantined(),
+        quarantined=quarantined,
     )
 
 

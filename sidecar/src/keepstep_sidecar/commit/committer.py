@@ -511,8 +511,11 @@ class Committer:
     # --- Publish, Retire ---------------------------------------------------------------------
 
     async def _publish(self, id: StepId) -> None:
+        made_of = [shard.path for shard in self.shards.get(id, {}).values()]
+        if not made_of:  # looked at anew meanwhile, and not there any more
+            return
         try:
-            path = await self.blocking(lambda: self.volumes.publish(id))
+            path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
         except KeepstepError as error:
             warn("not published", step=str(id), reason=str(error))
             return

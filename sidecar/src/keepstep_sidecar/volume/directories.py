@@ -33,7 +33,8 @@ class Directories:
         """Where a shard is, published or pending; None when it is neither."""
         places = (self._tree.published_step(id), self._tree.pending_step(id))
         found = (place / shard for place in places)
-        return next((path for path in found if path.is_file() and not path.is_symlink()), None)
+        # a link first: what it leads to is on another volume, which may be out of order
+        return next((path for path in found if not path.is_symlink() and path.is_file()), None)
 
     def locate(self, path: Path) -> Path:
         """`path`, or where it is now if its step was published or hidden meanwhile."""
@@ -121,7 +122,7 @@ class Directories:
             return freed
         for path in _entries(directory):
             faults.point("retire.unlink")
-            if path.is_dir() and not path.is_symlink():
+            if not path.is_symlink() and path.is_dir():
                 freed += self.delete(path)
                 continue
             freed += _blocks(path)

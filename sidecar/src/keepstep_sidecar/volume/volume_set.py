@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,13 +108,16 @@ class VolumeSet:
         return Scan(shards=tuple(shards), problems=problems)
 
     def mend(self) -> bool:
-        """`Volume.mend` of each. Raises StorageError when one cannot be mended."""
-        mended = [volume.mend() for volume in self._writable]
-        return any(mended)
+        """`Volume.mend` of each. Raises StorageError when one cannot be, and none was mended."""
+        return bool(self._of_each(Volume.mend))
 
-    def publish(self, id: StepId) -> Path | None:
-        """Make a committed step visible; returns the directory that shows all its shards."""
-        parts = [(volume, volume.shards(id)) for volume in self._writable]
+    def publish(self, id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
+        """Make a committed step visible; returns the directory that shows all its shards.
+
+        A volume that fails is left out, unless one of `made_of`, the step's shards here, lies on
+        it: never is a part of a step shown.
+        """
+        parts = [(volume, self._part(volume, id, made_of)) for volume in self._writable]
         shown = [
             volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
             for volume, own in parts
@@ -122,9 +125,28 @@ class VolumeSet:
         ]
         return shown[0] if shown else None
 
+    def _part(self, volume: Volume, id: StepId, made_of: Collection[Path]) -> tuple[Path, ...]:
+        try:
+            return volume.shards(id)
+        except StorageError:
+            if any(path.is_relative_to(volume.root) for path in made_of):
+                raise
+            return ()
+
     def retire(self, id: StepId) -> int:
-        """Delete a step everywhere. Returns the bytes freed."""
-        return sum(volume.retire(id) for volume in self._writable)
+        """Delete a step, but for what lies on a volume that fails. Returns the bytes freed. Raises
+        StorageError when one fails, and there was nothing on the others."""
+        return self._of_each(lambda volume: volume.retire(id))
+
+    def _of_each(self, work: Callable[[Volume], int]) -> int:
+        """The sum over all volumes; one that fails holds up none of the others. Raises its
+        StorageError when there is nothing else to tell."""
+        told = [_tried(work, volume) for volume in self._writable]
+        total = sum(one for one in told if not isinstance(one, StorageError))
+        failure = next((one for one in told if isinstance(one, StorageError)), None)
+        if failure is not None and not total:
+            raise failure
+        return total
 
     def free_bytes(self) -> int:
         """What the roomiest volume that works has left; 0 where none can tell."""
@@ -203,6 +225,13 @@ class VolumeSet:
         for volume in self._writable:
             with contextlib.suppress(StorageError):
                 volume.unpublish(StepId.parse(path.parent.name))
+
+
+def _tried(work: Callable[[Volume], int], volume: Volume) -> int | StorageError:
+    try:
+        return work(volume)
+    except StorageError as error:
+        return error
 
 
 def _save_record(volume: Volume, change: Callable[[RunRecord], RunRecord]) -> StorageError | None:

@@ -125,7 +125,7 @@ class Shards:
             tree = Tree(volume.root)
             for place in (tree.published_step(id), tree.pending_step(id)):
                 path = place / name
-                if path.is_file() and not path.is_symlink():
+                if not path.is_symlink() and path.is_file():
                     return path, volume.engine
         copy = self._copies.find(id, rank)
         if copy is None or copy.world != world:
