@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import threading
@@ -21,6 +22,8 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume import scan as scan_module
+from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.paths import temporary_name
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -107,6 +110,46 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     assert "Input/output" in committer.unreadable
     await committer.scan()
     assert committer.unreadable == ""
+    assert [id.step for id in committer.local_shards.shards] == [1]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        StepId(EpochId(9, "00000009"), 1),
+        f"pending/{StepId(EpochId(9, '00000009'), 1)}",
+        "retired/notes.txt",
+    ],
+    ids=str,
+)
+async def test_a_file_where_a_directory_belongs_hides_no_shard(
+    committer: Committer, volumes: VolumeSet, stranger: StepId | str
+) -> None:
+    write(committer, 1)
+    path = volumes.volumes[0].root / str(stranger)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    await committer.scan()
+    assert (committer.scan_failed, committer.unreadable) == ("", "")
+    assert [id.step for id in committer.local_shards.shards] == [1]
+    assert path.exists()
+
+
+async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all_the_same(
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 goes on read-only after an error, and what was being written lies there."""
+
+    def refuse(self: Filesystem, path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    write(committer, 1)
+    shard = next(volumes.volumes[0].root.glob("pending/*/rank-*"))
+    left = shard.with_name(temporary_name(shard.name, pid=1, number=1))
+    left.touch()
+    monkeypatch.setattr(Filesystem, "unlink", refuse)
+    await committer.scan()
+    assert committer.scan_failed == ""
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 

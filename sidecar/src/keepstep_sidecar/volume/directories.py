@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from keepstep.steps import StepId
+from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
@@ -150,17 +151,25 @@ class Directories:
     def sweep(self, *, keep: Collection[Path]) -> None:
         """Remove what dead writers left: temporary files but `keep`, retired steps, empty ones.
 
-        The volume is locked, so every writer but those of `keep` is dead.
+        The volume is locked, so every writer but those of `keep` is dead. What cannot be removed (a
+        file where a directory belongs, a file system that is read-only by now) stays, and is said:
+        it must not hide the shards that a scan would find.
         """
-        for directory in list(_entries(self._tree.retired)):
-            self.delete(directory)
+        for directory in _entries(self._tree.retired):
+            with _said(directory):
+                self.delete(directory)
         for directory in list(step_directories(self._tree)):
-            for path in _entries(directory):
-                if is_temporary(path.name) and path not in keep:
+            with _said(directory):
+                self._sweep_step(directory, keep)
+
+    def _sweep_step(self, directory: Path, keep: Collection[Path]) -> None:
+        for path in _entries(directory):
+            if is_temporary(path.name) and path not in keep:
+                with _said(path):
                     self._filesystem.unlink(path)
-            if not any(path.parent == directory for path in keep):
-                with contextlib.suppress(OSError):  # not empty: the usual case
-                    self._filesystem.remove_directory(directory)
+        if not any(path.parent == directory for path in keep):
+            with contextlib.suppress(OSError):  # not empty: the usual case
+                self._filesystem.remove_directory(directory)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -175,6 +184,14 @@ class Directories:
         faults.point(f"{what}.sync")
         self._filesystem.sync_directory(target.parent)
         self._filesystem.sync_directory(source.parent)
+
+
+@contextlib.contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warn("not removed", path=str(path), reason=str(error))
 
 
 def _entries(directory: Path) -> list[Path]:
