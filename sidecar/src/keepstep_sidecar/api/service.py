@@ -101,7 +101,7 @@ class Service:
             self.allocator.settle(file)
         for number in range(self.allocator.threads):
             self.tasks.keep(self.allocator.run, f"make slots {number}")
-        self.tasks.keep(self._look, "scan")
+        self.tasks.keep(self._keep_looking, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
         self.tasks.keep(self.committer.sweep, "retire what was in use")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
@@ -110,17 +110,20 @@ class Service:
         if self.config.linger_s is not None:
             self.tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
 
-    async def _look(self) -> None:
-        """Scan the volumes; a scan that fails is repeated, less and less often."""
-        pause_s = _WATCH_S
-        await self._look_once()
-        while self.committer.scan_failed:
-            warn("scan failed", reason=self.committer.scan_failed, again_in_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            await self._look_once()
+    async def _keep_looking(self) -> None:
+        """Scan the volumes. A scan that fails, now or later (as when a shard has turned out to be
+        damaged), is repeated, less and less often. Until cancelled."""
+        await self._look()
+        while True:
+            await self.changes.until(lambda: bool(self.committer.scan_failed), timeout_s=3600.0)
+            pause_s = _WATCH_S
+            while self.committer.scan_failed:
+                warn("scan failed", reason=self.committer.scan_failed, again_in_s=pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await self._look()
 
-    async def _look_once(self) -> None:
+    async def _look(self) -> None:
         await self.committer.scan()
         self.saving.plan_persists()
         await self.restorer.prefetch()
