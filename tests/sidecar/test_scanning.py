@@ -113,6 +113,26 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 
+async def test_a_bad_block_in_one_shard_hides_no_other(
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive cannot read its header any more."""
+
+    def read(fd: int, path: Path, **_: object) -> object:
+        if "000000002" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sound(fd, path, run=RUN)
+
+    sound = scan_module.read_manifest
+    for number in (1, 2, 3):
+        write(committer, number)
+    monkeypatch.setattr(scan_module, "read_manifest", read)
+    await committer.scan()
+    assert committer.scan_failed == ""
+    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
+    assert volumes.volumes[0].quarantined() == 1
+
+
 @pytest.mark.parametrize(
     "stranger",
     [

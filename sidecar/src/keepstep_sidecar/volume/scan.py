@@ -20,6 +20,9 @@ from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
+_BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+"""What a drive, or a file system with digests of its own, says of blocks that are lost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(Shard):
@@ -60,7 +63,7 @@ class Scan:
 def survey(root: Path, *, run: str) -> Scan:
     """Look at every shard below `root` (`<dir>/<run>`); a missing root is an empty scan.
 
-    Raises OSError when a file cannot be read: unknown is not the same as absent.
+    Raises OSError when it cannot be told what is there: unknown is not the same as absent.
     """
     tree = Tree(root.absolute())
     shards: list[LocalShard] = []
@@ -118,7 +121,11 @@ def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | No
         return Refused(path=path, error=error)
     except FileNotFoundError:
         return None
-    except (OSError, MemoryError):
+    except OSError as error:
+        if error.errno not in _BAD_BLOCKS:
+            raise
+        return Refused(path=path, error=FormatError(f"unreadable: {error.strerror}", path=path))
+    except MemoryError:
         raise
     except Exception as error:
         return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
