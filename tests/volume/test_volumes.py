@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,3 +176,33 @@ def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     run_record.save(tmp_path / "run.json", record, filesystem=Filesystem())
     assert run_record.load(tmp_path / "run.json", run=RUN) == record
     assert [epoch.id.number for epoch in record.epochs] == [1, 2]
+
+
+class Short(Filesystem):
+    """Of what a process needs to read any file; `error` 0: of nothing."""
+
+    error = 0
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().read(fd, into, offset)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT])
+def test_what_this_process_is_short_of_condemns_no_shard(
+    open_volume: Callable[..., Volume], error: int
+) -> None:
+    filesystem = Short()
+    volumes = VolumeSet([open_volume("one", filesystem=filesystem), open_volume("two")])
+    (slot, *_) = write_step(volumes, 1)
+    volumes.publish(step_id(1))
+    found = volumes.scan().shards
+    filesystem.error = error
+    with pytest.raises(StorageError, match="cannot read it"):
+        load(volumes, found[0].path, empty_slot(slot.layout))
+    filesystem.error = 0
+    assert volumes.scan().shards == found, "it is where it was, and readers see it"
+    assert all(one.published for one in volumes.scan().shards)
+    assert [one.failed for one in volumes.volumes] == ["", ""]
+    load(volumes, found[0].path, empty_slot(slot.layout))

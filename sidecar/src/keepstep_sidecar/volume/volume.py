@@ -40,7 +40,14 @@ from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, surve
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
 from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
 
-__all__ = ["Volume", "Written"]
+__all__ = ["Unread", "Volume", "Written"]
+
+_OURS = (errno.EFAULT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Error numbers of a process that lacks the memory, or descriptors, to read what is good."""
+
+
+class Unread(StorageError):
+    """This process could not read a shard that may be as good as ever."""
 
 
 class Volume:
@@ -157,8 +164,9 @@ class Volume:
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[ShardFile]:
         """A shard for reading; `path` as a scan found it. Whatever fails inside condemns the file:
-        an ImageError puts it into quarantine (but a VersionError, which a newer keepstep reads), an
-        OSError becomes a StorageError."""
+        an ImageError puts it into quarantine (but a VersionError, which a newer keepstep reads), so
+        does an OSError, which becomes a StorageError; but what this process is short of condemns no
+        file: Unread."""
         path = self._shelves.locate(path)
         try:
             with opened(path):  # never by a link, and no pipe
@@ -179,8 +187,9 @@ class Volume:
         except FileNotFoundError as error:
             raise StorageError(f"{path}: it is gone; scan again") from error
         except OSError as error:
-            if error.errno == errno.EFAULT:  # the memory's fault, not the file's
-                raise StorageError(f"{path}: cannot read it: {CUT_OFF}") from error
+            if error.errno in _OURS:
+                why = CUT_OFF if error.errno == errno.EFAULT else error.strerror
+                raise Unread(f"{path}: cannot read it: {why}") from error
             self._fail(error)
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))

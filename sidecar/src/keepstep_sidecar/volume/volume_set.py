@@ -22,7 +22,7 @@ from keepstep_sidecar.volume.paths import Tree, is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.shard_file import ShardFile
-from keepstep_sidecar.volume.volume import Volume, Written
+from keepstep_sidecar.volume.volume import Unread, Volume, Written
 
 
 class VolumeSet:
@@ -86,7 +86,7 @@ class VolumeSet:
         try:
             with self.holder(path).opened(path) as file:
                 yield file
-        except VersionError:
+        except (VersionError, Unread):
             raise
         except (ImageError, StorageError):
             self._hide(path)
