@@ -410,6 +410,30 @@ def test_a_sidecar_to_which_nobody_comes_back_ends_by_itself(
     assert not sidecar.memory.exists()
 
 
+def test_a_sidecar_stays_for_who_comes_back_while_it_brings_its_last_step_to_the_archive(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive"  # not mounted yet
+    options = ("--archive", str(archive), "--archive-every", "1", "--persist-every", "1")
+    sidecar = sidecars().start("--linger", "0.5", *options)
+    trainer = trainers(sidecar.socket).begin_run()
+    trainer.stage(1)
+    trainer.disconnect()
+    eventually(lambda: "nobody came back" in sidecar.text())
+    trainer.connect()
+    archive.mkdir()
+    eventually(lambda: "somebody came back" in sidecar.text())
+    trainer.register()
+    trainer.slot = None
+    id = trainer.stage(2)
+    assert not trainer.ended
+    trainer.disconnect()
+    assert sidecar.process is not None
+    assert sidecar.process.wait(20) == 0
+    assert (sidecar.root / str(id)).is_dir()
+    assert not sidecar.memory.exists()
+
+
 def test_two_sidecars_cannot_own_one_memory_directory(
     sidecar: SidecarProcess, tmp_path: Path
 ) -> None:

@@ -145,7 +145,7 @@ class _Routes:
     async def lease(self, request: web.Request) -> web.StreamResponse:
         """Stream until the trainer's connection or process ends; aiohttp then cancels this."""
         service = self._service
-        service.require_running()
+        service.welcome()
         wanted = await _read(request, self._lease_decoder)
         lease, granted = await service.saving.lease(wanted, peer_pid=_peer_pid(request))
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -87,6 +88,9 @@ class Service:
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
+    _closing: bool = False
+    _came: int = 0
+    """How often somebody came, to train or to stand for the run."""
     _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
     _outlived: StepId | None = None
@@ -187,11 +191,16 @@ class Service:
         def alone() -> bool:
             return len(self.leases) == 0 and not self.owner.present
 
-        while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
-            while not alone():
-                await self.changes.until(alone, timeout_s=linger_s)
-        say("nobody came back", linger_s=linger_s)
-        await self.stop(StopRequest(drain=True, forget=True))
+        while not self.ending:
+            while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
+                while not alone():
+                    await self.changes.until(alone, timeout_s=linger_s)
+            say("nobody came back", linger_s=linger_s)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        came = self._came
+        await self.stop(StopRequest(), unless=lambda: self._came != came)
 
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end; memory stays for a successor.
@@ -217,13 +226,20 @@ class Service:
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
-    async def stop(self, request: StopRequest) -> Flushed:
-        """End this sidecar; `forget` frees its memory."""
+    async def stop(
+        self, request: StopRequest, *, unless: Callable[[], bool] = lambda: False
+    ) -> Flushed:
+        """End this sidecar; `forget` frees its memory. `unless`: asked once all is durable, which
+        may take as long as an archive that is away is waited for; then it stays."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
             await self.committer.refresh()  # nothing is in use any more
+        if unless():
+            say("somebody came back")
+            return flushed
+        self._closing = True
         await self._last_word()
         if request.forget:
             await self.step_waits.drain(timeout_s=request.timeout_s)
@@ -255,13 +271,15 @@ class Service:
         for executor in self.executors:
             executor.shutdown(wait=True, cancel_futures=True)
 
-    def require_running(self) -> None:
-        """Raises SidecarError `stopping` once the end has begun."""
-        if self.ending:
+    def welcome(self) -> None:
+        """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
+        if self.ending or self._closing:
             raise refuse("stopping", "this sidecar is ending; try again when another one is up")
+        self._came += 1
 
     def own(self, request: OwnerRequest) -> None:
         """Somebody else stands for this run from now on; see `Owner`."""
+        self._came += 1
         self.owner.watch(request.pid)
 
     async def obey(self, reply: ReportReply) -> None:
