@@ -22,6 +22,7 @@ from keepstep.wire.trainer import (
     WindowRequest,
 )
 from tests.harness import SidecarProcess, eventually
+from tests.volume.drives import die, small_drive
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -86,6 +87,30 @@ def test_a_rank_that_lost_its_machine_restores_from_the_archive(
         opened = trainer.open(id)
         assert opened.tier is Tier.ARCHIVE
         assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
+
+
+@pytest.mark.root
+def test_what_lay_on_a_drive_that_has_died_comes_from_the_archive(
+    mounted: Callable[..., Path],
+    sidecars: Callable[..., SidecarProcess],
+    trainers: Trainers,
+    archive: Path,
+    tmp_path: Path,
+) -> None:
+    sidecar = sidecars()
+    sidecar.volume = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
+    options = ("--archive", str(archive), "--archive-every", "1", "--archive-keep", "9")
+    sidecar.start(*options, "--keep", "9", "--slots", "2")
+    trainer = trainers(sidecar.socket).begin_run()
+    first, *_ = [trainer.stage(step) for step in range(1, 6)]
+    waited = trainer.wait(StepId(first.epoch, 5), "archived", flush=True)
+    assert waited.reached, waited.reason
+    die(sidecar.volume)
+    trainer.disconnect()
+    trainer.connect()
+    opened = trainer.open(first)
+    assert opened.tier is Tier.ARCHIVE
+    assert read_image(trainer.layout, opened.path) == content(trainer.layout, 1)
 
 
 def test_what_is_archived_is_in_status_and_metrics(

@@ -167,8 +167,8 @@ class Volume:
         an ImageError puts it into quarantine (but a VersionError, which a newer keepstep reads), so
         does an OSError, which becomes a StorageError; but what this process is short of condemns no
         file: Unread."""
-        path = self._shelves.locate(path)
         try:
+            path = self._shelves.locate(path)  # within: a dead drive does not tell even that
             with opened(path):  # never by a link, and no pipe
                 pass
             with open_shard(
