@@ -13,7 +13,7 @@ import yaml
 from keepstep.core.retention import Retention
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Tier
-from keepstep.wire.reports import ReportedVolume
+from keepstep.wire.reports import ReportedShard, ReportedVolume
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import JobState, RunKey
 from keepstep_operator.api.policy import Accounting, VolumeKind
@@ -30,6 +30,7 @@ from keepstep_operator.reconcile.state.restart_history import (
     MOST_WAITING,
     RestartHistory,
 )
+from keepstep_operator.reconcile.state.run import MOST_ALARMS
 from keepstep_operator.reconcile.state.run_view import view_of
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
 from keepstep_operator.reconcile.status.render import render
@@ -1072,3 +1073,22 @@ def test_of_restarts_that_are_told_no_more_is_remembered_than_is_needed() -> Non
         history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
         history.due(world=1, at=T0)
     assert len(history._done) <= MOST_DONE
+
+
+def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered() -> None:
+    """Two images of one step, of other steps with each report."""
+    one, other = pod(0), pod(1)
+    play = Play(one, other)
+    for first in range(0, 6 * MOST_ALARMS, MOST_ALARMS):
+        for writer in (one, other):
+            held = tuple(
+                ReportedShard(id=step(number), world=2, root=f"{writer.uid}/{number}")
+                for number in range(first, first + MOST_ALARMS)
+            )
+            told = replace(Sidecar(rank=0).report().ranks[0], local=held)
+            report = replace(Sidecar(rank=0).report(), sequence=first + 1, ranks=(told,))
+            play.hear(writer, report)
+    alarms = play.registry.runs[KEY].alarms
+    assert len(alarms) == MOST_ALARMS
+    assert str(step(6 * MOST_ALARMS - 1)) in alarms[-1]
+    assert any("two different images" in text for text in play.status.warnings)

@@ -66,6 +66,8 @@ ASK_JOB_S = 30.0
 COMMITTED_EVENT_S = 300.0
 NOTE_COMMIT_S = 60.0
 ALARM_S = 3600.0
+MOST_ALARMS = 64
+"""Remembered for so long, the newest: a pod can cause thousands with each report."""
 NOT_INJECTED_S = 1800.0
 """An API server keeps an Event for an hour, and a run without a sidecar may fail for days."""
 RESUME_S = 45.0
@@ -471,9 +473,15 @@ class Run:
         for one in said:
             if not isinstance(one, ledger.Alarm) or one.kind is AlarmKind.FRESH_START:
                 continue  # a fresh start is told as a restart, with what it cost
-            self._alarms[cut(one.text)] = at
+            self._remember_alarm(cut(one.text), at)
             reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
             yield self._event(reason, cut(one.text), warning=True, topic=one.text)
+
+    def _remember_alarm(self, text: str, at: float) -> None:
+        self._alarms.pop(text, None)  # the newest last, so that the oldest is forgotten first
+        self._alarms[text] = at
+        while len(self._alarms) > MOST_ALARMS:
+            del self._alarms[next(iter(self._alarms))]
 
     # --- restarts ------------------------------------------------------------------------
 
