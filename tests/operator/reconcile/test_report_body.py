@@ -113,6 +113,13 @@ def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
         _whole(report(*ranks))
 
 
+@pytest.mark.parametrize("number", [-1, 65_536])
+def test_a_restore_of_a_rank_that_cannot_be_is_refused(number: int) -> None:
+    restore = {"rank": number, "epoch": {"id": epoch()}, "tier": None, "seconds": 1.0, "at": 2.0}
+    with pytest.raises(Refused, match="restore of a rank"):
+        _whole(report(rank(0, 1), restores=[restore]))
+
+
 async def test_a_short_report_waits_for_a_slice_of_each_other_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1073,6 +1074,23 @@ def test_of_restarts_that_are_told_no_more_is_remembered_than_is_needed() -> Non
         history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
         history.due(world=1, at=T0)
     assert len(history._done) <= MOST_DONE
+
+
+def test_what_thousands_of_ranks_tell_of_a_restore_is_not_kept_by_rank() -> None:
+    """A pod may tell of as many with each report, each time of others."""
+    history, ranks = RestartHistory(), 16_384
+    restore = Sidecar(rank=0).restored(later(2, 90), lost=7).restores[0]
+    tracemalloc.start()
+    told = [replace(restore, rank=rank, seconds=rank / 1000) for rank in range(ranks)]
+    report = replace(Sidecar(rank=0).report(), restores=tuple(told))
+    history.take(report, named=set(), current=None, recorded={}, before=None, at=T0)
+    told.clear()
+    del report
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes <= 256 << 10
+    (restart,) = history.due(world=ranks, at=T0)
+    assert (restart.seconds, restart.tier, restart.lost_steps) == (16.383, Tier.MEMORY, 7)
 
 
 def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered() -> None:

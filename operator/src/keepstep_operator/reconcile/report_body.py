@@ -132,6 +132,8 @@ def read(body: bytes) -> Parts[Report]:
     report = Report(**told | {"pinned": cut(outer.pinned)})
     yield
     _check_epochs(report)
+    if not all(0 <= one.rank < LARGEST_WORLD for one in report.restores):
+        raise Refused(400, "bad-report", "a restore of a rank that cannot be")
     return replace(report, epochs=epochs_needed(report, most=MOST_EPOCHS))
 
 

@@ -8,7 +8,7 @@ time. What was counted before the reconciler itself restarted is known from Chec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, Tier
 from keepstep.wire.reports import Report, ReportedRestore
@@ -44,26 +44,37 @@ class Restart:
 
 @dataclass(kw_only=True)
 class _Told:
-    """What was heard of one epoch. `before`: newest step that all had staged when it began."""
+    """What was heard of one epoch. `before`: newest step that all had staged when it began.
+    `ranks`: those that told, as bits; of them only what counts is kept, as a pod may tell of
+    thousands with each report: the farthest `tier`, the most `seconds`, the least `lost` steps."""
 
     epoch: Epoch
     since: float
     before: int | None
-    ranks: dict[int, ReportedRestore] = field(default_factory=dict)
+    ranks: int = 0
+    tier: Tier | None = None
+    seconds: float = 0.0
+    lost: int | None = None
+
+    def add(self, one: ReportedRestore) -> None:
+        """A rank tells; what it told before it may tell again."""
+        self.ranks |= 1 << one.rank
+        tiers = [tier for tier in (self.tier, one.tier) if tier is not None]
+        self.tier = max(tiers, key=NEAREST_FIRST.index, default=None)
+        self.seconds = max(self.seconds, one.seconds)
+        self.lost = one.lost_steps if self.lost is None else min(self.lost, one.lost_steps)
 
     def as_restart(self, *, world: int | None, at: float) -> Restart:
         parent = self.epoch.parent
         step = parent.step if parent else 0
-        told = self.ranks.values()
-        lost = [one.lost_steps for one in told] if len(self.ranks) == world else []
-        tiers = [one.tier for one in told if one.tier is not None]
+        lost = self.lost if self.ranks.bit_count() == world else None
         return Restart(
             epoch=self.epoch.id,
             parent=parent is not None,
             step=step,
-            tier=max(tiers, key=NEAREST_FIRST.index, default=None),
-            seconds=max((one.seconds for one in told), default=0.0),
-            lost_steps=max(0, (self.before or step) - step, min(lost, default=0)),
+            tier=self.tier,
+            seconds=self.seconds,
+            lost_steps=max(0, (self.before or step) - step, lost or 0),
             at=at,
             origin=self.epoch.origin,
         )
@@ -100,7 +111,7 @@ class RestartHistory:
         for one in report.restores:
             self._note(one.epoch, named, None, at)
             if one.epoch.id in self._told:
-                self._told[one.epoch.id].ranks[one.rank] = one
+                self._told[one.epoch.id].add(one)
 
     def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
         if epoch.id in self._told or len(self._told) >= MOST_WAITING:
@@ -121,7 +132,8 @@ class RestartHistory:
         ripe = [
             told
             for told in self._told.values()
-            if (world is not None and len(told.ranks) >= world) or at - told.since >= PATIENCE_S
+            if (world is not None and told.ranks.bit_count() >= world)
+            or at - told.since >= PATIENCE_S
         ]
         found = []
         for told in sorted(ripe, key=lambda one: one.epoch.id):
