@@ -138,6 +138,16 @@ def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     play(tmp_path, scene)
 
 
+def test_a_request_larger_than_any_certificate_needs_is_not_read(tmp_path: Path) -> None:
+    """Many of them at once would fill the reconciler."""
+
+    async def scene(served: Served) -> None:
+        status, body = await ask(served, b"x" * (512 << 10))
+        assert (status, b"bad-request" in body) == (413, True)
+
+    play(tmp_path, scene)
+
+
 def _with_signature_of(one: bytes, other: bytes) -> bytes:
     """Bytes of `one` under the signature of `other`."""
     first, second = (x509.load_pem_x509_csr(text) for text in (one, other))

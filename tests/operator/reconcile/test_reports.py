@@ -18,7 +18,7 @@ import pytest
 
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, StepId
-from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.reports import CERTIFICATES_PATH, PATH, Report, ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile import reports_api, watch
@@ -130,8 +130,9 @@ def test_of_many_reports_that_came_together_each_turn_of_the_loop_works_on_one(
     play(tmp_path, scene, _pods(count))
 
 
+@pytest.mark.parametrize("path", [PATH, CERTIFICATES_PATH])
 def test_of_a_namespace_only_so_many_bodies_are_waited_for_and_others_are_taken(
-    tmp_path: Path,
+    tmp_path: Path, path: str
 ) -> None:
     """A tenant whose pods send theirs a byte at a time takes no places from others."""
     slow = reports_api.MOST_READ
@@ -143,7 +144,7 @@ def test_of_a_namespace_only_so_many_bodies_are_waited_for_and_others_are_taken(
 
     async def scene(served: Served) -> None:
         trust = trusting((tmp_path / "tls.crt").read_bytes())
-        head = "POST /v1/reports HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n"
         held = []
         for rank in range(slow):
             reader, writer = await asyncio.open_connection(

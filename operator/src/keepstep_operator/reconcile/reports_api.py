@@ -36,6 +36,8 @@ from keepstep_operator.reconcile.turns import Parts, Turns
 from keepstep_operator.serving import Ready, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
+_LARGEST_REQUEST_BYTES: Final = 64 << 10
+"""For a certificate: `LARGEST_REQUEST` and how JSON writes it."""
 _LOGGED_EVERY_S: Final = 600.0
 _READ_S: Final = 20.0
 _EARLY: Final = 0.8
@@ -110,8 +112,15 @@ class ReportsApi:
         return pod
 
     async def _sign(self, request: web.Request) -> web.Response:
+        """A pod needs one a day; who asks for more has no more of all than with reports."""
         pod = await self._sender(request)
-        return _json(self._signing.issue(pod, _decode_request(await _body(request))))
+        self._require_budget(pod.namespace)
+        if not 0 < (request.content_length or 0) <= _LARGEST_REQUEST_BYTES:
+            raise Refused(413, "bad-request", "this is no certificate request")
+        with self._one_of_few(pod.namespace):
+            body = await _body(request)
+        with self._spending(pod.namespace):
+            return _json(self._signing.issue(pod, _decode_request(body)))
 
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._sender(request)
@@ -138,7 +147,7 @@ class ReportsApi:
         """Raises Refused where so many bodies of a namespace are on their way that slow ones could
         take all places of the listener."""
         if self._reading[namespace] >= MOST_READ:
-            message = f"{MOST_READ} reports of namespace {namespace} are on their way already"
+            message = f"{MOST_READ} requests of namespace {namespace} are on their way already"
             raise Refused(429, "busy", f"{message}; come again later")
         self._reading[namespace] += 1
         try:
