@@ -15,10 +15,10 @@ from typing import Final
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.aiohttp import make_aiohttp_handler
 
 from keepstep_operator import __version__
 from keepstep_operator.connections import Limits
+from keepstep_operator.exposition import Exposition
 from keepstep_operator.journal import say
 
 _SHUTDOWN_S: Final = 5.0
@@ -57,7 +57,7 @@ def health_routes(ready: Ready) -> list[web.RouteDef]:
 def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
     """What the metrics port serves: `/metrics`, `/healthz`, `/readyz`."""
     app = web.Application()
-    app.add_routes([web.get("/metrics", make_aiohttp_handler(registry)), *health_routes(ready)])
+    app.add_routes([web.get("/metrics", Exposition(registry).answer), *health_routes(ready)])
     return app
 
 
