@@ -7,12 +7,17 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_operator.api.model import NodeRecord
+import pytest
+
+from keepstep_operator.api.model import NodeRecord, RunKey, RunObject
 from keepstep_operator.kube import Client, follow
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
+from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.state.run_view import KeptStep
 from keepstep_operator.reconcile.watch import Handlers
+from keepstep_operator.reconcile.writers import checkpoint_writer
 from keepstep_operator.reconcile.writers.checkpoint_writer import AT_ONCE, CheckpointWriter
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
@@ -199,3 +204,42 @@ def test_nodes_are_followed_with_their_zone_and_whether_they_are_cordoned() -> N
             await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
+
+
+async def test_runs_of_which_nothing_is_to_be_written_are_looked_at_with_others_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All runs of a cluster are due at once after a start, and again a period later; one with a
+    hundred archived steps takes a millisecond."""
+    registry, turn, looked = Registry(), 0, list[int]()
+    keys = [RunKey(KEY.namespace, f"run-{number}") for number in range(20)]
+    for key in keys:
+        registry.object_seen(RunObject(key=key, uid=f"uid-of-{key.name}"), at=T0)
+
+    def kept_steps(run: Run) -> tuple[KeptStep, ...]:
+        looked.append(turn)
+        return ()
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(checkpoint_writer, "kept_steps", kept_steps)
+    clock = asyncio.get_running_loop().time
+    pacer = Pacer[RunKey](least_period_s=0.05, settle_s=0.0)
+    standin = ApiServer()
+    async with standin.running(), Client(standin.access) as client:
+        metrics = Metrics(registry)
+        writer = CheckpointWriter(registry, client, metrics=metrics, clock=clock, pacer=pacer)
+        tasks = [asyncio.create_task(one) for one in (writer.run(), others())]
+        for looks in (len(keys), 2 * len(keys)):
+            for key in keys:
+                writer.mark(key)
+            await until(lambda looks=looks: len(looked) == looks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    again = looked[len(keys) :]
+    assert len(set(again)) == len(again)

@@ -96,6 +96,7 @@ class CheckpointWriter:
                     self.mark(key)
             for key in self._pacer.take(at=self._clock()):
                 await self._look_after(key)
+                await asyncio.sleep(0)  # where there is nothing to write, others have their turn
 
     async def _look_after(self, key: RunKey) -> None:
         run = self._registry.runs.get(key)
