@@ -375,3 +375,27 @@ def test_a_run_that_raises_has_its_helpers_left_alone_and_others_get_theirs(
         assert stage.pods() == []
 
     play(story, move.registry)
+
+
+def test_a_round_over_many_runs_lets_others_have_their_turn() -> None:
+    registry, turns = Registry(helper_paths=(PATH,)), 0
+    for number in range(250):
+        key = RunKey(KEY.namespace, f"run-{number}")
+        registry.pod_seen(pod(0, uid=f"uid-{number}", run=key), at=T0)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def story(stage: Stage) -> None:
+        await stage.helper_controller.sync()
+        meanwhile = asyncio.create_task(others())
+        await asyncio.sleep(0)
+        before = turns
+        await stage.helper_controller.sync()  # nothing is to be written
+        assert turns - before >= 4
+        meanwhile.cancel()
+
+    play(story, registry)

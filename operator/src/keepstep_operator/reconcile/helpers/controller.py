@@ -7,10 +7,10 @@ be tried again after it failed. Not a step of training or restore waits for any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.api.model import RunKey
@@ -44,6 +44,10 @@ MOST_CLEANERS: Final = 8
 _OVER: Final = ("Succeeded", "Failed")
 _CRASH_LOGGED_S: Final = 600.0
 _NO_RUN: Final = RunKey("", "")
+_AT_ONCE: Final = 100
+"""Runs of a round that are looked at in one go."""
+
+T = TypeVar("T")
 
 
 class HelperController:
@@ -165,7 +169,7 @@ class HelperController:
         self._left_out.clear()
         await self._take_over()
         await self._bury()
-        wanted = {**self._serving(), **self._cleaning()}
+        wanted = {**await self._serving(), **self._cleaning()}
         there = dict(self.pods_by_name)
         for name, body in there.items():
             if _phase(body) in _OVER or not (name in wanted or self._stays(body)):
@@ -186,9 +190,9 @@ class HelperController:
         """Whether enough time has passed since it failed."""
         return self._clock() >= self._not_before.get(name, 0.0)
 
-    def _serving(self) -> dict[str, Body]:
+    async def _serving(self) -> dict[str, Body]:
         found: dict[str, Body] = {}
-        for key, run in self._registry.runs.items():
+        async for key, run in _unhurried([*self._registry.runs.items()]):
             with self._guarded(key):
                 wanted = helper_plan.wanted(run)
                 found |= {one.name: pod_spec.serving(one, self._defaults) for one in wanted}
@@ -258,15 +262,17 @@ class HelperController:
     async def _bury(self) -> None:
         """Note where runs are, and since when they are not any more; write what has changed."""
         now = self._clock()
-        for key, run in self._registry.runs.items():
+        async for key, run in _unhurried([*self._registry.runs.items()]):
             with self._guarded(key):
                 known = self._graves.get(key) or RunDirectories(run=key)
                 found = cleanup.visited(known, iter(run.pods.values()))
                 if found.nodes:
                     self._graves[key] = found
-        for key, grave in list(self._graves.items()):
+        async for key in _unhurried([*self._graves]):
+            if key not in self._graves:
+                continue  # its record was removed meanwhile
             with self._guarded(key):
-                grave = cleanup.judged(grave, self._registry.runs, at=now)
+                grave = cleanup.judged(self._graves[key], self._registry.runs, at=now)
                 self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
                 if self._graves[key] != self._written.get(key):
                     await self._write(self._graves[key])
@@ -363,6 +369,14 @@ class HelperController:
             return None
         _, run, node = told
         return (run, node) if run in self._graves and run not in self._registry.runs else None
+
+
+async def _unhurried(found: Iterable[T]) -> AsyncIterator[T]:
+    """Others have their turn between: a round goes over all runs of the cluster each second."""
+    for number, one in enumerate(found, 1):
+        yield one
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 def _name(body: Body) -> str:
