@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.metrics import Metrics
@@ -246,5 +248,25 @@ def test_a_run_that_is_gone_is_not_made_again() -> None:
         bench.writer.mark(KEY)
         await until(lambda: bench.writer._pacer.next_at() is None)
         assert PATH not in bench.cluster.objects
+
+    play(scene, period_s=0.05)
+
+
+@pytest.mark.parametrize("is_being_written", [False, True])
+def test_a_run_that_is_gone_takes_no_part_of_the_writes_any_more(is_being_written: bool) -> None:
+    """Whatever went first, and nobody says a word after the last one. Else those who stay would
+    be written less and less often."""
+
+    async def scene(bench: Bench) -> None:
+        bench.stage(1)
+        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
+        if is_being_written:
+            bench.cluster.delay_s = 0.1
+            bench.stage(2)
+            await until(lambda: bench.writes() == 3)
+        bench.registry.pod_gone("pod-0-1", at=T0)
+        bench.writer.forget(KEY)
+        bench.registry.object_gone(KEY)
+        await until(lambda: not {*bench.writer._pacer._began, *bench.writer._written})
 
     play(scene, period_s=0.05)

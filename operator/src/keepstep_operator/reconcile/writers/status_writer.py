@@ -74,7 +74,9 @@ class StatusWriter:
         self._compare(run)
 
     def forget(self, run: RunKey) -> None:
-        """Its object is gone: what was written there is no more."""
+        """Its object is gone: what was written there is no more. A run that stays is marked again;
+        one that does not must not have a part of the writes for ever."""
+        self._pacer.forget(run)
         self._written.pop(run, None)
         self._shown.pop(run, None)
         self._mends.forget(run)
@@ -113,7 +115,10 @@ class StatusWriter:
         try:
             await self._write_if_changed(run)
             known = self._registry.runs.get(run)
-            self._pacer.done(run, rests=known is not None and known.finished_at is not None)
+            if known is None:
+                self.forget(run)  # also what went while it was written
+            else:
+                self._pacer.done(run, rests=known.finished_at is not None)
         except KubeError as error:
             warn("status not written", run=str(run), reason=str(error))
             self._metrics.wrote("status", failed=True)
@@ -128,7 +133,6 @@ class StatusWriter:
             return
         status = status_of(self._registry, run, at=self._clock())
         if status is None:
-            self._pacer.forget(run)
             self.forget(run)
             return
         body = as_json(status)
