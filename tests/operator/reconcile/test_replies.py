@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.wire.reports import ReportReply
-from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.model import PodRecord, RunKey
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile.state.node_rank import Places
 from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy
@@ -207,3 +208,18 @@ def check(places: Places) -> None:
         epoch = id.epoch  # type: ignore[attr-defined]
         of = {one.step: ranks for one, ranks in staged.items() if one.epoch == epoch}  # type: ignore[attr-defined]
         assert places.staged(epoch) == of
+
+
+def test_runs_that_wait_in_a_queue_take_no_time_from_those_that_report() -> None:
+    play = Crowd(8)
+    others = [RunKey(KEY.namespace, f"queued-{number}") for number in range(200)]
+    waiting = [
+        pod(0, uid=f"uid-of-{key.name}", run=key, node="", phase="Pending", training=False)
+        for key in others
+    ]
+    for one in waiting:
+        play.see(one)
+    assert play.exchange(0).least_gap_s == 1.0
+    for one in waiting:
+        play.see(replace(one, node="node-1"))
+    assert play.exchange(0).least_gap_s > 5.0

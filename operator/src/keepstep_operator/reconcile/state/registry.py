@@ -41,7 +41,8 @@ class Registry:
         self._runs_of: dict[str, dict[RunKey, Run]] = {}
         """The same by namespace: what concerns one is no walk over all runs of a cluster."""
         self._living: set[RunKey] = set()
-        """Runs with a pod that is not over: they alone share the time there is."""
+        """Runs with a pod that may report: they alone share the time there is. Pods of queued jobs
+        may wait for a node for days."""
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
         self._nodes: dict[str, NodeRecord] = {}
@@ -98,7 +99,7 @@ class Registry:
         return actions
 
     def _note_life(self, run: Run) -> None:
-        lives = not run.idle
+        lives = any(pod.injected and pod.node and not pod.over for pod in run.pods.values())
         self._living.add(run.key) if lives else self._living.discard(run.key)
 
     # --- helper pods ---------------------------------------------------------------------
