@@ -19,6 +19,7 @@ from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import JobState, RunKey
 from keepstep_operator.api.policy import Accounting, VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus, StartStatus, as_json, utc
+from keepstep_operator.api.tiers import Archive, Directory
 from keepstep_operator.reconcile.state.actions import (
     AskJob,
     DeleteRun,
@@ -870,6 +871,36 @@ def test_a_run_that_finished_before_a_restart_of_the_reconciler_keeps_what_was_k
     assert heir.status.ranks == written.ranks
     assert heir.status.committed == written.committed
     assert heir.status.phase == "Finished"
+
+
+@pytest.mark.parametrize("seen", ["before", "after", "never"])
+def test_a_run_is_over_since_when_it_was_and_says_where_its_steps_lie_also_by_a_later_reconciler(
+    seen: str,
+) -> None:
+    """`seen`: its pod, which stays as it ended, beside the run's object."""
+    archive = policy(archive=Archive(store=Directory(claim="shared")))
+    ended = pod(0, phase="Succeeded", training=False)
+    play, told = Play(pod(0), known_policy=archive), Sidecar(rank=0, world=1).staged(95).durable(90)
+    told.archive = [step(90)]
+    play.find(run_object())
+    play.hear(pod(0), told.report())
+    play.see(ended)
+    play.wait(2)
+    written = play.status
+    assert [one.type for one in written.recent] == ["Finished"]
+
+    heir = Play(known_policy=archive)
+    if seen == "before":
+        heir.see(ended)
+    heir.find(run_object(written))
+    if seen == "after":
+        heir.see(ended)
+    heir.wait(3600)
+    assert heir.registry.runs[KEY].finished_at == play.now
+    assert heir.status.recent == written.recent
+    assert {one.type: one for one in heir.status.conditions} == {
+        one.type: one for one in written.conditions
+    }
 
 
 def test_a_job_that_was_made_again_says_that_the_steps_of_the_earlier_one_are_kept() -> None:

@@ -265,7 +265,7 @@ class Run:
         commit = past.commit.id if past.commit else None
         self.ledger.orphans.resume(past.status.holders, commit=commit, epoch=past.epoch)
         self.job = self.job or past.job
-        self.finished_at = None if self.pods else past.finished_at
+        self.finished_at = past.finished_at if self.idle else None
 
     def _configure(self) -> None:
         keep = self.policy.keep if self.policy else Retention()

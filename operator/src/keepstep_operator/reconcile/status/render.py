@@ -32,6 +32,7 @@ from keepstep_operator.reconcile.state.run_view import RunView
 from keepstep_operator.reconcile.status.condition import ConditionState, since
 from keepstep_operator.reconcile.status.conditions import PROTECTED, condition_states
 from keepstep_operator.reconcile.status.node_holders import holders
+from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED
 from keepstep_operator.spans import spans
 
 _NODES_NAMED = 5
@@ -86,9 +87,16 @@ def render(run: RunView, *, at: float) -> RunStatus:
     )
     if run.past is None or run.places:
         return status
-    return msgspec.structs.replace(
-        run.past, **{name: getattr(status, name) for name in _WITHOUT_REPORTS}
-    )
+    now = {name: getattr(status, name) for name in _WITHOUT_REPORTS}
+    if run.finished and run.past.phase == FINISHED:
+        now["conditions"] = _as_it_ended(run.past.conditions, status.conditions)
+    return msgspec.structs.replace(run.past, **now)
+
+
+def _as_it_ended(before: list[Condition], now: list[Condition]) -> list[Condition]:
+    """Where the steps of a run that is over lie, nobody tells any more: what was said stands."""
+    stands = {one.type: one for one in before if one.type in (PROTECTED, ARCHIVED)}
+    return [*(stands.pop(one.type, one) for one in now), *stands.values()]
 
 
 def _start(run: RunView) -> StartStatus | None:
