@@ -25,7 +25,7 @@ from keepstep_operator.reconcile import reports_api, watch
 from keepstep_operator.reconcile import turns as turns_module
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
-from keepstep_operator.reconcile.state.actions import AskJob
+from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
 from keepstep_operator.reconcile.writers import mends
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
@@ -629,6 +629,31 @@ def test_a_run_is_finished_when_its_pods_are_gone_and_its_job_is_over(tmp_path: 
         await until(lambda: phase() == "Finished")
         assert at.objects[RUN]["status"]["committed"]["step"] == 5
         assert len(at.asked("GET", "/pytorchjobs/gpt")) == 1
+
+    play(tmp_path, scene, at)
+
+
+def test_what_a_slow_api_server_has_not_answered_is_not_asked_again(tmp_path: Path) -> None:
+    """Each tick asks; else an hour without answers would end in thousands of questions at once."""
+    key, at = RunKey("team", "gpt-1a2b3c4d"), cluster()
+    at.objects[RUN] = {
+        "metadata": {"name": key.name, "namespace": "team", "uid": "run-1", "resourceVersion": "1"}
+    }
+    job = Job(api_version="kubeflow.org/v1", kind="PyTorchJob", name="gpt", uid="1a2b3c4d-0000")
+
+    def asked_for() -> int:
+        return len(at.asked("GET", "/pytorchjobs/")) + len(at.asked("DELETE", RUN))
+
+    async def scene(served: Served) -> None:
+        errands = served.parts.errands
+        await until(lambda: any(one.object for one in served.parts.registry.runs.values()))
+        at.delay_s = 0.5
+        for _ in range(5):
+            errands.carry_out([AskJob(key, job), DeleteRun(key)])
+        await until(lambda: not errands._running, what="all that was asked")
+        assert asked_for() == 2
+        errands.carry_out([AskJob(key, job)])
+        await until(lambda: asked_for() == 3, what="another question")
 
     play(tmp_path, scene, at)
 

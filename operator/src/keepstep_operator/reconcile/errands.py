@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from keepstep_operator import names
@@ -44,7 +45,8 @@ from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 
 _TRIES: Final = 5
 _PAUSE_S: Final = 2.0
-_JOBS_AT_ONCE: Final = 4
+_AT_ONCE: Final = 4
+"""Jobs looked at, and runs deleted."""
 
 
 class Errands:
@@ -70,7 +72,8 @@ class Errands:
         self._metrics = metrics
         self._group = group
         self._clock = clock
-        self._asking = asyncio.Semaphore(_JOBS_AT_ONCE)
+        self._asking = asyncio.Semaphore(_AT_ONCE)
+        self._under_way: set[tuple[type[Action], RunKey]] = set()
         self._running: set[asyncio.Task[None]] = set()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
@@ -86,7 +89,7 @@ class Errands:
             elif isinstance(action, FindOwner):
                 self._spawn(self._find_owner(action), f"look for what made {action.job.name}")
             elif isinstance(action, DeleteRun):
-                self._spawn(self._delete_run(action.run), f"delete {action.run}")
+                self._spawn(self._delete_run(action), f"delete {action.run}")
             elif isinstance(action, NameFreshStart):
                 said = {names.FRESH_START_ANNOTATION: str(action.epoch)}
                 self._spawn(self._annotate(action.run, said), f"annotate {action.run}")
@@ -109,8 +112,25 @@ class Errands:
         for task in self._running:
             task.cancel()
 
+    @asynccontextmanager
+    async def _one_of_few(self, action: AskJob | DeleteRun) -> AsyncIterator[bool]:
+        """Whether it is to be done: ticks ask for it again and again, also while an API server
+        that does not answer holds up what they asked for before."""
+        key = type(action), action.run
+        if key in self._under_way:
+            yield False
+            return
+        self._under_way.add(key)
+        try:
+            async with self._asking:
+                yield True
+        finally:
+            self._under_way.discard(key)
+
     async def _ask_job(self, action: AskJob) -> None:
-        async with self._asking:
+        async with self._one_of_few(action) as is_due:
+            if not is_due:
+                return
             state = await asked(self._client, action)
         self.carry_out(self._registry.job_answered(action.run, state, at=self._clock()))
 
@@ -119,22 +139,24 @@ class Errands:
             owner = await owner_of(self._client, action)
         self.carry_out(self._registry.owner_found(action.run, action.job, owner))
 
-    async def _delete_run(self, run: RunKey) -> None:
-        known = self._registry.runs.get(run)
-        if known is None or known.object is None:
-            return
-        try:
-            await self._client.delete(
-                RUNS,
-                run.name,
-                namespace=run.namespace,
-                uid=known.object.uid,
-                version=known.object.version,
-            )
-            self._metrics.wrote("run")
-            say("run deleted", run=str(run), reason="finished for its policy's runTTL")
-        except (NotFound, Conflict):  # or somebody wrote it, or made another one of that name
-            return
+    async def _delete_run(self, action: DeleteRun) -> None:
+        run = action.run
+        async with self._one_of_few(action) as is_due:
+            known = self._registry.runs.get(run)
+            if not is_due or known is None or known.object is None:
+                return
+            try:
+                await self._client.delete(
+                    RUNS,
+                    run.name,
+                    namespace=run.namespace,
+                    uid=known.object.uid,
+                    version=known.object.version,
+                )
+            except (NotFound, Conflict):  # or somebody wrote it, or made another one of that name
+                return
+        self._metrics.wrote("run")
+        say("run deleted", run=str(run), reason="finished for its policy's runTTL")
 
     async def _annotate(self, run: RunKey, said: dict[str, str]) -> None:
         patch = {"metadata": {"annotations": said}}
