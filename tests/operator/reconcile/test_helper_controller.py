@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.api.model import RunKey
@@ -373,6 +374,35 @@ def test_a_run_that_raises_has_its_helpers_left_alone_and_others_get_theirs(
         move.see(pod(1, life=3, node="node-1", host_paths=(PATH,)))
         await stage.sync()
         assert stage.pods() == []
+
+    play(story, move.registry)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_record_that_cannot_be_written_is_tried_once_a_minute_and_not_each_second(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each run there is one; a quota may refuse them, or their namespace is not there."""
+    move = Move()
+
+    def refuse(path: str, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"message": "not here"}, status=status)
+
+    def to_write(server: ApiServer) -> int:
+        return len(server.asked("POST", "/configmaps"))
+
+    async def story(stage: Stage) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(stage.server, "_create", refuse)
+            for _ in range(3):
+                await stage.sync()
+                stage.now += 1.0
+        assert to_write(stage.server) == 1
+        stage.now += AGAIN_S
+        await stage.sync()
+        assert to_write(stage.server) == 2
+        assert len(stage.notes()) == 1
+        assert stage.helper_controller._not_before == {}, "what is over is not remembered"
 
     play(story, move.registry)
 

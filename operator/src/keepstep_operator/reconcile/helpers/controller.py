@@ -36,7 +36,8 @@ from keepstep_operator.reconcile.state.registry import Registry
 
 EVERY_S: Final = 1.0
 AGAIN_S: Final = 60.0
-"""A pod that could not be made, or failed, is made again after that."""
+"""A pod that could not be made, or failed, is made again after that; a record that could not be
+written is written."""
 PENDING_S: Final = 1800.0
 """A cleaner that did not begin for so long makes room for others, for as long."""
 MOST_CLEANERS: Final = 8
@@ -167,6 +168,8 @@ class HelperController:
     async def sync(self) -> None:
         """One round."""
         self._left_out.clear()
+        now = self._clock()
+        self._not_before = {name: at for name, at in self._not_before.items() if at > now}
         await self._take_over()
         await self._bury()
         wanted = {**await self._serving(), **self._cleaning()}
@@ -274,7 +277,7 @@ class HelperController:
             with self._guarded(key):
                 grave = cleanup.judged(self._graves[key], self._registry.runs, at=now)
                 self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
-                if self._graves[key] != self._written.get(key):
+                if self._graves[key] != self._written.get(key) and self._may(grave.name):
                     await self._write(self._graves[key])
 
     async def _write(self, grave: RunDirectories) -> None:
@@ -292,13 +295,13 @@ class HelperController:
         except Conflict:  # one that was not listed yet: the next round replaces it
             self._written[grave.run] = RunDirectories(run=grave.run)
             return
-        except NotFound:
-            self._written.pop(grave.run, None)
+        except NotFound as error:
+            if grave.nodes and self._written.pop(grave.run, None) is None:
+                self._not_noted(grave, error)  # there is no such namespace
             if grave.nodes:
                 return
         except KubeError as error:
-            warn("directories of a run not noted", run=str(grave.run), reason=str(error))
-            self._metrics.wrote("other", failed=True)
+            self._not_noted(grave, error)
             return
         self._metrics.wrote("other")
         self._written[grave.run] = grave
@@ -307,6 +310,12 @@ class HelperController:
                 known.pop(grave.run, None)
             self._uids.pop(grave.run, None)
             say("directories of a run are gone", run=str(grave.run))
+
+    def _not_noted(self, grave: RunDirectories, error: KubeError) -> None:
+        """Again later: those of all runs may fail alike."""
+        self._not_before[grave.name] = self._clock() + AGAIN_S
+        warn("directories of a run not noted", run=str(grave.run), reason=str(error))
+        self._metrics.wrote("other", failed=True)
 
     # --- pods --------------------------------------------------------------------------------
 
