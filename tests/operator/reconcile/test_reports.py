@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, StepId
@@ -668,6 +669,23 @@ def test_a_job_that_may_not_be_read_is_not_over() -> None:
 
     assert asyncio.run(scene(ApiServer(forbidden="/statefulsets/"))) is JobState.UNKNOWN
     assert asyncio.run(scene(ApiServer())) is JobState.GONE
+
+
+def test_a_job_whose_version_is_not_served_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is suspended over an upgrade of its operator would lose what lies on nodes."""
+    suspended = Job(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name="gpt", uid="set-1")
+    at = ApiServer()
+
+    def unserved(path: str, query: object) -> web.Response:
+        return web.Response(status=404, text="404 page not found\n")
+
+    async def scene() -> JobState:
+        async with at.running(), Client(at.access) as client:
+            return await asked(client, AskJob(RunKey("team", "gpt"), suspended))
+
+    assert asyncio.run(scene()) is JobState.GONE
+    monkeypatch.setattr(at, "_get", unserved)
+    assert asyncio.run(scene()) is JobState.UNKNOWN
 
 
 def test_an_acknowledged_fresh_start_is_named_in_the_annotation(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ class RunObject:
 
 
 class JobState(str, enum.Enum):
-    """What a look at the root job says. `UNKNOWN`: it is of a kind that may not be read."""
+    """What a look at the root job says. `UNKNOWN`: it is of a kind that may not be read, or is
+    not served."""
 
     ACTIVE = "active"
     UNKNOWN = "unknown"

@@ -218,8 +218,9 @@ async def asked(client: Client, action: AskJob) -> JobState:
         return JobState.UNKNOWN
     try:
         body = await client.get(resource, job.name, namespace=action.run.namespace)
-    except NotFound:
-        return JobState.GONE
+    except NotFound as error:
+        # a version that is not served (any more) says nothing of the job; its 404 has no reason
+        return JobState.GONE if error.reason else JobState.UNKNOWN
     except Denied:
         # of a kind that we may not read. It may be suspended or scaled to nothing: what it left
         # must outlast that. A run whose pods all succeeded is finished without asking
