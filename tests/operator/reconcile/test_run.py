@@ -873,6 +873,25 @@ def test_a_run_that_finished_before_a_restart_of_the_reconciler_keeps_what_was_k
     assert heir.status.phase == "Finished"
 
 
+def test_the_written_status_stands_while_sidecars_come_to_a_new_reconciler_over_minutes() -> None:
+    """With 10,000 pods it takes two and a half; a run of which half is known looks unprotected."""
+    pods = [pod(rank) for rank in range(6)]
+    sidecars = [Sidecar(rank=rank, world=6).staged(100).durable(90) for rank in range(6)]
+    play = Play(*pods)
+    play.find(run_object())
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    heir = Play(*pods)
+    heir.find(run_object(play.status))
+    for one, sidecar in zip(pods[:-1], sidecars[:-1], strict=True):
+        heir.wait(30)
+        assert heir.registry.waits(KEY, at=heir.now)
+        heir.hear(one, sidecar.report())
+        heir.hear(one, sidecar.report())
+    heir.wait(46)
+    assert not heir.registry.waits(KEY, at=heir.now), "the last one does not come"
+    assert heir.condition(PROTECTED)[0] != "True"
+
+
 @pytest.mark.parametrize("seen", ["before", "after", "never"])
 def test_a_run_is_over_since_when_it_was_and_says_where_its_steps_lie_also_by_a_later_reconciler(
     seen: str,

@@ -319,6 +319,8 @@ class Run:
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is None:
             return []
+        if place is None and self._resumed_at is not None:
+            self._resumed_at = at  # of a large cluster they come over minutes, one after the other
         if self.ledger.settled and not settled:
             self._adviser.forget()  # the last pod was waited for
         if report.goodput is not None and pod.node_rank == 0:
@@ -656,7 +658,7 @@ class Run:
 
     def resumes(self, *, at: float) -> bool:
         """What an earlier reconciler wrote is better than what is known yet: sidecars report
-        within half a minute, and until then nothing has changed but our knowledge."""
+        within half a minute of each other, and until then nothing has changed but our knowledge."""
         since = self._resumed_at
         return since is not None and at - since < RESUME_S and not self.ledger.settled
 
