@@ -26,9 +26,11 @@ def bars_of(report: Path) -> str:
 def peers_of(report: Path) -> str:
     """What README shows: the table of other tools."""
     text = report.read_text()
+    where = report.resolve().relative_to(ROOT)
     intro = (
-        "Beside its peers (blocked: what the training thread pays for one save; lost: training"
-        f" time lost while it is persisted, compute on both cores), {_made(text, report, '')}:"
+        "2 GiB of state on two CPU cores, medians. *Blocked*: what the training thread pays for one"
+        " save; *lost*: training time lost while the step is persisted, with compute on both cores."
+        f" [All runs and their commands]({where})."
     )
     return f"{intro}\n\n{_table(text, 'Beside its peers')}"
 
