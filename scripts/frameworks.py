@@ -29,11 +29,13 @@ BEGIN, END = "<!-- frameworks:begin -->", "<!-- frameworks:end -->"
 
 @dataclass(frozen=True)
 class Row:
-    """A framework, the line for it, and the packages whose versions are told."""
+    """A framework, the line for it, and the packages whose versions are told. `refuses`: its
+    adapter refuses other versions than those of its range."""
 
     framework: str
     line: str
     packages: tuple[str, ...]
+    refuses: bool = True
 
 
 _OWN_LOOP = "`Batches(loader)`, and the lines of [any script](add-keepstep.md)"
@@ -52,7 +54,10 @@ ROWS = {
         ("lightning", "torchdata"),
     ),
     "fabric": Row(
-        "a loop of your own on Lightning's Fabric", _OWN_LOOP, ("lightning", "torchdata")
+        "a loop of your own on Lightning's Fabric",
+        _OWN_LOOP,
+        ("lightning", "torchdata"),
+        refuses=False,
     ),
     "ignite": Row(
         "an `Engine` of PyTorch-Ignite",
@@ -131,7 +136,8 @@ def render(results: Results) -> str:
         same = ", ".join(words for name, words in WORDS.items() if name in proved["compared"])
         versions = ", ".join(f"{name} {one}" for name, one in sorted(proved["versions"].items()))
         ranks = ", ".join(sorted(proved["ranks"]))
-        ours = "; ".join(taken[one] for one in row.packages if one in taken) or "not looked at"
+        bounds = [taken[one] for one in row.packages if one in taken and row.refuses]
+        ours = "; ".join(bounds) or "not looked at"
         lines.append(
             f"| {row.framework} | {row.line} | {same} | {versions}; CPU; {ranks};"
             f" {proved['tests']} tests | {ours} |"

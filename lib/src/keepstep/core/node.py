@@ -243,7 +243,7 @@ class Node:
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
     ) -> None:
-        """`slots`: of this machine's ranks, as they are at any moment. `told`: see `RunView`.
+        """`slots`: of this machine's ranks, as they are at any moment. `managed`: see `RunView`.
         `in_use`: whether somebody else reads or wants this step's shards now. `may_write`: whether
         an image in memory is this run's own."""
         self.keep = keep or Retention()

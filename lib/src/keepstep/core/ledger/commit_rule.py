@@ -1,8 +1,8 @@
 """Who holds what: the merged reports, and which steps are complete.
 
 A step is complete on a tier when the images of one world size, on that tier or a stronger one,
-cover all its ranks. That is the commit rule, and all of it: nothing else makes a commit, and it
-can be recomputed from what lies on storage at any time.
+cover all its ranks. That is the commit rule: nothing else makes a commit of a step that no later
+epoch left behind (`lineage`), and it can be recomputed from what lies on storage at any time.
 
 A step that is not complete may still be covered: each rank whose image is gone has a twin, whose
 image holds the very same boxes. Nothing is committed by that, but it can be restored.
