@@ -13,10 +13,14 @@ JOBS ?= $(shell n=$$((2 * $$(nproc))); echo $$((n < 12 ? n : 12)))
 # end-to-end tests side by side, 0 for one after the other: they share one cluster
 E2E_JOBS ?= 3
 
+# another torch than the pinned one: the newest
+TORCH ?= 2.14.1
+TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archive cli examples)
+
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo test test-torch test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +46,17 @@ build/.browser:
 test: check build/.browser ## lint, types, import contracts, and every test that needs no cluster
 	$(BIN)/python -m pytest tests --ignore tests/frameworks -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
+
+.venv-torch-$(TORCH)/.ready: requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
+	@echo "setting up $(@D) (gigabytes: a torch with CUDA)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt | $(@D)/bin/pip install -q --disable-pip-version-check -r /dev/stdin
+	@$(@D)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar -e operator
+	@touch $@
+
+test-torch: .venv-torch-$(TORCH)/.ready ## the library's tests with another torch: TORCH=2.14.1, TORCH_TESTS=DIRECTORIES
+	.venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_TESTS) -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+		--junitxml build/junit-torch.xml $(PYTEST_ARGS)
 
 $(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyproject.toml
 	@echo "setting up $(FRAMEWORKS) (some minutes the first time)"
@@ -110,7 +125,7 @@ fuzz: $(READY) ## fuzz every parser for MINUTES=5; adds its counts to docs/fuzz.
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 clean: ## remove the virtual environment and whatever tests left
-	rm -rf $(VENV) $(FRAMEWORKS) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 build/peers/.ready: $(READY) bench/setup_peers.py
 	-$(BIN)/python -m bench.setup_peers
