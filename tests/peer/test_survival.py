@@ -17,14 +17,21 @@ import pytest
 
 from keepstep.errors import StorageError
 from keepstep_sidecar.tiers.peer.client import Link
+from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.replicate import Outbox
+from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory
+from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
 from tests.tiers.local import committed, durable
+from tests.volume.drives import die, small_drive
+from tests.volume.images import RUN, make_layout, staged, step_id
 
 Make = Callable[..., Node]
 
@@ -93,6 +100,47 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
         durable(here.remote_tier, found)
         await until(lambda: bool(failed))
         await until(lambda: buddy.copies() == [(1, 0)])
+
+
+@pytest.mark.root
+async def test_a_pod_whose_drive_dies_still_asks_the_others(
+    node: Make, authority: Authority, mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
+    here, buddy = node(0), Node(drive, 1, authority.files(1))
+    here.knows(buddy, buddies=(buddy,))
+    buddy.knows(here)
+    async with running(here, buddy):
+        _, found = here.write(1, rank=0)
+        durable(here.remote_tier, found)
+        await until(lambda: buddy.copies() == [(1, 0)])
+        die(drive)
+        inventory = await buddy.remote_tier.look()
+        (shard,) = inventory.shards
+        places = [one.where for one in buddy.remote_tier.sources(shard)]
+        assert "node rank 0" in places[-1]
+
+
+@pytest.mark.root
+def test_a_pod_serves_what_lies_on_the_drives_that_work(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    drive = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
+    dead, good = Volume(drive / RUN, run=RUN), Volume(tmp_path / "good" / RUN, run=RUN)
+    volumes = VolumeSet([dead, good])
+    slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
+    written = [volumes.write(one.view, one.layout, one.control).shard for one in slots]
+    volumes.publish(step_id(1))
+    shards = Shards(volumes, Copies([dead, good], run=RUN), run=RUN)
+    die(drive)
+    listing = shards.listing()
+    assert ([one.rank for one in listing.shards], listing.ready) == ([1], False)
+    with shards.open(step_id(1), 1, 2) as reading:
+        assert reading.size_bytes == written[1].size_bytes
+    (other,) = shards.others(ShardName(id=step_id(1), rank=0, world=2))
+    assert other.shard.rank == 1
+    with pytest.raises(StorageError, match="not here"), shards.open(step_id(1), 0, 2):
+        pass
 
 
 def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(

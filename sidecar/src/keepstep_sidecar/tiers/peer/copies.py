@@ -95,7 +95,7 @@ class Copies:
 
     def check(self) -> None:
         """Forget copies whose files were removed behind our back: their senders send them anew."""
-        gone = {key: one for key, one in dict(self._held).items() if not one.path.exists()}
+        gone = {key: one for key, one in dict(self._held).items() if _is_gone(one.path)}
         with self._lock:
             for key, one in gone.items():
                 if self._held.get(key) is one:
@@ -358,6 +358,14 @@ def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
         manifest = read_manifest(fd, path, run=run)
     told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
     return KeptShard(**told, path=path, volume=volume)
+
+
+def _is_gone(path: Path) -> bool:
+    """Surely: a drive that does not answer is another matter, and a restore will find out."""
+    try:
+        return not path.exists()
+    except OSError:
+        return False
 
 
 def _files(directory: Path) -> list[Path]:

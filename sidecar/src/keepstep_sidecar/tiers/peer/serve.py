@@ -6,8 +6,9 @@ file outlives them all.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,17 @@ class Shards:
         )
 
     def _own(self) -> tuple[list[Listed], str]:
-        volumes = self._volumes.volumes
+        """What can be read, and why not all can be."""
+        looks = [self._look(volume.root) for volume in self._volumes.volumes]
+        found = [one for shards, _ in looks for one in shards]
+        reason = "; ".join(why for _, why in looks if why)
+        return [Listed.listed(one, copy=False) for one in found], reason
+
+    def _look(self, root: Path) -> tuple[Sequence[Shard], str]:
         try:
-            found = [one for root in volumes for one in survey(root.root, run=self._run).shards]
+            return survey(root, run=self._run).shards, ""
         except OSError as error:
-            return [], str(error)
-        return [Listed.listed(one, copy=False) for one in found], ""
+            return (), str(error)
 
     def source(self, shard: Shard, *, where: str) -> FileSource:
         """A shard of this pod, wherever it lies when it is opened."""
@@ -88,12 +94,15 @@ class Shards:
     def others(self, name: ShardName) -> Iterator[FileSource]:
         """Shards of the same step, of other ranks of this pod: replicas of one model are alike."""
         for volume in self._volumes.volumes:
-            tree = Tree(volume.root)
-            for place in (tree.published_step(name.id), tree.pending_step(name.id)):
-                for path in sorted(place.glob("rank-*")):
-                    shard = self._shard(path)
-                    if shard is not None and (shard.world, shard.rank) != (name.world, name.rank):
-                        yield self.source(shard, where=str(path))
+            with contextlib.suppress(OSError):  # dead: what lies on the others is as good
+                yield from self._others_on(Tree(volume.root), name)
+
+    def _others_on(self, tree: Tree, name: ShardName) -> Iterator[FileSource]:
+        for place in (tree.published_step(name.id), tree.pending_step(name.id)):
+            for path in sorted(place.glob("rank-*")):
+                shard = self._shard(path)
+                if shard is not None and (shard.world, shard.rank) != (name.world, name.rank):
+                    yield self.source(shard, where=str(path))
 
     def _shard(self, path: Path) -> Shard | None:
         try:
@@ -120,13 +129,13 @@ class Shards:
             raise StorageError(f"{path}: not readable (any more): {error}") from error
 
     def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:
-        name = shard_name(rank, world)
         for volume in self._volumes.volumes:
             tree = Tree(volume.root)
             for place in (tree.published_step(id), tree.pending_step(id)):
-                path = place / name
-                if not path.is_symlink() and path.is_file():
-                    return path, volume.engine
+                path = place / shard_name(rank, world)
+                with contextlib.suppress(OSError):  # dead: it may lie on another one
+                    if not path.is_symlink() and path.is_file():
+                        return path, volume.engine
         copy = self._copies.find(id, rank)
         if copy is None or copy.world != world:
             raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
