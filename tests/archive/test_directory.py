@@ -18,6 +18,7 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES, chunk_bounds
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive import upload
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
@@ -277,6 +278,25 @@ async def test_a_rotten_local_shard_does_not_become_an_archived_one(
         assert remote_tier.status().failures == 1
     names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
     assert names == ["rank-00000-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("where", ["_path", "_open_direct"])
+async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(of: Any) -> Any:
+        if str(step_id(10)) in str(of):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return works(of)
+
+    works = getattr(upload, where)
+    monkeypatch.setattr(upload, where, fail)
+    async with running(config(archive_dir, every=10)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        commit(remote_tier, write_step(local, 20))
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(20)}
+        assert remote_tier.status().failures == 1
 
 
 async def test_old_steps_go_record_first_and_the_newest_stays(

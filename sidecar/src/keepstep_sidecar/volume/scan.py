@@ -20,7 +20,7 @@ from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
-_BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
 """What a drive, or a file system with digests of its own, says of blocks that are lost."""
 
 
@@ -122,7 +122,7 @@ def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | No
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in _BAD_BLOCKS:
+        if error.errno not in BAD_BLOCKS:
             raise
         return Refused(path=path, error=FormatError(f"unreadable: {error.strerror}", path=path))
     except MemoryError:

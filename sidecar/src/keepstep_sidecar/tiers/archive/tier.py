@@ -29,7 +29,7 @@ from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, inventory, so
 from keepstep_sidecar.tiers.archive.retention import expired, names_of, unkept
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.twin import found
-from keepstep_sidecar.tiers.archive.upload import Gone, Sender
+from keepstep_sidecar.tiers.archive.upload import Gone, Sender, Unreadable
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
 from keepstep_sidecar.volume.scan import LocalShard
@@ -245,11 +245,11 @@ class ArchiveTier(RemoteTier):
                     await self._send_shard(found)
                 self._unsettled[id] = shards[0].world
                 self._unasked.add(id)
-        except (Gone, ImageError) as error:
+        except (Gone, Unreadable, ImageError) as error:
             # Retired or damaged here, or another writer's there: sending it again changes nothing.
             self._refused.add(id)
             self._backlog.sent(id)
-            if isinstance(error, ImageError):
+            if not isinstance(error, Gone):
                 raise
             return
         finally:

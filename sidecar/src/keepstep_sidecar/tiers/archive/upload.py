@@ -49,7 +49,7 @@ from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import LocalShard, read_manifest
+from keepstep_sidecar.volume.scan import BAD_BLOCKS, LocalShard, read_manifest
 
 PARTS = 4
 """In flight at once, 8 MiB each."""
@@ -74,8 +74,8 @@ class Sender:
         """Bring a shard there and see that it has arrived. Returns the bytes that were sent: 0
         when it was there.
 
-        Raises Gone when it is not here any more, DigestError when it is damaged here, ForeignError
-        when another image has its place, StorageError.
+        Raises Gone when it is not here any more, Unreadable or DigestError when it is damaged here,
+        ForeignError when another image has its place, StorageError.
         """
         prefix = step_prefix(self.run, found.step_id)
         with opened(found, run=self.run) as shard:
@@ -279,6 +279,15 @@ class Gone(StorageError):
     """The shard was retired meanwhile: there is nothing to send, and nothing wrong."""
 
 
+class Unreadable(StorageError):
+    """The drive here does not give the shard's bytes, nor will it the next time."""
+
+
+def _unread(path: Path, error: OSError) -> StorageError:
+    kind = Unreadable if error.errno in BAD_BLOCKS else StorageError
+    return kind(f"{path}: cannot read: {error}; use another copy")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenShard:
     """An open, sealed shard."""
@@ -301,7 +310,7 @@ class OpenShard:
         try:
             got = Filesystem().read(self.fd, into, index * CHUNK_BYTES)
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot read: {error}; use another copy") from error
+            raise _unread(self.path, error) from error
         if got < len(into):
             raise StorageError(f"{self.path}: it ends early; use another copy")
         begin, end = self.manifest.bounds(index)
@@ -331,14 +340,14 @@ class File:
 
 @contextlib.contextmanager
 def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
-    """Open a shard wherever it is by now. Raises Gone, ImageError, StorageError."""
-    path = _path(found)
+    """Open a shard wherever it is by now. Raises Gone, Unreadable, ImageError, StorageError."""
     try:
+        path = _path(found)
         with path.open("rb") as file:
             manifest = read_manifest(file.fileno(), path, run=run)
         fd = _open_direct(path)
     except OSError as error:
-        raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
+        raise _unread(found.path, error) from error
     try:
         yield OpenShard(fd=fd, path=path, manifest=manifest)
     finally:
