@@ -53,6 +53,7 @@ class Life:
             with self.logs[rank].open("rb") as log:
                 log.seek(self._read[rank])
                 new = log.read()
+            new = new[: new.rfind(b"\n") + 1]  # a line over two pages of the file comes in parts
             self._read[rank] += len(new)
             self._said[rank] += map(json.loads, new.splitlines())
         return [one for one in self._said[rank] if not kinds or one["event"] in kinds]
