@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import keepstep
-from tests.lib.training import begun, keep
+from tests.harness import eventually
+from tests.lib.training import begun, bring_back, keep
 
 SAID = "restore_rng() was not before"
 
@@ -215,3 +216,25 @@ def test_a_step_to_go_back_to_is_a_number_and_needs_a_sidecar(sidecar, monkeypat
     monkeypatch.delenv("KEEPSTEP_SOCKET")
     with pytest.raises(keepstep.RestoreError, match="no rank has a sidecar"):
         keepstep.Checkpointer({"m": nn.Linear(2, 2)}).restore(step=3)
+
+
+def test_a_step_to_go_back_to_that_only_memory_has_is_durable_soon(sidecar):
+    """What is newer, and has taken its place on the volume, is dead from then on."""
+    state = {"n": 0}
+    checkpointer = begun({"state": state})
+    for step in range(6):
+        state["n"] = step
+        checkpointer.save(step)
+        checkpointer.wait(step)
+    back = min(checkpointer.all_steps())
+    checkpointer.close()
+    assert back not in sidecar.published()
+    checkpointer = keepstep.Checkpointer({"state": state})
+    assert checkpointer.restore(step=back).step == back
+    eventually(lambda: back in sidecar.published(), what=f"step {back} on the volume")
+    sidecar.kill()
+    sidecar.lose_memory()
+    sidecar.start()
+    checkpointer.close()
+    assert bring_back({"state": state}).step == back
+    assert state == {"n": back}

@@ -439,7 +439,18 @@ class Node:
         for slots in self._slots.values():
             for table in slots.tables():
                 table.forget(self.ledger.is_dead)
-        return self._begin(self.planner.forget(self.ledger.is_dead))
+        writes = self.planner.forget(self.ledger.is_dead)
+        return self._begin((*writes, *self._only_one(event.epoch.parent)))
+
+    def _only_one(self, parent: StepId | None) -> Iterable[Write]:
+        """Going back to a step that is in memory only would leave nothing durable: it is written,
+        again perhaps, as what is newer may have taken its place on the volumes."""
+        if parent is None or self.last_commit() is not None:
+            return ()
+        for rank in self._serves.ranks:
+            if parent not in self._durable.get(rank, ()):
+                self.planner.removed(rank, parent)
+        return self.planner.flush((parent,))
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         here = self._here()

@@ -172,6 +172,11 @@ class PersistPlanner:
         self._ended(one, id)
         return self._advance()
 
+    def removed(self, rank: int, id: StepId) -> None:
+        """The rank's shard of this step is on no volume any more: it may be written again."""
+        if (one := self._ranks.get(rank)) is not None:
+            one.done.discard(id)
+
     def gone(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it will seal nothing more of this epoch. What it sealed stays."""
         if (one := self._ranks.get(rank)) is None:
