@@ -96,6 +96,7 @@ def on_accelerate() -> tuple[Any, Any]:
     config = DataLoaderConfiguration(
         use_seedable_sampler=SETTINGS.get("seedable", False),
         use_stateful_dataloader=SETTINGS.get("stateful", False),
+        dispatch_batches=SETTINGS.get("dispatched"),
     )
     accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
     net, plain = made()

@@ -86,9 +86,11 @@ def test_accelerate(loop, options):
 
 
 @pytest.mark.proves("accelerate")
-def test_accelerate_on_two_ranks(loop):
-    plain = loop.undisturbed(on="accelerate", ranks=2)
-    kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6])
+@pytest.mark.parametrize("options", [{}, {"dispatched": True}], ids=lambda one: "-".join(one))
+def test_accelerate_on_two_ranks(loop, options):
+    """Each reads its own rows, or rank 0 those of both, two batches at a time."""
+    plain = loop.undisturbed(on="accelerate", ranks=2, **options)
+    kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6], **options)
     assert_same(plain, kept, kills=3, ranks=2)
 
 

@@ -46,6 +46,9 @@ class Batches:
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
         self._base = loader if inner is None else inner
         self._fetches_ahead = hasattr(loader, "base_dataloader")
+        # of accelerate's `dispatch_batches` rank 0 reads for all, several at a time
+        dispatched = type(loader).__name__ == "DataLoaderDispatcher"
+        self._by_index = by_index(self._base) and not dispatched
         if getattr(self._base, "_initial_iter_for_state_dict", False):
             # accelerate began it in prepare(), before anything could be restored
             self._base.load_state_dict({})
@@ -91,7 +94,7 @@ class Batches:
             if not restore_rng():  # the Batches of another loader has done so
                 rng.apply(before)
 
-        if not by_index(self._base):
+        if not self._by_index:
             apply(self._begun, [self._base])
             batches: Iterator[Any] = iter(self.loader)
             for _ in range(self._done):
