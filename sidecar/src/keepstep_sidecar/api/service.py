@@ -240,12 +240,15 @@ class Service:
             say("somebody came back")
             return flushed
         self._closing = True
-        await self._last_word()
-        if request.forget:
-            await self.step_waits.drain(timeout_s=request.timeout_s)
-            await asyncio.to_thread(self.allocator.stop)
-            self.slots.forget_all()
-        self._end()
+        try:
+            await self._last_word()
+            if request.forget:
+                await self.step_waits.drain(timeout_s=request.timeout_s)
+                await asyncio.to_thread(self.allocator.stop)
+                self.slots.forget_all()
+            self._end()
+        finally:
+            self._closing = self.ending  # or whoever asked has gone, and it goes on
         return flushed
 
     def _end(self) -> None:
