@@ -89,6 +89,28 @@ def test_a_rank_that_lost_its_machine_restores_from_the_archive(
         assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
 
 
+def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
+) -> None:
+    """Two steps that are committed and not due: one rots on its drive, one is retired."""
+    sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1000")
+    trainer = trainers(sidecar.socket).begin_run()
+    rotten = trainer.stage(1)
+    assert trainer.wait(rotten, "committed", flush=True).reached
+    damage(sidecar, 0)
+    waited = trainer.wait(rotten, "archived")
+    assert (waited.reached, waited.final) == (False, True)
+    assert "not in the archive" in waited.reason
+    for step in (2, 3, 4, 5):
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
+    eventually(lambda: 2 not in sidecar.published())
+    assert not trainer.wait(StepId(rotten.epoch, 2), "archived").reached
+    assert trainer.wait(StepId(rotten.epoch, 5), "archived").reached
+    assert [path.parent.name for path in archive.rglob("step.json")] == [
+        str(StepId(rotten.epoch, 5))
+    ]
+
+
 @pytest.mark.root
 def test_what_lay_on_a_drive_that_has_died_comes_from_the_archive(
     mounted: Callable[..., Path],

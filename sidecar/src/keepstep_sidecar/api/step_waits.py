@@ -60,7 +60,7 @@ class StepWaits:
             await self._changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
             self._remote_tiers.want(request.id)
-            return await self._archived(deadline - time.monotonic())
+            return await self._archived(request.id, deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
         if self._overtaken(lease.rank, request.id):
@@ -68,10 +68,23 @@ class StepWaits:
             return Waited(reached=False, reason=reason, final=True)
         return Waited(reached=False, reason=self._missing(request.id))
 
-    async def _archived(self, left_s: float) -> Waited:
-        """What is committed was told to the archive: wait until it has what it wants of it."""
-        if await self._remote_tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
-            return Waited(reached=True)
+    async def _archived(self, id: StepId, left_s: float) -> Waited:
+        """What is committed was told to the archive: wait until it has what it wants of it. That
+        need not be this step: what is damaged here, or was deleted before its turn, is not sent."""
+        deadline, tiers = time.monotonic() + max(0.0, left_s), self._remote_tiers
+        if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
+            if not tiers.archived(id):
+                await tiers.look(anew=True)  # an earlier life may have brought it there
+            if unknown := self._committer.remotes.why_unknown(Tier.ARCHIVE):
+                left_s = deadline - time.monotonic()
+                await self._changes.until(lambda: tiers.archived(id), timeout_s=left_s)
+            if tiers.archived(id):
+                return Waited(reached=True)
+            reason = (
+                f"step {id} is not in the archive, and is not sent: a shard of it is damaged here,"
+                " or was deleted before its turn (the sidecar's log tells); wait for a later step"
+            )
+            return Waited(reached=False, reason=unknown or reason, final=not unknown)
         behind = [one for one in self._remote_tiers.statuses() if one.tier is Tier.ARCHIVE]
         reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
         return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")

@@ -119,6 +119,10 @@ class RemoteTiers:
         """Somebody waits until this step is archived, be it due or not."""
         self._committer.remotes.want(id)
 
+    def archived(self, id: StepId) -> bool:
+        """All of this step is in the archive, or was until it expired."""
+        return any(one.had(id) for one in self.remote_tiers)
+
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
     ) -> bool:

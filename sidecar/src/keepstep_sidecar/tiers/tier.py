@@ -155,6 +155,10 @@ class RemoteTier:
         """Send this step although it is not due: somebody waits for it. Every pod of the run must
         be told, as each sends its own ranks' shards."""
 
+    def had(self, id: StepId) -> bool:
+        """Whether all of this step is there, or was until it expired."""
+        return False
+
     def in_use(self, id: StepId) -> bool:
         """A local shard of this step is being sent, or is the next one: do not retire it now."""
         return False

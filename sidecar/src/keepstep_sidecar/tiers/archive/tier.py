@@ -87,6 +87,8 @@ class ArchiveTier(RemoteTier):
         self._first_rank = False
         self._listed, self._listed_at = Survey(), time.monotonic()
         self._complete: frozenset[StepId] = frozenset()
+        self._had: set[StepId] = set()
+        """All that ever was complete."""
         self._sent: dict[StepId, float] = {}
         self._refused: set[StepId] = set()
         self._wake = asyncio.Event()
@@ -116,6 +118,7 @@ class ArchiveTier(RemoteTier):
         survey = await self._surveyor.survey(self._epochs())
         self._listed, self._listed_at = survey, began
         self._complete = frozenset(one.id for one in survey.complete)
+        self._had |= self._complete
         self._backlog.wanted -= self._complete
         for id in self._complete & self._sent.keys():
             del self._sent[id]
@@ -179,6 +182,9 @@ class ArchiveTier(RemoteTier):
             self._backlog.wanted.add(id)
             self.wake()
             self._wake.set()
+
+    def had(self, id: StepId) -> bool:
+        return id in self._had
 
     def in_use(self, id: StepId) -> bool:
         # an archive that is away keeps nothing back
@@ -291,6 +297,7 @@ class ArchiveTier(RemoteTier):
         for older in [one for one in self._unsettled if one < id]:
             del self._unsettled[older]  # what is missing of it will not come any more
         self._complete |= {id}
+        self._had.add(id)
         self.facts.changed()
         if self._first_rank:
             await self.expire()
