@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,10 @@ async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
     [
         (lambda step: (step / "model.safetensors").write_bytes(b"x"), "model.safetensors does not"),
         (
+            lambda step: Path(os.fsdecode(bytes(step) + b"/mod\xe8le.safetensors")).touch(),
+            r"mod\xe8le.safetensors does not",
+        ),
+        (
             lambda step: next(step.glob("rank-00001*")).unlink(),
             "rank-00001-of-00002.safetensors is",
         ),
@@ -107,6 +112,7 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
         held = await remote_tier.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert said in held.reason
+        assert held.reason.encode(), "a status and a report can tell it"
         for later in (200, 300, 400, 500):
             commit(remote_tier, write_step(local, later))
         assert await remote_tier.drain(timeout_s=20)

@@ -64,7 +64,7 @@ class DirectoryStore:
         except FileNotFoundError:  # removed by another sidecar
             return None
         return Stored(
-            name=path.relative_to(self.root).as_posix(),
+            name=_text(path.relative_to(self.root).as_posix()),
             bytes=found.st_size,
             modified_at=found.st_mtime,
             etag=f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
@@ -81,7 +81,8 @@ class DirectoryStore:
             self._check_root()
             with contextlib.suppress(FileNotFoundError):
                 entries = os.scandir(self.root / prefix)
-                return sorted(one.name for one in entries if one.is_dir() and one.name[0] != ".")
+                named = (one.name for one in entries if one.is_dir() and one.name[0] != ".")
+                return sorted(map(_text, named))
             return []
 
         return await self._do(work)
@@ -196,3 +197,9 @@ class DirectoryStore:
         except OSError as error:
             kind = NoSpaceError if error.errno in FULL else StorageError
             raise kind(f"the archive {self.root}: {error}") from error
+
+
+def _text(name: str) -> str:
+    """As it is, unless it is not UTF-8: then it is none of ours, and is only told of. No message,
+    status or report could hold it."""
+    return os.fsencode(name).decode(errors="backslashreplace")
