@@ -111,6 +111,21 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
+async def body_of(request: web.Request, *, most_bytes: int) -> bytes:
+    """What a client sends. Where it leaves off, nothing is kept of it: aiohttp says so by an error
+    that refers to itself by way of its frames, so that only the garbage collector would find what
+    these hold. Raises HTTPRequestEntityTooLarge."""
+    body = bytearray()
+    try:
+        async for part in request.content.iter_any():
+            body += part
+            if len(body) > most_bytes:
+                raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=len(body))
+        return bytes(body)
+    finally:
+        body.clear()
+
+
 async def until_signal() -> str:
     """Wait for SIGTERM or SIGINT; its name."""
     loop = asyncio.get_running_loop()

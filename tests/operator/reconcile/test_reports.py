@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import logging
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +169,34 @@ def test_of_a_namespace_only_so_many_bodies_are_waited_for_and_others_are_taken(
         await until(lambda: not api._reading, what="nothing is remembered of them")
 
     play(tmp_path, scene, at)
+
+
+def test_of_a_body_that_a_client_leaves_off_nothing_is_kept(tmp_path: Path) -> None:
+    """Nor until the garbage collector comes, which here it seldom does."""
+    sent = b" " * (3 << 20)
+
+    def held_bytes() -> int:
+        return tracemalloc.get_traced_memory()[0]
+
+    async def scene(served: Served) -> None:
+        trust = trusting((tmp_path / "tls.crt").read_bytes())
+        await served.post(whole(), token=GOOD)
+        tracemalloc.start()
+        gc.disable()
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trust)
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {LARGEST_REPORT_BYTES}\r\n"
+            writer.write(f"{head}Authorization: Bearer {GOOD}\r\n\r\n".encode() + sent)
+            await until(lambda: held_bytes() > len(sent), what="most of it")
+            writer.transport.abort()
+            await until(lambda: not served.parts.reports._reading, what="the end")
+            await asyncio.sleep(0)
+            assert held_bytes() < len(sent) // 3
+        finally:
+            gc.enable()
+            tracemalloc.stop()
+
+    play(tmp_path, scene)
 
 
 def _pods(count: int) -> ApiServer:

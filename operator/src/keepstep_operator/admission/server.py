@@ -30,7 +30,7 @@ from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
-from keepstep_operator.serving import Ready, health_routes
+from keepstep_operator.serving import Ready, body_of, health_routes
 
 TIMEOUT_S: Final = 5
 """Of the webhook, as the chart has it by default."""
@@ -64,7 +64,7 @@ class Admission:
 
     def application(self, ready: Ready) -> web.Application:
         """The routes of the webhook's port."""
-        app = web.Application(client_max_size=_LARGEST_REVIEW_BYTES)
+        app = web.Application()
         app.add_routes([web.post("/inject", self._inject), *health_routes(ready)])
         return app
 
@@ -119,7 +119,7 @@ class Admission:
 
     async def _inject(self, request: web.Request) -> web.Response:
         async with asyncio.timeout(self._deadline_s):
-            raw = await request.read()
+            raw = await body_of(request, most_bytes=_LARGEST_REVIEW_BYTES)
         begun = time.perf_counter()
         try:
             review = parse_review(raw)

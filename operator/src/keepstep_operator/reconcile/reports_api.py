@@ -33,7 +33,7 @@ from keepstep_operator.reconcile.state.actions import Action
 from keepstep_operator.reconcile.state.registry import BUDGET, Registry
 from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
 from keepstep_operator.reconcile.turns import Parts, Turns
-from keepstep_operator.serving import Ready, health_routes
+from keepstep_operator.serving import Ready, body_of, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
 _LARGEST_REQUEST_BYTES: Final = 64 << 10
@@ -93,7 +93,7 @@ class ReportsApi:
 
     def application(self) -> web.Application:
         """The routes, with every error as a `Problem`."""
-        app = web.Application(client_max_size=LARGEST_REPORT_BYTES, middlewares=[self._ends])
+        app = web.Application(middlewares=[self._ends])
         mine = [web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
@@ -258,7 +258,7 @@ async def _body(request: web.Request) -> bytes:
     """Raises Refused for one that does not come."""
     try:
         async with asyncio.timeout(_READ_S):
-            return await request.read()
+            return await body_of(request, most_bytes=LARGEST_REPORT_BYTES)
     except TimeoutError:
         raise Refused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
 
