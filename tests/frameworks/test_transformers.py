@@ -54,6 +54,21 @@ def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
     assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
 
 
+@pytest.mark.parametrize("seedable", [True, False])
+def test_workers_that_outlive_an_epoch(trainer, seedable):
+    """Of which the first epoch alone draws a seed, and whoever goes on in a later one does, too."""
+    arguments = {
+        "num_train_epochs": 3,
+        "dataloader_num_workers": 1,
+        "dataloader_persistent_workers": True,
+        "accelerator_config": {"use_seedable_sampler": seedable},
+    }
+    plain = trainer.undisturbed(arguments=arguments)
+    kill = [*drawn(range(1, EPOCH)), EPOCH, *drawn(range(EPOCH + 2, 2 * EPOCH))]
+    kept, _ = trainer.kept(arguments=arguments, kill=kill)
+    assert_same(plain, kept, kills=3)
+
+
 def test_a_log_that_outgrows_its_room_in_a_step_comes_back(trainer):
     options = {"arguments": {"logging_steps": 1}, "note": 8000}
     plain = trainer.undisturbed(**options)

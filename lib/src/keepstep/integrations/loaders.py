@@ -172,7 +172,7 @@ def capture(loaders: list[Any]) -> dict[str, Any]:
     return {
         "process": rng.capture(),
         "own": own_generators(loaders),
-        "fresh": [_is_fresh(one) for one in loaders],
+        "fresh": [is_fresh(one) for one in loaders],
     }
 
 
@@ -209,10 +209,33 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _is_fresh(loader: Any) -> bool:
+def is_fresh(loader: Any) -> bool:
     """Whether its next iterator is a new one: with `persistent_workers` only the first is."""
-    lasts = getattr(loader, "persistent_workers", False) and loader.num_workers > 0
-    return not lasts or getattr(loader, "_iterator", None) is None
+    return not _lasts(loader) or getattr(loader, "_iterator", None) is None
+
+
+def _lasts(loader: Any) -> bool:
+    return bool(getattr(loader, "persistent_workers", False)) and loader.num_workers > 0
+
+
+def begin_workers(loader: Any) -> None:
+    """Those that last, if there are none yet: so that the next epoch draws no seed for them, as it
+    is none's first. Leaves all generators where they are."""
+    if _lasts(loader) and is_fresh(loader):
+        before = capture([loader])
+        iter(loader)
+        apply(before, [loader])
+
+
+@contextlib.contextmanager
+def seeded_aside(loader: Any) -> Iterator[None]:
+    """Within, seeds of workers of this loader, and of copies of it, are drawn from a generator that
+    nobody else has."""
+    own, loader.generator = loader.generator, torch.Generator()
+    try:
+        yield
+    finally:
+        loader.generator = own
 
 
 @contextlib.contextmanager
@@ -220,9 +243,9 @@ def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[
     """The iterators that are made in here begin as `begun`, what `capture` had, and leave out the
     first `batches`, once they draw. For loaders that are `by_index`."""
     for loader, anew in zip(loaders, begun["fresh"], strict=True):
-        if anew and not _is_fresh(loader):
+        if anew and not is_fresh(loader):
             loader._iterator = None
-        elif not anew and _is_fresh(loader):
+        elif not anew and is_fresh(loader):
             iter(loader)
     apply(begun, loaders)
     samplers: list[_Behind] = []
@@ -234,7 +257,7 @@ def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[
         # past DataLoader.__setattr__, which forbids it for good reasons that are none here
         put_back.append((loader, name, vars(loader)[name]))
         vars(loader)[name] = sampler
-        if not _is_fresh(loader):
+        if not is_fresh(loader):
             loader._iterator._index_sampler = sampler
     try:
         yield samplers

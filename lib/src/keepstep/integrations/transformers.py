@@ -13,6 +13,7 @@ Trainer would set them, behind the batches that are left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -81,7 +82,8 @@ def attach(trainer: T, **options: Any) -> T:
 class _Training:
     """One `train()`. `kept`: what goes into each step beside Trainer's objects, refilled in place
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
-    moment; `stopped`: the step count to which training was to go when it stopped."""
+    moment; `fresh`: whether the loader's iterator was made then; `stopped`: the step count to which
+    training was to go when it stopped."""
 
     kept: dict[str, Any]
     checkpointer: Checkpointer | None = None
@@ -172,8 +174,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
         training.at = training.checkpointer.restore(rng="later")
         if training.checkpointer.epoch is not None:
-            # of accelerate, in whose loaders torch's own is
-            loaders.tell_of_draws(getattr(training.loader, "base_dataloader", training.loader))
+            loaders.tell_of_draws(_torchs(training.loader))
         if training.at is None:
             if training.left_alone is not None:
                 raise RestoreError(
@@ -213,25 +214,32 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         self._take_up_sums()
         training, kept = self._now, self._now.kept
         first, skipped = epoch == epochs_trained, steps_trained_in_current_epoch
+        loader = _torchs(others["train_dataloader"])
+        seeding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if first and training.at is not None:
             resume_from_checkpoint = _RESUMED
         if first and skipped and training.at is not None:
             # samplers and workers draw their seeds as they did when this epoch began
             rng.apply(kept["epoch_rng"])
+            if not kept.get("fresh", True):  # earlier versions did not keep it
+                seeding = loaders.seeded_aside(loader)
         else:
+            if training.at is not None:
+                loaders.begin_workers(loader)
             if first and not skipped:
                 self._load_rng_state(resume_from_checkpoint)  # as Trainer does again
-            kept["epoch_rng"] = rng.capture()
+            kept.update(epoch_rng=rng.capture(), fresh=loaders.is_fresh(loader))
         training.epoch_over = False
         training.updates_per_epoch = num_update_steps_per_epoch
-        super()._run_epoch(
-            epoch=epoch,
-            epochs_trained=epochs_trained,
-            resume_from_checkpoint=resume_from_checkpoint,
-            steps_trained_in_current_epoch=skipped,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            **others,
-        )
+        with seeding:
+            super()._run_epoch(
+                epoch=epoch,
+                epochs_trained=epochs_trained,
+                resume_from_checkpoint=resume_from_checkpoint,
+                steps_trained_in_current_epoch=skipped,
+                num_update_steps_per_epoch=num_update_steps_per_epoch,
+                **others,
+            )
         if training.epoch_over:
             kept.update(epoch=epoch + 1, begun_at=self.state.global_step)
         self._keep()
@@ -346,12 +354,18 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.taken_up = True
 
 
+def _torchs(loader: Any) -> Any:
+    """The loader of torch's within one of accelerate's."""
+    return getattr(loader, "base_dataloader", loader)
+
+
 def _nothing_yet(device: Any) -> dict[str, Any]:
     """`_Training.kept` before the first step: the tensors' place is in the layout from then on."""
     return {
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
+        "fresh": True,
         "stopped": 0,
         "log": torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
         "state": {},
