@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from keepstep.errors import DigestError, ImageError
@@ -241,3 +243,27 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
     assert sum(len(one.ranks) for one in copies._told.values()) <= 1 << 16
     copies.want(Wanted(committed=commit, ranks={3: ()}), sender=199)
     assert list(copies._told[199].ranks) == [3]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"rank": 65_536, "world": 65_537},
+        {"rank": (1 << 31) - 2, "world": (1 << 31) - 1},
+        {"rank": 0, "world": 2, "twins": [2]},
+        {"rank": 0, "world": 2, "twins": [1 << 40]},
+        {"rank": 0, "world": 2, "twins": [-1]},
+    ],
+    ids=str,
+)
+def test_a_rank_that_no_run_has_is_refused_before_a_bit_is_kept_for_it(lie: dict[str, Any]) -> None:
+    """What is held of a step is a number with a bit for each rank up to the last."""
+    id = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
+    told = {"id": id, "root": "00", "bytes": 4096, **lie}
+    text = msgspec.json.encode({"run": RUN, "shards": [told]})
+    with pytest.raises(ValueError, match=r"rank|twins"):
+        msgspec.json.decode(text, type=protocol.Listing)
+    true = msgspec.json.encode(
+        {"run": RUN, "shards": [{**told, "rank": 0, "world": 2, "twins": [1]}]}
+    )
+    assert len(msgspec.json.decode(true, type=protocol.Listing).shards) == 1

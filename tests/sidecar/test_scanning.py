@@ -28,7 +28,7 @@ from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import SidecarProcess, eventually
-from tests.volume.images import RUN
+from tests.volume.images import RUN, make_layout, staged
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -111,6 +111,19 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     await committer.scan()
     assert committer.unreadable == ""
     assert [id.step for id in committer.local_shards.shards] == [1]
+
+
+async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
+    committer: Committer, volumes: VolumeSet
+) -> None:
+    """Sealed and whole: but what is known of a step is a bit for each rank up to the last."""
+    write(committer, 1)
+    rank = (1 << 31) - 2
+    forged = staged(make_layout(rank=rank, world=rank + 1), 1)
+    volumes.write(forged.view, forged.layout, forged.control)
+    await committer.scan()
+    assert committer.ranks() == [0]
+    assert volumes.volumes[0].quarantined() == 1
 
 
 async def test_a_bad_block_in_one_shard_hides_no_other(

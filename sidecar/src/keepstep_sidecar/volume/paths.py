@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core.ranks import MOST_RANKS
 from keepstep.steps import StepId, shard_name
 
 LOCK = ".lock"
@@ -32,11 +33,16 @@ _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardName:
-    """What a shard's path says; the control page inside must say the same."""
+    """What a shard's path says; the control page inside must say the same. Raises ValueError for
+    ranks that no world has: what is held of a step is one bit for each."""
 
     id: StepId
     rank: int
     world: int
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.world <= MOST_RANKS:
+            raise ValueError(f"rank {self.rank} of {self.world}: a world has {MOST_RANKS} at most")
 
     @classmethod
     def parse(cls, path: Path) -> ShardName:

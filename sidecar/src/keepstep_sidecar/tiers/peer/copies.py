@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from keepstep.core.ranks import MOST_RANKS
 from keepstep.core.shard import Shard
 from keepstep.errors import (
     FormatError,
@@ -28,7 +29,7 @@ from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import placement
-from keepstep_sidecar.tiers.peer.protocol import MOST_RANKS, Wanted
+from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.direct_io import Pace

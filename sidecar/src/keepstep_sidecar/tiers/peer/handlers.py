@@ -277,9 +277,9 @@ def _name(match: re.Match[str]) -> ShardName:
         rank, world = (int(text) for text in re.findall(r"\d+", match[3]))
         if match[3] != shard_name(rank, world):
             raise ValueError(match[3])
+        return ShardName(id=id, rank=rank, world=world)
     except (ValueError, TypeError) as error:
         raise UsageError(f"not a shard: {match[0]}") from error
-    return ShardName(id=id, rank=rank, world=world)
 
 
 def _range(header: str, size: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from keepstep.core.ranks import MOST_RANKS
 from keepstep.core.shard import Shard
 from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.steps import Epoch, StepId
@@ -27,14 +28,12 @@ COPIES: Final = "/v1/copies"
 WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
 LARGEST_WANTED_BYTES: Final = 4 << 20
-MOST_RANKS: Final = 65_536
 READS: Final = {"Keepstep-Reads": "runs"}
 """The header of one who reads `twin_runs`; all others get lists of twins."""
 STREAMS: Final = 4
 """Connections of one transfer: some wait for a drive, or digest, while the others move bytes."""
 OLDER_STREAMS: Final = 2
 """To a pod that does not say: there each connection keeps one of eight buffers until it ends."""
-_LARGEST_WORLD: Final = 1 << 31
 
 
 def streams(told: int) -> int:
@@ -55,8 +54,10 @@ class Listed(ReportedShard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.rank < self.world <= _LARGEST_WORLD:
+        if not 0 <= self.rank < self.world <= MOST_RANKS:
             raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
+        if self.twins and not 0 <= min(self.twins) <= max(self.twins) < self.world:
+            raise ValueError(f"rank {self.rank} with twins that {self.world} ranks do not have")
         if self.twin_runs and self.rank not in self.twin_runs:
             raise ValueError(f"rank {self.rank} with the twins of another one")
         if self.root is None:
