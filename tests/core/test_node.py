@@ -187,6 +187,18 @@ def test_a_write_pins_its_slot_and_an_image_that_is_gone_is_not_written() -> Non
     assert not rank.table.slots[0].pinned
 
 
+def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:
+    one = Node({0: OneRank(9)}, grid=Grid(1))
+    one.step(EpochStarted(Epoch(EPOCH, None)))
+    assert one.step(Serves(frozenset({0}), 4)) == (Write(0, step(9)),)
+    assert one.step(Wrote(0, step(9), ok=False)) == ()
+    assert one.step(Sealed(0, step(9))) == ()
+    assert one.step(Flush({step(9)})) == (), "whoever waits for a step asks again and again"
+    assert one.step(Flush(newest=1)) == (Write(0, step(9)),)
+    assert one.step(Wrote(0, step(9))) == ()
+    assert one.planner.is_durable(step(9))
+
+
 def copying(*held: int, slots: int = 4) -> tuple[Node, OneRank]:
     """A rank that holds these steps and copies step 9."""
     rank = OneRank(*held)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer
 
+from keepstep.wire.trainer import Flushed, StopRequest
 from tests.harness import SidecarProcess, eventually
+from tests.volume.drives import fill
 
 MIB = 1 << 20
 Sidecars = Callable[..., SidecarProcess]
@@ -127,6 +129,26 @@ def small_drive(sidecars: Sidecars, tmp_path: Path) -> Iterator[SidecarProcess]:
     yield one
     one.end()
     subprocess.run(["umount", "--lazy", str(one.volume)], check=True, timeout=30)
+
+
+@pytest.mark.root
+def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
+    small_drive: SidecarProcess, trainers: Trainers
+) -> None:
+    """Somebody else has filled the drive, and it is cleaned up before `keepstep stop`."""
+    sidecar = small_drive.start()
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    filler = sidecar.volume / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        fill(file)
+    for step in (1, 2):
+        waited = trainer.wait(trainer.stage(step), "durable", flush=True)
+        assert "no space" in waited.reason
+    trainer.disconnect()
+    filler.unlink()
+    flushed = trainer.call("/v1/stop", StopRequest(), Flushed)
+    assert [id.step for id in flushed.steps] == [1, 2]
+    assert sidecar.published() == [1, 2]
 
 
 @pytest.mark.root

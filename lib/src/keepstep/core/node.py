@@ -112,7 +112,8 @@ class Died:
 
 @dataclass(frozen=True)
 class Flush:
-    """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says."""
+    """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says; those
+    also if they could not be written before."""
 
     ids: Collection[StepId] | None = None
     newest: int = 2
@@ -343,6 +344,8 @@ class Node:
             case Died(rank):
                 return self.planner.gone(rank)
             case Flush(ids, newest):
+                if ids is None:
+                    self._retry()
                 return self.planner.flush(ids, newest=newest)
 
     def _serve(self, serves: Serves) -> Iterator[Write]:
@@ -362,10 +365,19 @@ class Node:
                 yield from self._settle(rank)
 
     def _settle(self, rank: int) -> Iterator[Write]:
+        for id in sorted(self._writable(rank)):
+            yield from self.planner.sealed(rank, id)
+
+    def _retry(self) -> None:
+        """What failed is tried again when all that matters is to be made durable: there may be room
+        by now, and nothing comes after it."""
+        for rank in self._serves.ranks & self._slots.keys():
+            if self._slots[rank].settled:
+                self.planner.retry(rank, self._writable(rank))
+
+    def _writable(self, rank: int) -> set[StepId]:
         held = {id for table in self._slots[rank].tables() for id in table.sealed()}
-        for id in sorted(held):
-            if self._may_write(id) and not self.ledger.is_dead(id):
-                yield from self.planner.sealed(rank, id)
+        return {id for id in held if self._may_write(id) and not self.ledger.is_dead(id)}
 
     def _wrote(self, rank: int, id: StepId, *, ok: bool) -> Iterable[Write]:
         pinned, stopped = self._writing.pop((rank, id)), (rank, id) in self._stopping

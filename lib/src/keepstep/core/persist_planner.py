@@ -196,6 +196,12 @@ class PersistPlanner:
             self._drop_target()
         return self._advance()
 
+    def retry(self, rank: int, held: Collection[StepId]) -> None:
+        """The images that the rank's slots hold: those that could not be written may be by now."""
+        if (one := self._ranks.get(rank)) is not None:
+            one.held |= set(held) - one.done
+            one.failed = None
+
     def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> tuple[Write, ...]:
         """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says.
 

@@ -162,8 +162,8 @@ class StepWaits:
         if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
         self._settle_orphaned()
-        wanted = self._committer.node.planner.common()[-_NEWEST:]
         self._committer.feed(Flush(newest=_NEWEST))
+        wanted = self._committer.node.planner.common()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
         await self._changes.until(lambda: self._committer.idle, timeout_s=left_s)
         durable = tuple(id for id in wanted if self._durable(id))
