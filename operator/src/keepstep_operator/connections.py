@@ -37,7 +37,8 @@ sslproto.SSLProtocol.max_size = 32 << 10
 
 class Limits:
     """Of one listener. `serve` makes the protocol that answers requests. `one_request`: its
-    connections end with an answer, and keep their place until then."""
+    connections end with an answer, and keep their place until then; one source has `of_a_source`
+    of these at most."""
 
     def __init__(
         self,
@@ -46,10 +47,12 @@ class Limits:
         *,
         head_s: float = HEAD_S,
         one_request: bool = False,
+        of_a_source: int = YOUNG_OF_A_SOURCE,
     ) -> None:
         self.serve = serve
         self.one_request = one_request
         self._places = SERVED if one_request else YOUNG
+        self._of_a_source = of_a_source
         self.context = context
         self.head_s = head_s
         self._young: Counter[str] = Counter()
@@ -109,7 +112,7 @@ class Limits:
     def _next(self) -> str:
         """Whose turn it is: one that has none, else who has the fewest while half is free; '' where
         all wait. As many sources as there are places have one, so few are looked at."""
-        found, fewest = "", YOUNG_OF_A_SOURCE
+        found, fewest = "", self._of_a_source
         crowded = self._young_of_all >= self._places // 2
         for source in self._waiting:
             young = self._young[source]
@@ -184,6 +187,8 @@ class _Gate(asyncio.Protocol):
             self._end()
             return
         if secured is not None and not self._lost:
+            # what nobody reads yet is the sender's to keep, but for this
+            secured.set_read_buffer_limits(sslproto.SSLProtocol.max_size)  # type: ignore[attr-defined]
             self._attach(secured)
 
     def _attach(self, transport: Any) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 
 from keepstep_operator import __version__
-from keepstep_operator.connections import Limits
+from keepstep_operator.connections import YOUNG_OF_A_SOURCE, Limits
 from keepstep_operator.exposition import Exposition
 from keepstep_operator.journal import say
 
@@ -70,12 +70,13 @@ async def listening(
     ssl_context: ssl.SSLContext | None = None,
     shutdown_s: float = _SHUTDOWN_S,
     one_request: bool = False,
+    of_a_source: int = YOUNG_OF_A_SOURCE,
 ) -> AsyncIterator[int]:
     """Serve `app` on `port` while the context lasts; yields the port. 0: any free one of loopback
     (on all interfaces, IPv4 and IPv6 would get two different ones).
 
     At the end no new connection is taken, and requests under way get `shutdown_s` to finish.
-    `one_request`: every answer of `app` ends its connection.
+    `one_request`: every answer of `app` ends its connection; `of_a_source`: see `Limits`.
     """
     host = "127.0.0.1" if host is None and port == 0 else host
     runner = web.AppRunner(
@@ -89,7 +90,7 @@ async def listening(
     if runner.server is None:
         raise RuntimeError("the application was not set up")
     loop = asyncio.get_running_loop()
-    limits = Limits(runner.server, ssl_context, one_request=one_request)
+    limits = Limits(runner.server, ssl_context, one_request=one_request, of_a_source=of_a_source)
     listener = await loop.create_server(limits, host, port, backlog=128, start_serving=True)
     try:
         bound: int = listener.sockets[0].getsockname()[1]

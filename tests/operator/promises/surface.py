@@ -393,6 +393,22 @@ def is_injected(pod: Body) -> bool:
 # --- connections ---------------------------------------------------------------------------------
 
 
+async def unfinished_reviews(
+    url: str, count: int, *, sent_bytes: int
+) -> list[asyncio.StreamWriter]:
+    """Bodies of four sources that are longer than what comes of them."""
+    port, context = int(url.rpartition(":")[2]), ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    head = f"POST /inject HTTP/1.1\r\nHost: x\r\nContent-Length: {sent_bytes + 1}\r\n\r\n".encode()
+    found = []
+    for number in range(count):
+        source = f"127.0.2.{1 + number % 4}", 0
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, local_addr=source)
+        writer.write(head + b" " * sent_bytes)
+        found.append(writer)
+    return found
+
+
 async def idle_connections(url: str, count: int) -> list[ssl.SSLSocket]:
     """TLS connections that never send a whole request, until the server has refused some."""
     return await asyncio.to_thread(_idle, int(url.rpartition(":")[2]), count)

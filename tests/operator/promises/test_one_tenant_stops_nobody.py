@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.operator.injection.pods import policy_body
+from tests.harness import until
+from tests.operator.injection.pods import policy_body, pytorch_job
 from tests.operator.promises.hostile import REPORTS, many_steps
 from tests.operator.promises.surface import (
     Body,
@@ -25,6 +26,7 @@ from tests.operator.promises.surface import (
     reconciler,
     report,
     still_open,
+    unfinished_reviews,
     webhook,
 )
 
@@ -86,6 +88,25 @@ async def test_idle_connections_do_not_fill_the_reconciler(tmp_path: Path) -> No
 async def test_idle_connections_do_not_fill_admission(tmp_path: Path) -> None:
     async with webhook(tmp_path, policy_body()) as admission:
         await _holds_idle_connections(admission.operator)
+
+
+async def test_what_strangers_send_as_reviews_does_not_fill_admission(tmp_path: Path) -> None:
+    """Whoever reaches the port is read: the API server shows no certificate."""
+    async with webhook(tmp_path, policy_body()) as admission:
+        before_mib = most_mib = admission.operator.memory_mib()
+        senders = await unfinished_reviews(admission.operator.url, 60, sent_bytes=3 << 20)
+
+        def all_are_taken_or_ended() -> bool:
+            nonlocal most_mib
+            most_mib = max(most_mib, admission.operator.memory_mib())
+            return not any(one.transport.get_write_buffer_size() for one in senders)
+
+        await until(all_are_taken_or_ended, what="the bodies")
+        created, warnings = await admission.create(pytorch_job())
+        assert "keepstep-sidecar" in json.dumps(created), warnings
+        for one in senders:
+            one.transport.abort()
+        assert most_mib - before_mib <= 96, f"{most_mib - before_mib:.0f} MiB"
 
 
 def _forged(number: int) -> str:

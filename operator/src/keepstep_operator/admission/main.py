@@ -16,7 +16,12 @@ from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.run_record import RunRecords
-from keepstep_operator.admission.server import TIMEOUT_S, Admission, deadline_of
+from keepstep_operator.admission.server import (
+    OF_AN_API_SERVER,
+    TIMEOUT_S,
+    Admission,
+    deadline_of,
+)
 from keepstep_operator.injection import Defaults
 from keepstep_operator.journal import say
 from keepstep_operator.kube import Client, find_access
@@ -170,7 +175,11 @@ async def serve(settings: Settings) -> None:
         async with (
             listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
             listening(
-                server.application(ready), port=settings.port, ssl_context=tls.context
+                server.application(ready),
+                port=settings.port,
+                ssl_context=tls.context,
+                one_request=True,
+                of_a_source=OF_AN_API_SERVER,
             ) as port,
         ):
             say("listening", port=port, metrics_port=seen)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Final
 
 from aiohttp import web
@@ -27,6 +28,7 @@ from keepstep_operator.admission.reviews import (
 from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
+from keepstep_operator.connections import SERVED
 from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
@@ -34,7 +36,16 @@ from keepstep_operator.serving import Ready, body_of, health_routes
 
 TIMEOUT_S: Final = 5
 """Of the webhook, as the chart has it by default."""
-_LARGEST_REVIEW_BYTES: Final = 8 << 20
+OF_AN_API_SERVER: Final = SERVED // 2
+"""Connections that are worked on at a time: it brings one for each pod, and some wait for a policy.
+Whoever else reaches the port has no more, and all of them no more than fit into memory."""
+_LARGEST_REVIEW_BYTES: Final = 4 << 20
+"""An API server takes objects of 3 MiB at most."""
+_LARGE_BYTES: Final = 128 << 10
+_LARGE_AT_ONCE: Final = 4
+"""Reviews larger than those of usual pods."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def deadline_of(timeout_s: float) -> float:
@@ -61,10 +72,11 @@ class Admission:
         self._defaults = defaults
         self._metrics = metrics
         self._deadline_s = deadline_s
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     def application(self, ready: Ready) -> web.Application:
         """The routes of the webhook's port."""
-        app = web.Application()
+        app = web.Application(middlewares=[_ends])
         app.add_routes([web.post("/inject", self._inject), *health_routes(ready)])
         return app
 
@@ -119,7 +131,7 @@ class Admission:
 
     async def _inject(self, request: web.Request) -> web.Response:
         async with asyncio.timeout(self._deadline_s):
-            raw = await body_of(request, most_bytes=_LARGEST_REVIEW_BYTES)
+            raw = await self._read(request)
         begun = time.perf_counter()
         try:
             review = parse_review(raw)
@@ -128,13 +140,30 @@ class Admission:
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
-        # The API server goes on with connections that are open, also with one to a replica whose
-        # node was lost (kubernetes/kubernetes#127335): each review there is a pod without a sidecar
-        response.force_close()
         seconds = time.perf_counter() - begun
         self._metrics.reviewed(verdict, seconds=seconds)
         _tell(review, verdict, seconds)
         return response
+
+    async def _read(self, request: web.Request) -> bytes:
+        size = request.content_length
+        usual = size is not None and size <= _LARGE_BYTES
+        async with nullcontext() if usual else self._large:
+            return await body_of(request, most_bytes=_LARGEST_REVIEW_BYTES)
+
+
+@web.middleware
+async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """An answer ends its connection. The API server goes on with connections that are open, also
+    with one to a replica whose node was lost (kubernetes/kubernetes#127335): each review there is a
+    pod without a sidecar."""
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.force_close()
+        raise
+    response.force_close()
+    return response
 
 
 def _place(review: Review) -> Placement | None:
