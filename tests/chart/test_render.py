@@ -117,6 +117,21 @@ def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> N
             kubernetes_validate.validate(one, version, strict=True)
 
 
+def test_names_that_look_like_numbers_stay_names(chart: Chart) -> None:
+    """Of namespaces and Secrets: a DNS label may be 007, or true."""
+    values = {
+        "hostPaths": ["/mnt/nvme0"],
+        "images": {"pullSecrets": ["123"]},
+        "admission": {"excludeNamespaces": ["007", "true"], "priorityClassName": "1"},
+        "helpers": {"namespace": "44"},
+        "networkPolicy": {"training": {"namespaces": ["42"], "egress": True}},
+        "test": {"namespace": "43"},
+    }
+    for one in chart.render(values, namespace="2026"):
+        if one["kind"] not in OURS | {"CustomResourceDefinition"}:
+            kubernetes_validate.validate(one, KUBERNETES[-1], strict=True)
+
+
 def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
     rendered: list[Object],
 ) -> None:

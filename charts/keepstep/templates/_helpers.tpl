@@ -35,7 +35,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- define "keepstep.selector" -}}
 app.kubernetes.io/name: {{ include "keepstep.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* [registry/]repository@digest, or :tag. Called with (dict "root" $ "image" .Values.images.X). */}}
@@ -67,7 +67,7 @@ apiVersion: v1
 kind: ServiceAccount
 metadata:
   name: {{ include "keepstep.serviceAccountName" . }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "keepstep.labels" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
@@ -106,7 +106,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -137,7 +137,7 @@ affinity:
 {{- with .Values.images.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
