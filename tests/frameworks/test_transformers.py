@@ -105,6 +105,17 @@ def test_two_ranks(trainer):
     assert_same(plain, kept, kills=2, ranks=2)
 
 
+def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):
+    arguments = {
+        "num_train_epochs": 3,
+        "ddp_backend": "gloo",
+        "accelerator_config": {"use_seedable_sampler": False},
+    }
+    plain = trainer.undisturbed(ranks=2, arguments=arguments)
+    kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=[*drawn(range(1, 8)), 8, 12])
+    assert_same(plain, kept, kills=3, ranks=2)
+
+
 def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(trainer):
     arguments = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 1}
     folder = trainer.undisturbed(arguments={**arguments, "max_steps": 10}, out="seed") / "hf"

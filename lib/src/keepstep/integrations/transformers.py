@@ -82,8 +82,9 @@ def attach(trainer: T, **options: Any) -> T:
 class _Training:
     """One `train()`. `kept`: what goes into each step beside Trainer's objects, refilled in place
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
-    moment; `fresh`: whether the loader's iterator was made then; `stopped`: the step count to which
-    training was to go when it stopped."""
+    moment; `own`: those of generators that the loader and its samplers have of their own, then, or
+    between two epochs; `fresh`: whether the loader's iterator was made then (of both, earlier
+    versions kept none); `stopped`: the step count to which training was to go when it stopped."""
 
     kept: dict[str, Any]
     checkpointer: Checkpointer | None = None
@@ -218,17 +219,22 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         seeding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if first and training.at is not None:
             resume_from_checkpoint = _RESUMED
+            loaders.set_own_generators(kept.get("own", []), [loader])
         if first and skipped and training.at is not None:
             # samplers and workers draw their seeds as they did when this epoch began
             rng.apply(kept["epoch_rng"])
-            if not kept.get("fresh", True):  # earlier versions did not keep it
+            if not kept.get("fresh", True):
                 seeding = loaders.seeded_aside(loader)
         else:
             if training.at is not None:
                 loaders.begin_workers(loader)
             if first and not skipped:
                 self._load_rng_state(resume_from_checkpoint)  # as Trainer does again
-            kept.update(epoch_rng=rng.capture(), fresh=loaders.is_fresh(loader))
+            kept.update(
+                epoch_rng=rng.capture(),
+                own=loaders.own_generators([loader]),
+                fresh=loaders.is_fresh(loader),
+            )
         training.epoch_over = False
         training.updates_per_epoch = num_update_steps_per_epoch
         with seeding:
@@ -241,7 +247,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 **others,
             )
         if training.epoch_over:
-            kept.update(epoch=epoch + 1, begun_at=self.state.global_step)
+            own = loaders.own_generators([loader])
+            kept.update(epoch=epoch + 1, begun_at=self.state.global_step, own=own)
         self._keep()
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -365,6 +372,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
+        "own": [],
         "fresh": True,
         "stopped": 0,
         "log": torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
