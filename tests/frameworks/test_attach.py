@@ -68,6 +68,14 @@ def test_what_was_never_tried_is_refused_by_name(tmp_path, attribute, value, tex
         trainer.train()
 
 
+def test_batches_that_one_rank_reads_for_all_are_refused_by_name(tmp_path, monkeypatch):
+    trainer = integration.attach(made(tmp_path))
+    trainer.accelerator.dataloader_config.dispatch_batches = True
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(keepstep.UsageError, match="with dispatch_batches on several ranks"):
+        trainer.train()
+
+
 def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
     trainer = integration.attach(made(tmp_path))
     trainer.optimizer = types.SimpleNamespace(optimizer=object())

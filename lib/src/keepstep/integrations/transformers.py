@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -431,6 +432,13 @@ def _refuse(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
+    config, rows = trainer.accelerator.dataloader_config, trainer.train_dataset
+    dispatches = config.dispatch_batches and not config.split_batches
+    if dispatches and trainer.args.world_size > 1 and not isinstance(rows, IterableDataset):
+        raise UsageError(
+            "with dispatch_batches on several ranks accelerate leaves out too little of an epoch"
+            " that is gone on with: leave it out of accelerator_config"
+        )
     if trainer.args.auto_find_batch_size:
         raise UsageError(
             "auto_find_batch_size begins anew within a process, which keepstep cannot follow: set"
