@@ -1,9 +1,10 @@
-"""Four slots always leave a step in common in memory, and fewer do not: every state is visited.
+"""With four slots a crash costs one finished step at most, with fewer more: all states are visited.
 
 The model is a lock-step run as the trainers and sidecars really move, with everything that may
 interleave: each rank's copy is finished early or late (lazy), slots are asked for ahead of time,
 and a persister that is as inconvenient as it can be pins any one image of a rank for as long as it
-likes. After each move, what the slots' bytes seal is what a restart would find if all died now.
+likes. After each move, what the slots' bytes seal is what a restart would find if all died now:
+no more than one of the steps that all ranks have saved may be missing there.
 
 States are compared relative to the slowest rank, and steps far behind it are one, so there are
 finitely many and the search visits all of them, rather than some by chance.
@@ -12,38 +13,54 @@ finitely many and the search visits all of them, rather than some by chance.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.core.slot_table import Slot, SlotState, SlotTable
+import pytest
+
+from keepstep.core.slot_table import (
+    Memory,
+    Slot,
+    SlotState,
+    SlotTable,
+    newest_common,
+    worth_keeping,
+)
 from keepstep.steps import EpochId, StepId
 
 _EPOCH = EpochId(1, "0" * 8)
 _LONG_AGO = -4
 """Relative step from which on older is all the same; nobody can have it in common."""
+_NONE = -100
 
 
 @dataclass(frozen=True)
 class Rank:
     """`saved`: the step of the last `save`. `next_slot`: asked for, not zeroed yet. `filling`: the
-    slot that the copy of `saved` fills, None once it is sealed. `bytes`: the seals in memory."""
+    slot that the copy of `saved` fills, None once it is sealed. `bytes`: the seals in memory.
+    `protected`: see `SlotTable.protect`."""
 
     slots: tuple[Slot, ...]
     bytes: tuple[int | None, ...]
     saved: int
     next_slot: int | None = None
     filling: int | None = None
+    protected: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Rules:
     """What is possible. `pins`: the persister may hold one image per rank. `zeroed_early`: a victim
-    is zeroed as soon as it is assigned, without waiting for the collective (a trainer's bug)."""
+    is zeroed as soon as it is assigned, without waiting for the collective (a trainer's bug).
+    `protects`: the host names the newest step in common at each seal, as `Node` does. `lost`: so
+    many finished steps may be missing."""
 
     slots: int
     pins: bool = True
     lazy: bool = True
     zeroed_early: bool = False
+    protects: bool = True
+    lost: int = 1
 
 
 State = tuple[Rank, ...]
@@ -52,6 +69,7 @@ State = tuple[Rank, ...]
 def _table(rank: Rank) -> SlotTable:
     table = SlotTable(0)
     table._slots = list(rank.slots)
+    table.protect(map(_id, rank.protected))
     return table
 
 
@@ -59,7 +77,13 @@ def _moves(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
     slowest = min(rank.saved for rank in state)
     for i, rank in enumerate(state):
         for name, moved in _rank_moves(rank, rules, slowest):
-            yield f"rank {i} {name}", (*state[:i], moved, *state[i + 1 :])
+            after = (*state[:i], moved, *state[i + 1 :])
+            yield f"rank {i} {name}", _protecting(after) if rules.protects else after
+
+
+def _protecting(state: State) -> State:
+    kept = worth_keeping([Memory(frozenset(_table(rank).sealed())) for rank in state])
+    return tuple(replace(rank, protected=frozenset(map(_number, kept))) for rank in state)
 
 
 def _rank_moves(rank: Rank, rules: Rules, slowest: int) -> Iterator[tuple[str, Rank]]:
@@ -139,6 +163,7 @@ def _shifted(rank: Rank, base: int) -> Rank:
         saved=rank.saved - base,
         next_slot=None if rank.next_slot is None else order.index(rank.next_slot),
         filling=None if rank.filling is None else order.index(rank.filling),
+        protected=frozenset(map(moved, rank.protected)),
     )
 
 
@@ -153,14 +178,18 @@ def _start(rules: Rules, ranks: int) -> State:
     return (Rank(slots, (0, *[None] * (rules.slots - 1)), saved=0),) * ranks
 
 
-def search(rules: Rules, ranks: int = 2) -> tuple[int, list[str] | None]:
-    """(states visited, the shortest way to one without a step in common or None)."""
+def search(
+    rules: Rules, ranks: int = 2, *, each: Callable[[State], None] = lambda state: None
+) -> tuple[int, list[str] | None]:
+    """(states visited, the shortest way to one that would lose two finished steps, or None)."""
     start = _relative(_start(rules, ranks))
     came_from: dict[State, tuple[str, State] | None] = {start: None}
     queue = deque([start])
     while queue:
         state = queue.popleft()
-        if not _common(state):
+        each(state)
+        finished = min(rank.saved for rank in state)
+        if max(_common(state), default=_NONE) < finished - rules.lost:
             return len(came_from), _way(state, came_from)
         for name, moved in _moves(state, rules):
             if (known := _relative(moved)) not in came_from:
@@ -177,10 +206,51 @@ def _way(state: State, came_from: dict[State, tuple[str, State] | None]) -> list
     return names[::-1]
 
 
-def test_four_slots_always_leave_a_step_in_common_in_memory() -> None:
-    visited, window = search(Rules(slots=4))
+@pytest.mark.parametrize("protects", [True, False])
+def test_with_four_slots_one_finished_step_is_lost_at_most(protects: bool) -> None:
+    visited, window = search(Rules(slots=4, protects=protects))
     assert window is None
     assert visited > 1000, "the search must not end early"
+
+
+def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(monkeypatch) -> None:
+    """What a rank ahead gives up then is the step that the others are about to seal."""
+
+    def common_alone(ranks: Sequence[Memory]) -> frozenset[StepId]:
+        return frozenset([newest_common(ranks)]) - {None}
+
+    monkeypatch.setattr(f"{__name__}.worth_keeping", common_alone)
+    assert search(Rules(slots=4))[1] is not None
+
+
+@pytest.mark.parametrize(
+    "rules", [Rules(slots=4), Rules(slots=3), Rules(slots=3, pins=False)], ids=str
+)
+def test_no_rank_waits_for_the_drive(rules: Rules) -> None:
+    search(rules, each=lambda state: _assert_goes_on(state, rules))
+
+
+def _assert_goes_on(state: State, rules: Rules) -> None:
+    names = [name for name, _ in _moves(state, rules)]
+    assert any(name.endswith(("asks ahead", "seals", "saves")) for name in names), state
+
+
+def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None:
+    held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
+    assert worth_keeping([Memory(one) for one in held]) == held[1]
+    table = SlotTable(4)
+    for index, id in enumerate(sorted(held[1])):
+        table.adopt(index, id)
+    table.protect(worth_keeping([Memory(one) for one in held]))
+    assert table.assign() is None, "each of them may be the next common step"
+    table.protect(worth_keeping([Memory(held[0] | {_id(9)}), Memory(held[1])]))
+    assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"
+
+
+def test_nobody_waits_for_a_rank_whose_trainer_has_ended() -> None:
+    ended = Memory(frozenset({_id(2)}), ended=True)
+    ahead = Memory(frozenset({_id(2), _id(3), _id(4)}))
+    assert worth_keeping([ended, ahead]) == {_id(2)}
 
 
 def test_three_slots_suffice_while_nothing_is_pinned() -> None:
@@ -199,7 +269,7 @@ def test_three_slots_with_a_pinned_one_leave_a_window() -> None:
 
 
 def test_four_slots_leave_a_window_when_victims_are_zeroed_before_the_collective() -> None:
-    _, window = search(Rules(slots=4, zeroed_early=True))
+    _, window = search(Rules(slots=4, zeroed_early=True, protects=False))
     assert window is not None
     assert window[-1].endswith("asks ahead")
 

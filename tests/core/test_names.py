@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.core.ranks import MOST_RANKS
 from keepstep.steps import EpochId, StepId, shard_name
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step, is_temporary, temporary_name
 
@@ -27,8 +28,9 @@ def test_a_name_is_read_back(id: StepId) -> None:
     assert is_step(str(id))
 
 
-@given(st.integers(0, 1 << 31), st.integers(0, 1 << 31))
-def test_a_shards_name_is_read_back(rank: int, world: int) -> None:
+@given(st.integers(0, MOST_RANKS - 1), st.integers(1, MOST_RANKS))
+def test_a_shards_name_is_read_back(rank: int, beyond: int) -> None:
+    world = min(rank + beyond, MOST_RANKS)
     name = shard_name(rank, world)
     parsed = ShardName.parse(Path(STEP) / name)
     assert (parsed.rank, parsed.world) == (rank, world)

@@ -27,7 +27,7 @@ from keepstep.core.ledger import (
 from keepstep.core.persist_planner import PersistPlanner, Write
 from keepstep.core.retention import Retention, crowded_out, evicted, unwatched
 from keepstep.core.schedule import Grid
-from keepstep.core.slot_table import SlotTable
+from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
 from keepstep.steps import StepId, Tier
 
 SILENT_AFTER_S = 60.0
@@ -258,6 +258,8 @@ class Node:
         self._in_use = in_use
         self._may_write = may_write
         self._durable: dict[int, set[StepId]] = {}
+        self._ended: set[int] = set()
+        """Ranks whose trainer is gone; the next one is noticed when it seals."""
         self._published: frozenset[StepId] = frozenset()
         self._shown: frozenset[StepId] = frozenset()
         self._writing: dict[tuple[int, StepId], tuple[SlotTable, int] | None] = {}
@@ -311,15 +313,24 @@ class Node:
 
     def common(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
-        ranks = [self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()]
-        held = [{id for table in tables for id in table.sealed()} for tables in ranks if tables]
-        return max(set.intersection(*held), default=None) if held else None
+        return newest_common(self._memories())
+
+    def _memories(self) -> list[Memory]:
+        """Of the ranks here that have slots."""
+        tables = {
+            rank: self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()
+        }
+        return [
+            Memory(frozenset(id for one in found for id in one.sealed()), rank in self._ended)
+            for rank, found in tables.items()
+            if found
+        ]
 
     def _protect(self) -> None:
-        common = self.common()
+        kept = worth_keeping(self._memories())
         for slots in self._slots.values():
             for table in slots.tables():
-                table.protect(() if common is None else (common,))
+                table.protect(kept)
 
     # --- writing -------------------------------------------------------------------------
 
@@ -334,6 +345,7 @@ class Node:
             case Copied(rank, id):
                 return self.planner.copied(rank, id) if self._may_write(id) else ()
             case Sealed(rank, id):
+                self._ended.discard(rank)
                 self._protect()
                 self._pin_early(rank, id)
                 return self.planner.sealed(rank, id) if self._may_write(id) else ()
@@ -342,6 +354,8 @@ class Node:
             case Wrote(rank, id, ok):
                 return self._wrote(rank, id, ok=ok)
             case Died(rank):
+                self._ended.add(rank)
+                self._protect()
                 return self.planner.gone(rank)
             case Flush(ids, newest):
                 if ids is None:

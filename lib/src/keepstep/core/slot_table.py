@@ -12,17 +12,18 @@ that leaves the old image whole: `release(slot, keep=...)` takes it back.
     - while another slot is assigned: at most one image of a rank is unsealed;
     - a pinned one: somebody reads it;
     - the newest one;
-    - a protected one, as long as there is any other choice.
+    - a protected one, as long as there is any other choice; while several are, it waits until the
+      other ranks have sealed one more.
 
-So with four slots and at most one pinned, the newest two always stay, and with them a step that all
-ranks of a lock-step run have in common (proof: docs/ledger.md). With three slots, one of them
+So with four slots and at most one pinned, a lock-step run that dies loses one finished step at
+most, and never waits (docs/ledger.md). With three slots, one of them
 pinned, or with two, the second newest may be taken rather than stop the training: then there are
 moments without a common step in memory, and a crash in one falls back to the newest commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.steps import StepId, Word
@@ -60,6 +61,38 @@ class Slot:
     def live(self) -> StepId | None:
         """The step that can be restored from this slot now, if any."""
         return self.id if self.state is SlotState.SEALED and not self.dead else None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank holds. `ended`: its trainer is gone and seals nothing more."""
+
+    held: frozenset[StepId]
+    ended: bool = False
+
+    def may_have(self, id: StepId) -> bool:
+        """It has this step, or may still seal it."""
+        return id in self.held or not (self.ended or any(id < one for one in self.held))
+
+
+def newest_common(ranks: Sequence[Memory]) -> StepId | None:
+    """The newest step that every rank holds."""
+    each = [rank.held for rank in ranks]
+    return max(frozenset.intersection(*each), default=None) if each else None
+
+
+def worth_keeping(ranks: Sequence[Memory]) -> frozenset[StepId]:
+    """What to `protect`: the newest step that all ranks hold, and newer ones that all may come to
+    hold.
+
+    The newer ones belong to it: with the common step alone, a rank that is ahead while its oldest
+    image is pinned would give up the very step that the others are about to seal.
+    """
+    common = newest_common(ranks)
+    known = frozenset[StepId]().union(*(rank.held for rank in ranks))
+    newer = {id for id in known if common is None or id > common}
+    kept = {id for id in newer if all(rank.may_have(id) for rank in ranks)}
+    return frozenset(kept if common is None else {common, *kept})
 
 
 class SlotTable:
@@ -173,11 +206,7 @@ class SlotTable:
         self._slots[index] = replace(slot, pins=slot.pins - 1)
 
     def protect(self, ids: Iterable[StepId]) -> None:
-        """Prefer to keep these: the newest step that *all* ranks are known to hold in memory.
-
-        Replaces what was protected before. Say only what is true of every rank at this moment
-        (one sidecar that serves all ranks knows it); it helps ranks that skipped a step.
-        """
+        """Prefer to keep these (`worth_keeping`). Replaces what was protected before."""
         self._protected = frozenset(ids)
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
@@ -214,12 +243,12 @@ class SlotTable:
         if free := self._free():
             return free[0]
         newest = frozenset(self.sealed()[-1:])
-        for kept in (self._protected | newest, newest):
-            victims = [
-                (slot.live, i)
-                for i, slot in enumerate(self._slots)
-                if slot.live and not slot.pinned and slot.live not in kept
-            ]
-            if victims:
-                return min(victims)[1]
-        return None
+        victims = [
+            (slot.live, i)
+            for i, slot in enumerate(self._slots)
+            if slot.live and not slot.pinned and slot.live not in newest
+        ]
+        others = [(id, i) for id, i in victims if id not in self._protected]
+        if not others and len(victims) > 1:
+            return None
+        return min(others or victims, default=(None, None))[1]
