@@ -210,6 +210,26 @@ def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(si
     checkpointer.close()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_between_two_epochs_and_workers_that_outlive_them(sidecar):
+    def life(seed):
+        torch.manual_seed(seed)
+        lasting = {"num_workers": 1, "persistent_workers": True}
+        batches = Batches(DataLoader(torch.arange(8), batch_size=2, shuffle=True, **lasting))
+        checkpointer = keepstep.Checkpointer(batches=batches)
+        checkpointer.restore(rng="later")
+        return batches, checkpointer
+
+    batches, checkpointer = life(0)
+    list(batches.left(checkpointer))
+    checkpointer.save(0)
+    expected = repr([*batches.left(checkpointer), torch.rand(2)])
+    checkpointer.close()
+    batches, checkpointer = life(1)
+    assert repr([*batches.left(checkpointer), torch.rand(2)]) == expected
+    checkpointer.close()
+
+
 def test_batches_that_are_in_a_list_are_left_out_too(sidecar):
     for done in range(3):
         batches = Batches([10, 11, 12])

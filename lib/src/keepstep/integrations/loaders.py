@@ -78,6 +78,8 @@ class Batches:
             self._resumes = False
             batches = self._go_on(checkpointer.restore_rng)
         else:
+            if self.epoch:
+                begin_workers(self._base)
             checkpointer.restore_rng()
             self._done = 0
             self._begun = capture([self._base])
