@@ -56,8 +56,11 @@ def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
 
 @pytest.mark.parametrize("seedable", [True, False])
 def test_workers_that_outlive_an_epoch(trainer, seedable):
-    """Of which the first epoch alone draws a seed, and whoever goes on in a later one does, too."""
+    """Of which the first epoch alone draws a seed, and whoever goes on in a later one does, too. So
+    it is with evaluations."""
     arguments = {
+        "eval_strategy": "steps",
+        "eval_steps": 10,
         "num_train_epochs": 3,
         "dataloader_num_workers": 1,
         "dataloader_persistent_workers": True,

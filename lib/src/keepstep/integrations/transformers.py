@@ -103,6 +103,8 @@ class _Training:
     """Entries of the log that are in `kept`."""
     logged_bytes: int = 0
     """Of the tensor there that holds them."""
+    evaluated: frozenset[str] = frozenset()
+    """Names that Trainer gives the loaders of evaluations which earlier lives have begun."""
 
 
 class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker without transformers: Any
@@ -202,6 +204,15 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if self._now.at is not None and not self._now.taken_up:
             return None  # `eval_on_start`: this training started long ago
         return super()._evaluate(*args, **options)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """As Trainer's. Workers that outlive an evaluation draw no seed in a later one, in whatever
+        life that is."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if self._keepstep is not None and name in self._keepstep.evaluated:
+            loaders.begin_workers(_torchs(loader))
+        return loader
 
     def _run_epoch(
         self,
@@ -312,6 +323,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             logged_at=self._globalstep_last_logged,
             began_at=self._initial_global_step,
             flos=self.current_flos,
+            evaluated=sorted(training.evaluated.union(getattr(self, "_eval_dataloaders", ()))),
             seconds=training.seconds_before + time.monotonic() - training.started,
         )
 
@@ -349,6 +361,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 for attribute, value in named[1].get("attributes", {}).items():
                     setattr(one, attribute, value)
         self.current_flos = kept["flos"]
+        training.evaluated = frozenset(kept.get("evaluated", ()))
         training.seconds_before = kept["seconds"]
 
     def _take_up_sums(self) -> None:
@@ -384,6 +397,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "logged_at": 0,
         "began_at": 0,
         "flos": 0.0,
+        "evaluated": [],
         "seconds": 0.0,
     }
 
