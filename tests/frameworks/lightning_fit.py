@@ -73,7 +73,10 @@ class Data(lightning.LightningDataModule):  # type: ignore[misc]
         return first
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Rows(), batch_size=20)
+        workers: dict[str, Any] = {}
+        if SETTINGS.get("persistent"):
+            workers = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(Rows(), batch_size=20, **workers)
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]

@@ -142,7 +142,8 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
 @dataclasses.dataclass
 class _Fit:
     """One `fit()`. `kept`: what goes into each step beside Lightning's objects, refilled in place
-    by a restore: `begun`, how the epoch began, is empty between two epochs."""
+    by a restore: `begun`, how the epoch began, is empty between two epochs; `validated`: whether
+    workers of the validation that outlive it were begun, which draws a seed."""
 
     callback: KeepstepCallback
     trainer: Any
@@ -204,6 +205,12 @@ class _Fit:
                 self.kept["begun"] = {"before": self.before_iterator, "first": rng.capture()}
             self.at = None
 
+        def begin_validation(original: Callable[..., Any]) -> Any:
+            original()
+            if self.kept.get("validated") and not self.trainer.reload_dataloaders_every_n_epochs:
+                for one in self._validation_loaders:
+                    loaders.begin_workers(one)
+
         def end_step(original: Callable[..., Any], fetcher: Any) -> Any:
             original(fetcher)
             # what ends the epoch is kept when it is over: its log and hooks are still to come
@@ -222,6 +229,7 @@ class _Fit:
             (loop, "on_advance_start", begin_epoch),
             (epoch, "reset", reset),
             (epoch, "on_run_start", begin_batches),
+            (epoch.val_loop, "setup_data", begin_validation),
             (epoch, "on_advance_end", end_step),
             (loop, "on_advance_end", end_epoch),
         ):
@@ -257,6 +265,11 @@ class _Fit:
     @property
     def _loaders(self) -> list[Any]:
         combined = self.trainer.fit_loop._combined_loader
+        return list(combined.flattened) if combined is not None else []
+
+    @property
+    def _validation_loaders(self) -> list[Any]:
+        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return list(combined.flattened) if combined is not None else []
 
     def _restore(self) -> None:
@@ -365,6 +378,8 @@ class _Fit:
             callbacks={key: state for key, state in states if state},
             generators=loaders.own_generators(self._loaders) if between else [],
             reloaded=trainer.fit_loop._last_train_dl_reload_epoch,
+            validated=self.kept.get("validated", False)
+            or not all(map(loaders.is_fresh, self._validation_loaders)),
             results=dict(_logged(trainer.fit_loop.epoch_loop._results)),
             metrics={
                 name: (metric.metric_state, metric._update_count) for name, metric in self.metrics
@@ -439,6 +454,7 @@ def _nothing_yet(loop: Any) -> dict[str, Any]:
         "callbacks": {},
         "generators": [],
         "reloaded": 0,
+        "validated": False,
         "results": {},
         "metrics": {},
         "log": {"callback": {}, "logged": {}, "bar": {}},
