@@ -152,6 +152,29 @@ def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
 
 
 @pytest.mark.root
+def test_what_finds_no_room_at_the_end_stays_in_memory_for_a_successor(
+    small_drive: SidecarProcess, trainers: Trainers
+) -> None:
+    sidecar = small_drive.start()
+    trainer = trainers(sidecar.socket, size=MIB).begin_run()
+    filler = sidecar.volume / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        fill(file)
+    trainer.stage(1)
+    trainer.disconnect()
+    assert "no space" in trainer.call("/v1/stop", StopRequest(), Flushed).reason
+    assert sidecar.process is not None
+    assert sidecar.process.wait(20) == 0
+    assert sidecar.slots(0)
+    filler.unlink()
+    sidecar.start()
+    assert [id.step for id in trainer.call("/v1/stop", StopRequest(), Flushed).steps] == [1]
+    assert sidecar.process.wait(20) == 0
+    assert sidecar.published() == [1]
+    assert not sidecar.memory.exists()
+
+
+@pytest.mark.root
 def test_on_a_drive_that_is_full_steps_keep_flowing_and_the_oldest_go_first(
     small_drive: SidecarProcess, trainers: Trainers
 ) -> None:

@@ -326,6 +326,14 @@ class Node:
             if found
         ]
 
+    def unwritten(self) -> StepId | None:
+        """The newest step that every rank here has in a slot, where it should be durable and is
+        not."""
+        id = self.common()
+        if id is None or not self._may_write(id) or self.planner.is_durable(id):
+            return None
+        return id
+
     def _protect(self) -> None:
         kept = worth_keeping(self._memories())
         for slots in self._slots.values():

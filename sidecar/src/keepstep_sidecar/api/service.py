@@ -229,8 +229,8 @@ class Service:
     async def stop(
         self, request: StopRequest, *, unless: Callable[[], bool] = lambda: False
     ) -> Flushed:
-        """End this sidecar; `forget` frees its memory. `unless`: asked once all is durable, which
-        may take as long as an archive that is away is waited for; then it stays."""
+        """End this sidecar; `forget` frees its memory (see `_forget`). `unless`: asked once all is
+        durable, which may take as long as an archive that is away is waited for; then it stays."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
@@ -245,11 +245,19 @@ class Service:
             if request.forget:
                 await self.step_waits.drain(timeout_s=request.timeout_s)
                 await asyncio.to_thread(self.allocator.stop)
-                self.slots.forget_all()
+                self._forget()
             self._end()
         finally:
             self._closing = self.ending  # or whoever asked has gone, and it goes on
         return flushed
+
+    def _forget(self) -> None:
+        """Free the memory, but not where a step lies there that no volume has taken: it stays for a
+        successor, who may find room."""
+        if (id := self.committer.node.unwritten()) is None:
+            self.slots.forget_all()
+        else:
+            warn("memory kept", step=str(id), reason=self.committer.trouble)
 
     def _end(self) -> None:
         self.ending = True

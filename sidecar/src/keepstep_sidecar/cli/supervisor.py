@@ -337,7 +337,7 @@ class Supervisor:
             launcher.wait_up(self._kept, None, timeout_s=_GRACE_S)
             if not self._looking.locked():
                 self._look()
-            self._closed = launcher.end(self._kept)
+            self._closed = launcher.end(self._kept) and not launcher.slots_left(self._kept)
         except KeepstepError as error:
             _try_to_say(f"not closed: {error}")
         return News.FINISHED

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.errors import SidecarError
+from keepstep.errors import SidecarError, StorageError
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -30,6 +30,12 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
     kept = run_dir.find(directory, run)
     with launcher.supervising(kept):
         stopped = _stop(kept)
+    if launcher.slots_left(kept):
+        raise StorageError(
+            f"run {kept.run!r} stopped, but its newest steps found no volume that takes them: they"
+            f" stay in {kept.memory}. The end of {kept.log} tells why; mend that and say `keepstep"
+            " stop` again, or delete that directory to give them up"
+        )
     held = inventory.read(kept)
     if as_json:
         document = {
