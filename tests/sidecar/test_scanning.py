@@ -15,7 +15,7 @@ import pytest
 from committers import make_committer, write
 from trainer import FakeTrainer
 
-from keepstep.errors import SidecarError, StorageError
+from keepstep.errors import DigestError, SidecarError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
@@ -28,7 +28,7 @@ from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import SidecarProcess, eventually
-from tests.volume.images import RUN, make_layout, staged
+from tests.volume.images import EPOCH, RUN, make_layout, staged
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -183,6 +183,23 @@ async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all
     monkeypatch.setattr(Filesystem, "unlink", refuse)
     await committer.scan()
     assert committer.scan_failed == ""
+    assert [id.step for id in committer.local_shards.shards] == [1]
+
+
+async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_found_damaged(
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two drives may be dead for good: what lies on the other one is as good as before."""
+
+    def failing() -> Scan:
+        raise StorageError("Input/output error")
+
+    write(committer, 1)
+    write(committer, 2)
+    monkeypatch.setattr(volumes, "scan", failing)
+    (damaged,) = committer.locator.origins(StepId(EPOCH.id, 2), 0)
+    await committer.reject(damaged, DigestError("chunk 0 is damaged"))
+    assert "Input/output" in committer.scan_failed
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 

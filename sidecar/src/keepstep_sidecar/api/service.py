@@ -147,6 +147,8 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
+                shards = self.committer.local_shards
+                shards.replace((), before=shards.known())  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
 

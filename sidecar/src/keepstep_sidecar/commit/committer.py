@@ -278,7 +278,8 @@ class Committer:
                 _log.exception("scan failed")
         # with nothing awaited from here on: what is lost is never merely absent
         self.unreadable = self.scan_failed = unreadable
-        self.local_shards.replace(scan.shards, before=before)
+        if not unreadable:  # a volume that does not answer takes nothing from what is known
+            self.local_shards.replace(scan.shards, before=before)
         for refused in scan.problems:
             warn(
                 "shard refused",
@@ -324,6 +325,7 @@ class Committer:
             self.feed(Reported(ranks={rank: self.remotes.report(rank)}))
             self._changes.ring()
         elif self.local_shards.holds(rank, source.shard.step_id) is not None:
+            self.local_shards.lose(rank, source.shard.step_id)  # unless the scan finds it sound
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:

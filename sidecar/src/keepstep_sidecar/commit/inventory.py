@@ -68,6 +68,14 @@ class LocalShards:
             rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
         }
 
+    def lose(self, rank: int, id: StepId) -> None:
+        """This rank's shard of the step is none any more."""
+        held = self.shards.get(id, {})
+        held.pop(rank, None)
+        if not held:
+            self.shards.pop(id, None)
+            self.published.pop(id, None)
+
     def drop(self, id: StepId) -> None:
         """The step is about to be deleted. What it was is remembered for those who ask late."""
         self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
