@@ -63,6 +63,20 @@ def test_what_is_less_than_the_log_level_is_not_logged() -> None:
     assert "quiet" not in done.stderr
 
 
+def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -> None:
+    code = (
+        "import logging\n"
+        "from keepstep_operator import journal\n"
+        "journal.configure('admission')\n"
+        "for _ in range(50):\n"
+        "    logging.getLogger('aiohttp.server').error('bad request')\n"
+        "    journal.warn('loud')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("bad request") == 1
+    assert done.stderr.count("loud") == 50
+
+
 @pytest.mark.parametrize("resources", ["{", "7"])
 def test_resources_of_helper_pods_that_are_none_are_a_wrong_use(resources: str) -> None:
     arguments = ["reconcile", "--namespace", "a", "--helper-resources", resources]

@@ -115,7 +115,7 @@ async def _turns() -> None:
 async def body_of(request: web.Request, *, most_bytes: int) -> bytes:
     """What a client sends. Where it leaves off, nothing is kept of it: aiohttp says so by an error
     that refers to itself by way of its frames, so that only the garbage collector would find what
-    these hold. Raises HTTPRequestEntityTooLarge."""
+    these hold. Raises HTTPRequestEntityTooLarge, HTTPBadRequest."""
     body = bytearray()
     try:
         async for part in request.content.iter_any():
@@ -123,6 +123,8 @@ async def body_of(request: web.Request, *, most_bytes: int) -> bytes:
             if len(body) > most_bytes:
                 raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=len(body))
         return bytes(body)
+    except ConnectionError:
+        raise web.HTTPBadRequest(reason="the body ended before its end") from None
     finally:
         body.clear()
 

@@ -305,11 +305,15 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"request": {}}', b'{"request": {"uid": "1", "object": 5}}']
 )
-async def test_what_is_no_review_is_refused(started: Start, data: bytes) -> None:
+async def test_what_is_no_review_is_refused_and_logged_once_for_each_source(
+    started: Start, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with started(follow=False) as running:
-        status, text = await running.webhook.raw(data)
-        assert status == 400
-        assert "AdmissionReview" in text
+        for _ in range(3):
+            status, text = await running.webhook.raw(data)
+            assert status == 400
+            assert "AdmissionReview" in text
+    assert caplog.messages.count("request refused") == 1
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,9 @@ def test_of_a_namespace_only_so_many_bodies_are_waited_for_and_others_are_taken(
     play(tmp_path, scene, at)
 
 
-def test_of_a_body_that_a_client_leaves_off_nothing_is_kept(tmp_path: Path) -> None:
+def test_of_a_body_that_a_client_leaves_off_nothing_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nor until the garbage collector comes, which here it seldom does."""
     sent = b" " * (3 << 20)
 
@@ -192,6 +194,7 @@ def test_of_a_body_that_a_client_leaves_off_nothing_is_kept(tmp_path: Path) -> N
             await until(lambda: not served.parts.reports._reading, what="the end")
             await asyncio.sleep(0)
             assert held_bytes() < len(sent) // 3
+            assert not [one for one in caplog.records if one.exc_info], "no failure of ours"
         finally:
             gc.enable()
             tracemalloc.stop()

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Final
 
 from aiohttp import web
+from cachetools import TTLCache
 
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.nodes import NodeCache
@@ -45,6 +46,10 @@ _LARGE_BYTES: Final = 128 << 10
 _LARGE_AT_ONCE: Final = 4
 """Reviews larger than those of usual pods."""
 
+_SOURCES: Final = 1000
+_TOLD_EVERY_S: Final = 10.0
+"""Of what no API server sends, for each source: else it would fill the log."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,6 +78,7 @@ class Admission:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._told: TTLCache[str, bool] = TTLCache(_SOURCES, _TOLD_EVERY_S)
 
     def application(self, ready: Ready) -> web.Application:
         """The routes of the webhook's port."""
@@ -136,7 +142,7 @@ class Admission:
         try:
             review = parse_review(raw)
         except ReviewError as error:
-            say("request refused", level=logging.WARNING, reason=str(error))
+            self._tell_refused(request.remote or "?", error)
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
@@ -144,6 +150,11 @@ class Admission:
         self._metrics.reviewed(verdict, seconds=seconds)
         _tell(review, verdict, seconds)
         return response
+
+    def _tell_refused(self, source: str, error: ReviewError) -> None:
+        if source not in self._told:
+            self._told[source] = True
+            say("request refused", level=logging.WARNING, source=source, reason=str(error))
 
     async def _read(self, request: web.Request) -> bytes:
         size = request.content_length
