@@ -113,7 +113,7 @@ class Errands:
             task.cancel()
 
     @asynccontextmanager
-    async def _one_of_few(self, action: AskJob | DeleteRun) -> AsyncIterator[bool]:
+    async def _one_of_few(self, action: AskJob | FindOwner | DeleteRun) -> AsyncIterator[bool]:
         """Whether it is to be done: ticks ask for it again and again, also while an API server
         that does not answer holds up what they asked for before."""
         key = type(action), action.run
@@ -135,7 +135,9 @@ class Errands:
         self.carry_out(self._registry.job_answered(action.run, state, at=self._clock()))
 
     async def _find_owner(self, action: FindOwner) -> None:
-        async with self._asking:
+        async with self._one_of_few(action) as is_due:
+            if not is_due:
+                return
             owner = await owner_of(self._client, action)
         self.carry_out(self._registry.owner_found(action.run, action.job, owner))
 

@@ -101,6 +101,9 @@ class Run:
         self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None
+        self._ownerless: Job | None = None
+        """The same while nobody has said what made it."""
+        self._owner_asked_at = 0.0
         self.policy: Policy | None = None
         self.policy_now: PolicyRecord | None = None
         self.object: RunObject | None = None
@@ -538,17 +541,27 @@ class Run:
         Until it is known anew, what was known of one of this name stands."""
         if job is None or job == self._job_of_pods:
             return
-        self._job_of_pods = job
+        self._job_of_pods, self._ownerless = job, None
         kind = kind_of(job.api_version, job.kind)
         if kind is None or kind.owner is None:
             self.job = job
             return
         if self.job is None or self.job.name != job.name:
             self.job = job
+        self._ownerless = job
         yield FindOwner(self.key, job)
+
+    def _still_ownerless(self, at: float) -> Iterator[Action]:
+        """The API server may not have answered."""
+        if self._ownerless is not None and at - self._owner_asked_at >= ASK_JOB_S:
+            if self._owner_asked_at:
+                yield FindOwner(self.key, self._ownerless)
+            self._owner_asked_at = at
 
     def owner_found(self, job: Job, owner: Job | None) -> list[Action]:
         """What a look at the pods' job said."""
+        if job == self._ownerless:
+            self._ownerless = None
         if job != self._job_of_pods or self.job == (owner or job):
             return []
         self.job = owner or job
@@ -612,7 +625,8 @@ class Run:
         if self.health != before:
             actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
         self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
-        return [*actions, *self._still_not_injected(at), *self._look_after(at)]
+        later = (*self._still_not_injected(at), *self._still_ownerless(at))
+        return [*actions, *later, *self._look_after(at)]
 
     def _look(self, at: float) -> Health:
         """How it stood before."""
