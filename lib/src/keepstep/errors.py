@@ -11,18 +11,18 @@
       StorageError          a volume failed; the file was quarantined, nothing is retried
         NoSpaceError        the volume is full, or the capacity limit is reached
       SidecarError          the sidecar answered with an error
-        SidecarAbsent       nobody listens on the socket
-        ProtocolError       the peer speaks another protocol version, or nonsense
+        SidecarAbsent       no sidecar listens on the socket, or it does not answer
+        ProtocolError       the peer speaks another protocol version, or its message is malformed
         NoMemoryError       the memory limit does not allow two slots of this image
       SlotUnavailable       no slot is at hand, so this step is not kept; the next may be
       RestoreError          something was found, but it cannot be restored
         MismatchError       model and checkpoint disagree: lists names, shapes, dtypes
-        CoverageError       the images of a step do not make up its tensors: names each box
+        CoverageError       the images of a step do not cover its tensors exactly: names each box
         WorldChangedError   the step was saved by another world size
         NothingCommonError  every rank found steps, but no step is held by all
       NotDurableError       `wait` or `close`: a step did not become durable in time
 
-Training code sees these only from `restore`, `wait`, `close`, or with `strict=True`.
+Training code gets these errors only from `restore`, `wait`, `close`, or with `strict=True`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 
 
 class KeepstepError(Exception):
-    """Base of all."""
+    """Base class of all errors that keepstep raises."""
 
 
 class UsageError(KeepstepError):
@@ -57,7 +57,8 @@ class TornError(ImageError):
 
 
 class DigestError(ImageError):
-    """Sealed, but the bytes of `chunk` differ from their digest; `tensors` lie in it."""
+    """The image is sealed, but the bytes of `chunk` differ from their digest. `tensors`: names of
+    the tensors in this chunk."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ForeignError(ImageError):
 
 
 class VersionError(ImageError):
-    """Written by a newer keepstep; left alone, never quarantined."""
+    """The image was written by a newer keepstep. It is left alone, never quarantined."""
 
 
 class StorageError(KeepstepError):
@@ -97,11 +98,11 @@ class SidecarError(KeepstepError):
 
 
 class SidecarAbsent(SidecarError):
-    """Nobody listens on the socket."""
+    """No sidecar listens on the socket, or it does not answer."""
 
 
 class ProtocolError(SidecarError):
-    """The peer speaks another protocol version, or nonsense."""
+    """The peer speaks another protocol version, or its message is malformed."""
 
 
 class NoMemoryError(SidecarError):
@@ -121,8 +122,8 @@ class MismatchError(RestoreError):
 
 
 class CoverageError(RestoreError):
-    """The images of a step do not make up its tensors: boxes are missing, overlap, or contradict
-    each other; the message lists them, and the files that would hold them."""
+    """The images of a step do not cover its tensors exactly: boxes are missing, overlap, or
+    contradict each other. The message lists them, and the files that would hold them."""
 
 
 class WorldChangedError(RestoreError):
@@ -138,6 +139,6 @@ class NotDurableError(KeepstepError):
 
 
 def few(names: Sequence[str], most: int, *, by: str = ", ", rest: str = " and ") -> str:
-    """The first of these names, for a message, and how many more there are."""
+    """Text for a message: the first `most` of these names, and how many more there are."""
     more = f"{rest}{len(names) - most} more" if len(names) > most else ""
     return by.join(names[:most]) + more

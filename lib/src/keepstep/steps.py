@@ -1,8 +1,8 @@
-"""The words that every other module shares: epochs, steps, tiers, states.
+"""The values that all other modules share: epochs, steps, tiers, states.
 
 An *epoch* is one life of a run between restores. All ranks agree on it in the collective of
-`Checkpointer.restore`, and every image carries it, so that no commit can ever mix two lives.
-Steps are ordered by (epoch number, nonce, step). This module holds values only.
+`Checkpointer.restore`, and every image carries it, so no commit can mix two lives. Steps are
+ordered by (epoch number, nonce, step).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _HEX = "0123456789abcdef"
-# No zeros before a number that is long enough: two names of one step would be two directories.
+# A number that needs no padding has no leading zeros. Else one step could have two directories.
 _NUMBER = r"([0-9]{4}|[1-9][0-9]{4,8})"
 _EPOCH = re.compile(_NUMBER + r"\.([0-9a-f]{8})")
 _STEP = re.compile(_EPOCH.pattern + r"-([0-9]{9}|[1-9][0-9]{9,17})")
@@ -21,9 +21,11 @@ _STEP = re.compile(_EPOCH.pattern + r"-([0-9]{9}|[1-9][0-9]{9,17})")
 
 @dataclass(frozen=True, order=True, slots=True)
 class EpochId:
-    """Names one life of a run: a number that only grows, and 8 hex digits of chance.
+    """Names one life of a run: a number that only grows, and 8 random hex digits.
 
-    Raises ValueError for what no name could say: it comes in messages, and becomes a path."""
+    Raises ValueError for values that `str()` cannot express, because they come in messages and
+    become a path.
+    """
 
     number: int
     nonce: str
@@ -47,7 +49,8 @@ class EpochId:
 class StepId:
     """One step of one epoch. `str()` is the name of the step's directory on every tier.
 
-    Raises ValueError for a step that no name could say."""
+    Raises ValueError for a step number that this name cannot express.
+    """
 
     epoch: EpochId
     step: int
@@ -57,7 +60,7 @@ class StepId:
             raise ValueError("a step has a number of at most 18 digits, from 0 on")
 
     def __hash__(self) -> int:
-        # one call in place of two: a ledger of many ranks asks for little else
+        # One call instead of two, because hashing is most of the work of a ledger of many ranks.
         return hash((self.step, self.epoch.nonce))
 
     def __str__(self) -> str:
@@ -73,9 +76,9 @@ class StepId:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An epoch and the step it went on from. Steps of older epochs that lie beyond are dead.
+    """An epoch and the step it went on from. Steps of older epochs beyond that step are dead.
 
-    `origin`: the other run that the parent is a step of, where this epoch began a fork.
+    `origin`: if this epoch began a fork, the other run, to which the parent step belongs.
     """
 
     id: EpochId
@@ -84,20 +87,20 @@ class Epoch:
 
 
 def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
-    """Each of these epochs once, oldest first; of those with one id the last."""
+    """Each of these epochs once, oldest first. Of several with the same id, the last one counts."""
     known = {one.id: one for one in epochs}
     return tuple(known[id] for id in sorted(known))
 
 
 class Word(str, enum.Enum):
-    """A state or a kind: `str()` is what messages and files say."""
+    """A state or a kind. `str()` gives the word that messages and files use."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class Tier(Word):
-    """Where an image is, nearest first: restore prefers the first that holds a step."""
+    """Where an image is, nearest first. A restore prefers the nearest tier that holds a step."""
 
     MEMORY = "memory"
     LOCAL = "local"
@@ -106,12 +109,13 @@ class Tier(Word):
 
 
 NEAREST_FIRST = tuple(Tier)
-"""The order in which a restore prefers the tiers; also from the weakest to the strongest."""
+"""The order in which a restore prefers the tiers, which is also from the weakest to the
+strongest."""
 
 
 class State(Word):
-    """How safe a step is. `COMMITTED` means durable on every rank, in one epoch; `ARCHIVED`, that
-    the archive holds all its shards and its `step.json`."""
+    """How safe a step is. `COMMITTED`: durable on every rank, in one epoch. `ARCHIVED`: the archive
+    holds all its shards and its `step.json`."""
 
     STAGED = "staged"
     DURABLE = "durable"

@@ -1,4 +1,4 @@
-"""What a sidecar offers a rank that restarts: the values that the vote is about."""
+"""What a sidecar offers a rank that restarts: the values that go into the vote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Candidate:
 class Offer:
     """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
 
-    `tier`: the farthest one that is needed.
+    `tier`: the farthest tier that is needed.
     """
 
     id: StepId
@@ -32,19 +32,20 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """`highest_epoch`: the highest epoch number ever seen here, 0 for none.
+    """What one rank can restore: its vote.
 
-    `plan`: the step that the ledger would restore; a hint, already being fetched and hashed.
-    `reason` explains `Answer.UNKNOWN`. Dead and retired steps are not listed. `offers`: steps of
-    which this sidecar can bring every byte of every rank, for whoever cannot use an image of its
-    own.
+    `candidates`: images of this rank. Dead and retired steps are not listed. `highest_epoch`: the
+    highest epoch number ever seen here, 0 for none. `plan`: the step that the ledger would restore;
+    a hint, already being fetched and hashed. `reason` explains `Answer.UNKNOWN`. `offers`: steps of
+    which this sidecar can bring every byte of every rank, for ranks that cannot use an image of
+    their own.
 
-    `wanted`: a person wants to go back to this step, '' for whatever is newest. `limit`: which one
-    that is, None where it is not known here; nothing newer is used and, where `exact`, nothing
-    older. `limit_run`: it is a step of this other run's archive.
+    `wanted`: the step that a person wants to go back to, as text; '' for the newest. `limit`: that
+    step, None if it is not known here. Nothing newer is used and, where `exact`, nothing older.
+    `limit_run`: the step is of this other run's archive.
 
-    `failures`: of the script's own, on record here, with what they cast doubt on and is not dead.
-    `trusted`: pinned steps.
+    `failures`: recorded failures of the script itself, with the steps that they cast doubt on and
+    that are not dead. `trusted`: pinned steps.
     """
 
     answer: Answer

@@ -2,10 +2,10 @@
 a run's history.
 
 Definitions and names of the buckets are those of Google's ml-goodput-measurement
-(github.com/AI-Hypercomputer/ml-goodput-measurement); docs/goodput.md has the formula, and what of
-it cannot be seen from here. All time from the first process to the newest event is in one bucket,
-and in one only. A step counts when a rank has it in memory; steps that a restore goes back over
-move to `wasted_progress`.
+(github.com/AI-Hypercomputer/ml-goodput-measurement). docs/goodput.md has the formula, and says
+which parts of it keepstep cannot see. All time from the first process to the newest event is in
+exactly one bucket. A step counts once a rank has it in memory. Steps that must be done again after
+a restore move to `wasted_progress`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from keepstep.core.history import RELEASED, Event, Kind
 from keepstep.steps import EpochId
 
 INTERRUPTIONS: Final = 16
-"""The newest, of which is known what each cost."""
+"""How many of the newest interruptions are kept with the cost of each."""
 
 SEGMENTS: Final = 256
 _FIRST_LIFE_S: Final = 3600.0
-"""What the first process was before that is not its preparation: a notebook may be days old."""
+"""Of the first process at most this time counts as its preparation. A notebook's process may be
+days old."""
 
 _LONGEST_S: Final = 1e10
 _MOST_STEPS: Final = 1 << 62
@@ -30,13 +31,14 @@ _MOST_STEPS: Final = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Badput:
-    """Seconds that were no useful step.
+    """Seconds that were not spent on useful steps, by bucket.
 
-    `training_prep`: from a process's begin to its restore (TRAINING_PREP, with TPU_INITIALIZATION).
-    `program_startup`: by how much the first step after a restore took longer than the next ones.
-    `checkpoint_save`, `checkpoint_restore`: training waited for saves; restores.
-    `wasted_progress`: steps that were done again, and those that had just begun at the end of a
-    life. `infrastructure_recovery`: from a life's end to the begin of the next one's process.
+    `training_prep`: from the start of a process to its restore (TRAINING_PREP with
+    TPU_INITIALIZATION). `program_startup`: how much longer the first steps after a restore took
+    than the next ones. `checkpoint_save`: training waited for saves. `checkpoint_restore`:
+    restores. `wasted_progress`: steps that had to be done again, and steps that were unfinished
+    when a life ended. `infrastructure_recovery`: from the end of a life to the start of the next
+    life's process.
     """
 
     training_prep: float = 0.0
@@ -55,13 +57,14 @@ class Badput:
         return [(one.name, getattr(self, one.name)) for one in fields(self)]
 
     def plus(self, other: Badput) -> Badput:
-        """Bucket by bucket."""
+        """The sum of both, bucket by bucket."""
         return Badput(**{name: one + getattr(other, name) for name, one in self.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """From `at` (unix seconds) on; `lost_steps` had to be done again. `cost`: of it alone."""
+    """An interruption that began at `at` (unix seconds). `lost_steps`: how many steps had to be
+    done again. `cost`: the cost of this interruption alone."""
 
     at: float
     lost_steps: int = 0
@@ -70,9 +73,12 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Of a run on this machine since `since`, up to `until` (unix seconds). `productive_s`: of
-    `steps` steps that nothing went back over, `step` the newest of them (-1: none), of the life
-    `epoch`. `interruptions`: how many; `newest`: what the last ones cost."""
+    """The goodput of a run on this machine from `since` to `until` (unix seconds).
+
+    `productive_s`: seconds of the `steps` steps that no restore went back over. `step`: the newest
+    of them (-1: none), in the epoch `epoch`. `interruptions`: their number. `newest`: the last
+    interruptions, with their cost.
+    """
 
     since: float
     until: float = 0.0
@@ -95,22 +101,23 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By bucket, `productive` the first."""
+        """Seconds by bucket, `productive` first."""
         return {"productive": self.productive_s, **dict(self.badput.items())}
 
 
 Segment = tuple[int, int, float]
-"""Newest step, how many, and their seconds."""
+"""(newest step, number of steps, their seconds)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What the events so far come to.
+    """The state of the fold: the result of the events so far. Times in unix seconds.
 
-    `mark`: until then all time is in a bucket. `segments`: steps that count, oldest first, so that
-    it is known what going back costs. `ended`, `process`: when the life ended that had them, and
-    when the process of the next one began. `quiet`: its trainers said goodbye. `starting`: a
-    restore has ended and no step yet; `first`: the newest segment is of the first steps after it.
+    `mark`: all time up to here is in a bucket. `segments`: steps that count, oldest first, so that
+    the cost of going back is known. `ended`: when the life that had these steps ended; None while
+    it lives. `process`: when the process of the next life began. `quiet`: the trainers of the life
+    that ended said goodbye. `starting`: a restore has ended, but no step has since. `first`: the
+    newest segment has the first steps after that restore.
     """
 
     since: float | None = None
@@ -129,7 +136,7 @@ class Tally:
 
     @property
     def sane(self) -> bool:
-        """Whether a fold can have come to this: it may be read from a file."""
+        """Whether a fold can have produced these values. They may have been read from a file."""
         times = [self.since or 0.0, self.mark, self.ended or 0.0, self.process or 0.0]
         times += [seconds for _, seconds in self.badput.items()]
         times += [seconds for _, _, seconds in self.segments]
@@ -146,8 +153,8 @@ class Tally:
         )
 
     def goodput(self, now: float) -> Goodput | None:
-        """What it comes to; None before the first restore. An interruption that goes on costs until
-        `now`; a step that goes on is not counted."""
+        """The goodput so far; None before the first restore. An interruption that has not ended is
+        charged up to `now`. A step that has not ended is not counted."""
         if self.since is None or self.epoch is None:
             return None
         tally = self
@@ -166,7 +173,7 @@ class Tally:
         )
 
     def after(self, events: Iterable[Event]) -> Tally:
-        """With these events, which came after those that are counted."""
+        """The tally with these events added. They must come after the events that are counted."""
         tally = self
         for event in events:
             tally = tally._after(event)
@@ -199,7 +206,7 @@ class Tally:
         epoch = event.epoch
         if epoch is None or (self.epoch is not None and epoch.id < self.epoch):
             return self
-        if epoch.id == self.epoch:  # another rank of it: they wait for each other
+        if epoch.id == self.epoch:  # another rank of this epoch: the ranks wait for each other
             if not self.starting:
                 return self
             waited = Badput(checkpoint_restore=max(0.0, event.at - self.mark))
@@ -220,7 +227,7 @@ class Tally:
         )
 
     def _gap(self, event: Event) -> Tally:
-        """All since the mark is what led to this restore."""
+        """Put all time since the mark, which led to this restore, into buckets."""
         since = self.since
         seconds = max(0.0, event.seconds)
         if since is None:  # the history begins in the middle
@@ -234,7 +241,7 @@ class Tally:
         return lost._paid(begin, "training_prep")._paid(event.at, "checkpoint_restore")
 
     def _interrupted(self, before: Tally, *, back_to: int) -> Tally:
-        """One more, and what it cost; steps beyond `back_to` will be done again."""
+        """Count one more interruption, with its cost. Steps beyond `back_to` will be done again."""
         kept, redone_s, redone = _cut(self.segments, back_to)
         badput = self.badput.plus(Badput(wasted_progress=redone_s))
         cost = _minus(badput, before.badput)
@@ -255,7 +262,7 @@ class Tally:
         if id is None or (self.epoch is not None and id.epoch < self.epoch):
             return self
         alive = replace(self, ended=None, quiet=False, process=None)
-        if id.epoch != self.epoch:  # its restore is not known: it counts from here on
+        if id.epoch != self.epoch:  # the epoch's restore is unknown: steps count from here on
             since = event.until if self.since is None else self.since
             mark = max(self.mark, event.until)
             return replace(alive, since=since, mark=mark, epoch=id.epoch, step=id.step)
@@ -268,7 +275,7 @@ class Tally:
         return tally._stepped(id.step, event.until, blocked_s * others)
 
     def _stepped(self, step: int, at: float, blocked_s: float) -> Tally:
-        """From the mark until `at` the steps up to this one were done."""
+        """The steps up to this one were done in the time from the mark to `at`."""
         if step <= self.step:
             return self
         steps, whole_s = step - self.step, max(0.0, at - self.mark)
@@ -285,14 +292,15 @@ class Tally:
         )
 
     def _settled(self, usual_s: float) -> Tally:
-        """What the first steps took beyond the usual was the program's start."""
+        """Move the time by which the first steps took longer than usual to `program_startup`."""
         *others, (step, steps, seconds) = self.segments
         more = Badput(program_startup=max(0.0, seconds - steps * usual_s))
         left = (step, steps, seconds - more.program_startup)
         return replace(self._charged(more), segments=(*others, left))
 
     def _charged(self, more: Badput) -> Tally:
-        """To the newest interruption: every restore but the first one of all ended one."""
+        """Add `more`, also to the cost of the newest interruption. Every restore but the very first
+        one ended an interruption."""
         newest = self.newest
         if newest:
             last = newest[-1]
@@ -300,13 +308,14 @@ class Tally:
         return replace(self, badput=self.badput.plus(more), newest=newest)
 
     def _paid(self, until: float, bucket: str) -> Tally:
-        """The time from the mark to `until` belongs to this bucket."""
+        """Put the time from the mark to `until` into this bucket."""
         more = Badput(**{bucket: max(0.0, until - self.mark)})
         return replace(self, mark=max(until, self.mark), badput=self.badput.plus(more))
 
 
 def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """The older half in pairs, when they are too many: a restore goes back over the newest."""
+    """If there are more than `SEGMENTS`, join the older half in pairs. The newest ones stay as they
+    are, because a restore goes back over these."""
     if len(segments) <= SEGMENTS:
         return segments
     half = SEGMENTS // 2
@@ -319,8 +328,10 @@ def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float, int]:
-    """Those up to this step; the seconds of those beyond, and how many steps they are: rounding
-    makes them neither negative nor any where nothing lies beyond."""
+    """(segments up to `back_to`, seconds of the steps beyond it, number of these steps).
+
+    Rounding never makes the seconds negative, nor other than 0 if no steps lie beyond.
+    """
     kept: list[Segment] = []
     redone_s, redone = 0.0, 0
     for step, count, seconds in segments:

@@ -1,7 +1,7 @@
 """What happened to a run on one machine: the events of its history. Values only.
 
-Steps are many, so those of about a second are one event: a range and a count. All that is counted
-of a run (restarts, goodput) is a fold of these events.
+There are many steps, so the steps of about one second are one event, with a range and a count.
+Every count of a run (restarts, goodput) is a fold of these events.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from keepstep.steps import Epoch, StepId, Tier, Word
 
 
 class Kind(Word):
-    """What an event tells, and what its fields mean then; `at` and `text` are in all of them.
+    """What an event tells, and what its fields mean. All events have `at` and `text`.
 
-    STARTED: a sidecar, of version `text`. CAME: a trainer of `rank`, whose process had lived for
-    `seconds`. ENDED: it is gone; `text` is "released" when it said goodbye itself. FAILED: the
-    script of `rank` failed by itself at `step`. RESTORED: `rank` went on in `epoch` from its parent
-    (none: at step 0), which took `seconds` and came from `tier`. RESTARTED: `rank` had its first
-    step after that, and `restart` says what the interruption cost. STAGED: steps `first` to `step`
-    were complete in memory of the first of the ranks, `count` of them, and blocked its training
-    for `seconds`. COMMITTED: likewise, visible to readers. SKIPPED, DISCARDED: `count` saves of
-    `rank` for that reason, `step` the last of them. EVICTED: steps that went as volumes were full.
-    (Of skipped and discarded ones only the `number` is known.)
-    INTERVAL: one of `count` steps is persisted from now on. WARNING, CLEARED: it came, it went.
+    STARTED: a sidecar of version `text` started.
+    CAME: a trainer of `rank` connected, whose process had lived for `seconds`.
+    ENDED: the trainer is gone; `text` is "released" if it said goodbye itself.
+    FAILED: the script of `rank` failed by itself at `step`.
+    RESTORED: `rank` went on in `epoch` from the epoch's parent (none: at step 0). This took
+        `seconds`; the image came from `tier`.
+    RESTARTED: `rank` had its first step after that; `restart` says what the interruption cost.
+    STAGED: `count` steps, `first` to `step`, were complete in the memory of the first of the ranks,
+        and blocked its training for `seconds`.
+    COMMITTED: as STAGED, of steps that became visible to readers.
+    SKIPPED, DISCARDED: `count` saves of `rank` were skipped or discarded, for the reason in `text`;
+        of the last one only the `number` of its step is known.
+    EVICTED: steps that were deleted because volumes were full.
+    INTERVAL: from now on, one of `count` steps is persisted.
+    WARNING, CLEARED: a warning arose; it ended.
     """
 
     STARTED = "started"
@@ -43,14 +48,17 @@ class Kind(Word):
 
 
 RELEASED = "released"
-"""`text` of an ENDED that was a goodbye."""
+"""The `text` of an ENDED event of a trainer that said goodbye."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """What a restart cost a rank, in seconds that follow each other, from `at` (unix seconds), when
-    its trainer ended: until there was a process again, until that began to restore, until it had
-    restored, and until its first step was staged."""
+    """What a restart cost a rank, as four spans of seconds, one after the other.
+
+    They begin at `at` (unix seconds), when the rank's trainer ended. `detection_s`: until there was
+    a process again. `start_s`: until this process began to restore. `restore_s`: until it had
+    restored. `first_step_s`: until its first step was staged.
+    """
 
     at: float
     detection_s: float = 0.0
@@ -61,9 +69,12 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened, at `at` (unix seconds); what a `Kind` says of several that are one
-    event ended at `until`. `sequence` grows with every event of a run on this machine. `number`:
-    of a step whose epoch is not known."""
+    """One event, at `at` (unix seconds). Where several things are one event, the last of them
+    happened at `until`.
+
+    `sequence` grows with every event of a run on this machine. `number`: the number of a step whose
+    epoch is not known.
+    """
 
     sequence: int
     kind: Kind

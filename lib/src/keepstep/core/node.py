@@ -1,10 +1,11 @@
-"""What one machine of a run does, decided: facts in, actions out.
+"""Decides what one machine of a run does: facts in, actions out.
 
-Puts together the slots of its ranks (`slot_table`), what is written (`persist_planner`), what is
-committed (`ledger`) and what may be deleted (`retention`), as a host has to (docs/ledger.md). No
-I/O and no clock. The sidecar executes the actions and feeds back what came of them; the model check
-(tests/core/test_whole_run.py) does the same with names instead of bytes. Facts are level-triggered:
-an action that was not carried out is returned again.
+A node combines the slots of its ranks (`slot_table`), the choice of what is written
+(`persist_planner`), of what is committed (`ledger`) and of what may be deleted (`retention`). It
+fulfils the duties of a host (docs/ledger.md), without I/O and without a clock. The sidecar executes
+the actions and feeds back their results. The model check (tests/core/test_whole_run.py) does the
+same with names instead of bytes. Facts are level-triggered: an action that was not carried out is
+returned again.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_kee
 from keepstep.steps import StepId, Tier
 
 SILENT_AFTER_S = 60.0
-"""Two of the operator's usual report intervals."""
+"""After so long without an answer the operator counts as silent: two usual report intervals."""
 
 LEAST_SLOTS = 2
-"""With so few, every staged step waits to be persisted."""
+"""With at most this many slots per rank, every due staged step waits until it is persisted."""
 
 
 class Slots(Protocol):
-    """One rank's slots. `settled`: its trainer said which ones it holds, or there is none; before
-    that, an image found at start may be about to be overwritten, so nobody else reads it."""
+    """The slots of one rank.
+
+    `settled`: the rank's trainer has said which slots it holds, or the rank has no trainer. Until
+    then no other part reads an image found at start, because the trainer may overwrite it.
+    """
 
     @property
     def settled(self) -> bool: ...
@@ -52,7 +56,7 @@ class Slots(Protocol):
 
 @dataclass(frozen=True)
 class Serves:
-    """This machine's ranks, with so many slots each at least. Not before the first `Listed`."""
+    """The ranks of this machine. Each has at least `slots` slots. Not before the first `Listed`."""
 
     ranks: frozenset[int]
     slots: int
@@ -60,15 +64,15 @@ class Serves:
 
 @dataclass(frozen=True)
 class Settled:
-    """It is known now which images of this rank stay: they may be written."""
+    """It is now known which images of this rank stay, so they may be written."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Copied:
-    """So much of an image lies in its slot already, and will not change any more: it may be written
-    before it is sealed."""
+    """The part from `begin` to `end` of an image is in its slot and no longer changes. So the write
+    of the image may begin before the image is sealed."""
 
     rank: int
     id: StepId
@@ -86,8 +90,8 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Overwritten:
-    """The slot that held this step was assigned anew, or its copy ended without a seal: the image
-    is as good as gone."""
+    """The slot that held this step was assigned again, or the copy of the step ended without a
+    seal. Either way the image counts as gone."""
 
     rank: int
     id: StepId
@@ -95,8 +99,11 @@ class Overwritten:
 
 @dataclass(frozen=True)
 class Wrote:
-    """A `Write` ended; not `ok`: it failed and is not tried again, or it was told to `Stop`. What
-    was written of an image that is not sealed is nothing."""
+    """A `Write` ended.
+
+    Not `ok`: it failed and is not tried again, or a `Stop` ended it. Bytes written of an image that
+    was never sealed do not count.
+    """
 
     rank: int
     id: StepId
@@ -105,7 +112,7 @@ class Wrote:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's trainer has ended; what it sealed stays."""
+    """The rank's trainer has ended. The images that it sealed stay."""
 
     rank: int
 
@@ -121,16 +128,17 @@ class Flush:
 
 @dataclass(frozen=True)
 class Pace:
-    """Persisted steps are to be so many steps apart at least (see `schedule.auto_interval`)."""
+    """Persisted steps must be at least `steps` steps apart (see `schedule.auto_interval`)."""
 
     steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """All that this machine holds, and sees on remote tiers, of every rank that it knows.
+    """Everything that this machine holds, or sees on remote tiers, of every rank that it knows.
 
-    `published`: steps that readers were ever shown here; `shown`: those that this process showed.
+    `published`: steps that this machine has ever shown to readers. `shown`: steps that this process
+    has shown.
     """
 
     ranks: Mapping[int, RankReport]
@@ -140,8 +148,10 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What the operator says of the whole run; see `wire.reports.ReportReply`. `commit`: the newest
-    one; `commits`: those that this machine holds."""
+    """What the operator says of the whole run; see `wire.reports.ReportReply`.
+
+    `commit`: the newest committed step. `commits`: the committed steps that this machine holds.
+    """
 
     commit: StepId | None = None
     commits: frozenset[StepId] = frozenset()
@@ -153,7 +163,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Full:
-    """A shard found no room: so much is missing beside steps of these sizes."""
+    """A volume has no room for a shard. `missing_bytes` are missing; `sizes`: bytes that each step
+    takes there now."""
 
     missing_bytes: int
     sizes: Mapping[StepId, int]
@@ -170,15 +181,17 @@ Event = (
 
 @dataclass(frozen=True)
 class Publish:
-    """Show this committed step to readers. Said again until `Listed.shown` has it."""
+    """Show this committed step to readers. Repeated until `Listed.shown` contains the step."""
 
     id: StepId
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End this `Write`, which began before its image was sealed: the image may never be, or another
-    one waits. Nothing of it may stay."""
+    """End this `Write`, which began before its image was sealed.
+
+    The image may never be sealed, or a sealed image waits. No bytes of the write may stay.
+    """
 
     rank: int
     id: StepId
@@ -192,13 +205,14 @@ Action = Write | Stop | Publish | Retire | Committed | Alarm
 
 @dataclass
 class RunView:
-    """What is known of the whole run beyond this machine's ranks: the operator's word.
+    """What the operator has said of the whole run, beyond the ranks of this machine.
 
-    It saves and frees: it publishes commits, names the step to fetch ahead of time, allows
-    deletion. It is never needed to restore (the ranks' vote decides) nor to go on training, and
-    while it is silent a machine deletes only what lies between the last known commit and its own
-    newest steps. `managed`: an operator decides what is kept. `commit`: the last one heard
-    of, in whatever life of this sidecar.
+    The operator names commits to publish and the step to fetch ahead of time, and allows deletion.
+    A restore does not need it (the ranks' vote decides), nor does training. While it is silent, a
+    machine deletes only the steps between the last known commit and its own newest steps.
+
+    `managed`: an operator decides what is kept. `commit`: the newest commit heard of, in this or an
+    earlier life of this sidecar.
     """
 
     managed: bool = False
@@ -209,28 +223,31 @@ class RunView:
 
     @property
     def pins_known(self) -> bool:
-        """Whether the operator has said in this life of the sidecar which steps stay."""
+        """Whether it is known which steps are pinned: the operator has answered in this life of the
+        sidecar, or the run has no operator."""
         return self.heard_at is not None or not self.managed
 
     def silent(self, now: float) -> bool:
-        """Nobody was there to tell for too long."""
+        """Whether the run has an operator that has not answered for more than `SILENT_AFTER_S`."""
         since = self.began if self.heard_at is None else self.heard_at
         return self.managed and now - since > SILENT_AFTER_S
 
     def remember(self, word: Heard) -> None:
-        """What an earlier sidecar wrote down, or an operator says that may know less than we do."""
+        """Take in what an earlier sidecar wrote down, or what an operator says. Either may know
+        less than this machine, so `commit` never becomes older."""
         self.word = word
         if word.commit is not None:
             self.commit = max(word.commit, self.commit or word.commit)
 
     def hear(self, word: Heard, now: float) -> None:
-        """The operator has answered."""
+        """Take in an answer of the operator, received at `now`."""
         self.heard_at = now
         self.remember(word)
 
 
 class Node:
-    """One machine of a run. `step` takes in a fact and returns what to do; the rest asks."""
+    """One machine of a run. `step` takes in a fact and returns what to do. The other methods only
+    answer questions."""
 
     def __init__(
         self,
@@ -244,15 +261,15 @@ class Node:
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
     ) -> None:
-        """`slots`: of this machine's ranks, as they are at any moment. `managed`: see `RunView`.
-        `in_use`: whether somebody else reads or wants this step's shards now. `may_write`: whether
-        an image in memory is this run's own."""
+        """`slots`: the slots of this machine's ranks, a live view. `managed`: see `RunView`.
+        `in_use`: whether another part reads or wants the shards of this step now. `may_write`:
+        whether an image in memory is this run's own."""
         self.keep = keep or Retention()
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
         self.run_view = RunView(managed=managed, began=began)
         self.deferred: tuple[StepId, ...] = ()
-        """What would have been retired, were it not in use."""
+        """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
         self._serves = Serves(frozenset(), 0)
         self._in_use = in_use
@@ -263,13 +280,15 @@ class Node:
         self._published: frozenset[StepId] = frozenset()
         self._shown: frozenset[StepId] = frozenset()
         self._writing: dict[tuple[int, StepId], tuple[SlotTable, int] | None] = {}
-        """The slots that are pinned for it; None: it is not sealed yet."""
+        """For each write in progress, the slot that is pinned for it; None: its image is not sealed
+        yet, so no slot is pinned."""
         self._stopping: set[tuple[int, StepId]] = set()
         self._retired: tuple[StepId, ...] = ()
         self._grown = False
 
     def step(self, event: Event, now: float = 0.0) -> tuple[Action, ...]:
-        """Take in one fact. Returns what follows from it, and whatever is still to be done."""
+        """Take in one fact. Returns the actions that follow from it. After a report or an answer of
+        the operator these include every action that was not carried out yet."""
         match event:
             case Listed() | Reported() | EpochStarted():
                 told = self._report(event)
@@ -289,16 +308,19 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being written, and nothing that is held waits to be."""
+        """Whether nothing is being written and no image that is held waits to be written."""
         return not self._writing and self.planner.idle
 
     def busy(self, id: StepId) -> bool:
-        """Whether this step is on its way to the volumes."""
+        """Whether this step is being written to the volumes, or is the planner's target."""
         return id == self.planner.target or any(one == id for _, one in self._writing)
 
     def commits(self) -> list[StepId]:
-        """Steps that are known to be committed: seen here to be complete, told by the operator, or
-        shown to readers by an earlier sidecar that was told. Oldest first."""
+        """Steps that are known to be committed, oldest first.
+
+        A step is known to be committed if this machine's ledger says so, if the operator said so,
+        or if an earlier sidecar that had an operator showed it to readers.
+        """
         told = set(self.run_view.word.commits)
         if self.run_view.managed:
             told |= self._published
@@ -308,7 +330,7 @@ class Node:
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
     def last_commit(self) -> StepId | None:
-        """The newest step that is known to be committed, and not dead."""
+        """The newest step that is known to be committed and is not dead."""
         return max(self.commits(), default=None)
 
     def common(self) -> StepId | None:
@@ -371,7 +393,7 @@ class Node:
                 return self.planner.flush(ids, newest=newest)
 
     def _serve(self, serves: Serves) -> Iterator[Write]:
-        """When the ranks changed, what they hold is planned anew."""
+        """When the ranks changed, make a new planner and tell it what they hold."""
         self._protect()
         waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
         if (serves.ranks, waits) == (self._serves.ranks, waited):
@@ -416,7 +438,7 @@ class Node:
         return self.planner.written(rank, id, ok=ok)
 
     def _pin_early(self, rank: int, id: StepId) -> None:
-        """What was written while it was copied has its seal."""
+        """Pin the slot of an image that was sealed while it was already being written."""
         if self._writing.get((rank, id), ()) is None and (found := self._find(rank, id)):
             table, index = self._writing[rank, id] = found
             table.pin(index)
@@ -428,8 +450,8 @@ class Node:
         return tuple(Stop(*key) for key in sorted(ended))
 
     def _begin(self, writes: Iterable[Write]) -> tuple[Write | Stop, ...]:
-        """Pin what is written, before anything else can happen: nobody is given these slots. One
-        that is still copied belongs to its trainer anyway."""
+        """Pin the slots of these writes before anything else can happen, so that none of them is
+        assigned. A slot that is still being copied into needs no pin: it belongs to its trainer."""
         waiting, begun = list(writes), list[Write]()
         while waiting:
             write = waiting.pop(0)
@@ -467,7 +489,8 @@ class Node:
         return tuple(one for one in actions if not isinstance(one, Retire))
 
     def _forget_dead(self, event: Event) -> tuple[Write | Stop, ...]:
-        """A new epoch left steps behind: first to be overwritten, and not to be written."""
+        """When a new epoch starts, its dead steps are the first to be overwritten and are not
+        written any more."""
         if not isinstance(event, EpochStarted):
             return ()
         for slots in self._slots.values():
@@ -477,8 +500,9 @@ class Node:
         return self._begin((*writes, *self._only_one(event.epoch.parent)))
 
     def _only_one(self, parent: StepId | None) -> Iterable[Write]:
-        """Going back to a step that is in memory only would leave nothing durable: it is written,
-        again perhaps, as what is newer may have taken its place on the volumes."""
+        """Write the parent of a new epoch where no commit is known. If that parent were in memory
+        only, nothing would be durable. Even a parent that was written before may have to be written
+        again, because newer steps may have taken its place on the volumes."""
         if parent is None or self.last_commit() is not None:
             return ()
         for rank in self._serves.ranks:
@@ -495,12 +519,16 @@ class Node:
         return (*shown, *map(self._retire, free))
 
     def _here(self) -> set[StepId]:
-        """Steps of which a shard lies on this machine's volumes."""
+        """Steps of which at least one shard lies on this machine's volumes."""
         return set().union(*self._durable.values())
 
     def _doomed(self, here: Collection[StepId], now: float) -> list[StepId]:
-        """What nobody needs any more, oldest first. Where an operator sees the whole run, that is
-        for it to say; never what is not older than the last commit: no operator rightly asks."""
+        """Steps that may be deleted, oldest first.
+
+        Without an operator the ledger decides. With one, the operator decides, because it sees the
+        whole run; while it is silent, `unwatched` decides. A step that is not older than the last
+        commit is never deleted at the operator's word: a correct operator does not ask for it.
+        """
         view = self.run_view
         if not view.managed:
             return sorted(self._retired)
@@ -520,19 +548,20 @@ class Node:
         return Retire(Tier.LOCAL, id, ranks)
 
     def _live(self, here: Iterable[StepId]) -> list[StepId]:
-        """Steps that the newest epoch goes on from."""
+        """Those of these steps that are live: the newest epoch goes on from them."""
         return [id for id in here if self.ledger.lineage.standing(id) is Standing.LIVE]
 
     def _least_wanted(self, full: Full) -> tuple[StepId, ...]:
-        """The fewest steps that make room, the least wanted ones first; at least one if any may go.
+        """The fewest steps that make room, the least wanted first; at least one if any may go.
 
-        Who may go at all is for the ledger to say, or for the operator; never the newest commit.
-        The file system may count otherwise than we do: whoever still finds no room asks again.
+        The ledger says which steps may go. If it names none and the run has an operator, the last
+        known commit decides (`crowded_out`). The newest commit never goes. The file system may
+        count bytes differently: a writer that still finds no room asks again.
         """
         pinned = self.run_view.word.pinned
         commits = self.ledger.committed(Tier.LOCAL)
         surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
-        surplus |= {*self._live(commits)[:-1]} - pinned  # a proven one, too
+        surplus |= {*self._live(commits)[:-1]} - pinned  # including the proven step
         unfinished = surplus.difference(commits)
         if not surplus and self.run_view.managed:
             live = self._live(self._here())

@@ -1,20 +1,21 @@
 """Which staged images are written to the local volumes, and when.
 
-A step is committed only when *every* rank wrote it, so the ranks of a node must not choose for
-themselves. The planner has one step in flight, the *target*: a rank writes it when it has sealed
-it. When the target is done, the next one is the newest due step that every rank still holds or
-has not passed yet; the due steps before it are skipped, counted, and the grid is coarsened, so
-that ranks of other nodes, which would skip others, meet again. It is never finer than `pace` says.
-Nothing is queued in memory.
+A step is committed only when *every* rank has written it, so the ranks of a node must not choose
+independently. The planner has one step in flight, the *target*. A rank writes the target once it
+has sealed it. When the target is done, the next target is the newest due step that every rank
+still holds or has not passed yet. The due steps before it are skipped and counted. Then the grid is
+coarsened: ranks of other nodes would skip other steps, and on a coarser grid all write the same
+steps again. The grid is never refined below the interval that `pace` sets. Nothing is queued in
+memory.
 
 With two slots per rank (`SlotTable` then waits for the writer) every due image is written, in
 order, each rank at its own pace.
 
-While nothing that was sealed waits, the next due image may be written while it is still copied: a
-head start, given up (`wants`) as soon as the image cannot be sealed or a sealed one waits.
+While no sealed image waits, the next due image may be written while it is still being copied. This
+head start is given up (`wants`) as soon as the image cannot be sealed or a sealed image waits.
 
-A rank writes one image at a time: at most one slot of a rank is pinned by persisting. The host
-pins the slot of a `Write` before it does anything else, and reports the end with `written`.
+A rank writes one image at a time, so persisting pins at most one slot of a rank. The host pins the
+slot of a `Write` before it does anything else, and reports the end with `written`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from keepstep.core.schedule import Grid
 from keepstep.steps import StepId
 
 CALM_BEFORE_REFINING = 4
-"""Targets in a row that took less than half an interval, before the grid is refined."""
+"""The grid is refined after this many targets in a row that each took less than half an
+interval."""
 
 _DONE_KEPT = 64
 
 
 @dataclass(frozen=True)
 class Write:
-    """Pin the slot of `rank` that holds `id` and persist it; then call `written`. An image that is
-    still copied has no seal yet: the file gets its name only once it has."""
+    """Pin the slot of `rank` that holds `id` and persist the image; then call `written`.
+
+    An image that is still being copied has no seal yet. Its file gets its name only after the seal.
+    """
 
     rank: int
     id: StepId
@@ -42,8 +46,9 @@ class Write:
 
 @dataclass
 class PersistCounts:
-    """Steps since the start. `skipped`: due, but the writer was busy until it was too late.
-    `abandoned`: chosen, but some rank passed it or died. `failed`: a rank could not write it."""
+    """Counts since the start. `skipped`: steps that were due, but the writer was busy until it was
+    too late. `abandoned`: targets that some rank did not seal (it passed the step, or died) or
+    could not write. `failed`: images that a rank could not write."""
 
     persisted: int = 0
     skipped: int = 0
@@ -53,8 +58,13 @@ class PersistCounts:
 
 @dataclass
 class _Rank:
-    """What the planner knows of one rank. `passed`: the newest step it sealed; `filling`: the one
-    that is copied now; `early`: written before it was sealed; `failed`: could not be written."""
+    """What the planner knows of one rank.
+
+    `filling`: the step that is being copied now. `early`: the step whose write began before its
+    seal, until the seal. `failed`: the last step that could not be written. `held`: sealed steps in
+    memory. `done`: steps that were written. `writing`: the sealed step that is being written.
+    `passed`: the newest step that the rank sealed. `gone`: its trainer died.
+    """
 
     filling: StepId | None = None
     early: StepId | None = None
@@ -66,7 +76,7 @@ class _Rank:
     gone: bool = False
 
     def can_have(self, id: StepId) -> bool:
-        """It has sealed this step, or may still come to."""
+        """Whether the rank has sealed this step or may still seal it."""
         return self.has_sealed(id) or self.may_seal(id)
 
     @property
@@ -74,25 +84,26 @@ class _Rank:
         return self.writing is not None or self.early is not None
 
     def lacks(self, id: StepId) -> bool:
-        """It could write this step now, and has not."""
+        """Whether the rank could write this step now and has not written it."""
         return (id in self.held or id == self.filling) and id not in self.done
 
     def has_sealed(self, id: StepId) -> bool:
-        """It holds the image, wrote it, or is writing it."""
+        """Whether the rank holds the image, has written it, or is writing it."""
         return id in self.held or id in self.done or id == self.writing
 
     def may_seal(self, id: StepId) -> bool:
-        """A trainer that died comes back in another epoch, and seals nothing more of this one."""
+        """Whether the rank may still seal this step. A trainer that died comes back in another
+        epoch, so it seals no more steps of this one."""
         if self.passed is None:
             return not self.gone
         return self.passed < id and not (self.gone and self.passed.epoch == id.epoch)
 
 
 class PersistPlanner:
-    """Decides the writes of one node: events in, `Write`s out. `ranks`: those of this node.
+    """Decides the writes of one node: events in, `Write`s out. `ranks`: the ranks of this node.
 
-    Every event may be reported twice, and returns the writes to start now. Those of other ranks
-    change nothing.
+    Each event returns the writes to start now. An event may be reported twice. Events of ranks of
+    other nodes change nothing.
     """
 
     def __init__(
@@ -113,19 +124,19 @@ class PersistPlanner:
 
     @property
     def target(self) -> StepId | None:
-        """The step in flight, if any (never with two slots)."""
+        """The step in flight, or None (always None with two slots)."""
         return self._target
 
     @property
     def idle(self) -> bool:
-        """Nothing is being written, and nothing that is held waits to be."""
+        """Whether nothing is being written and no image that is held waits to be written."""
         busy = any(one.busy for one in self._ranks.values())
         return not busy and self._target is None and not self._pending
 
     # --- events --------------------------------------------------------------------------
 
     def copied(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """A part of this step's image lies in a slot of the rank, and will not change."""
+        """A part of this step's image is in a slot of the rank and no longer changes."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         one.gone = False
@@ -147,7 +158,7 @@ class PersistPlanner:
         return self._advance()
 
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """The slot that held this step was assigned anew, or its copy ended without a seal."""
+        """The slot that held this step was assigned again, or the copy ended without a seal."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         one.held.discard(id)
@@ -155,7 +166,8 @@ class PersistPlanner:
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
-        """A `Write` ended, or a shard was found on disk. Not `ok`: failed, and not tried again."""
+        """A `Write` ended, or a shard was found on disk. Not `ok`: the write failed and is not
+        tried again."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         self._ended(one, id)
@@ -166,26 +178,26 @@ class PersistPlanner:
         return self._advance()
 
     def stopped(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """A `Write` was ended because it was not wanted any more; it may be wanted again."""
+        """A `Write` was stopped because it was no longer wanted. It may be wanted again later."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         self._ended(one, id)
         return self._advance()
 
     def removed(self, rank: int, id: StepId) -> None:
-        """The rank's shard of this step is on no volume any more: it may be written again."""
+        """The rank's shard of this step is no longer on any volume, so it may be written again."""
         if (one := self._ranks.get(rank)) is not None:
             one.done.discard(id)
 
     def gone(self, rank: int) -> tuple[Write, ...]:
-        """The trainer died: it will seal nothing more of this epoch. What it sealed stays."""
+        """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         one.gone, one.filling = True, None
         return self._advance()
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
-        """These steps are dead, because a new epoch began: nobody needs them on disk."""
+        """Forget the steps that are dead because a new epoch began: nobody needs them on disk."""
         for one in self._ranks.values():
             one.held = {id for id in one.held if not dead(id)}
             one.done = {id for id in one.done if not dead(id)}
@@ -203,9 +215,10 @@ class PersistPlanner:
             one.failed = None
 
     def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> tuple[Write, ...]:
-        """Persist these steps, or the `newest` ones that all ranks hold, whatever the grid says.
+        """Persist the steps in `ids`, whatever the grid says. `ids` None: the `newest` ones that
+        all ranks hold or have written.
 
-        With a deadline near, the newest step counts most: it is written first.
+        The newest step is written first, because it counts most when a deadline is near.
         """
         for id in self.common()[-newest:] if ids is None else ids:
             if self._is_new(id):
@@ -215,8 +228,9 @@ class PersistPlanner:
         return self._advance()
 
     def pace(self, least: int) -> None:
-        """Two due steps are to be so many steps apart at least, reached one doubling (or halving)
-        with each finished step: a change holds from a step ahead of every rank."""
+        """Due steps must be at least `least` steps apart. The grid gets there by one doubling (or
+        halving) with each finished step, because a change must hold from a step that no rank has
+        reached."""
         self.least = least
 
     # --- asking --------------------------------------------------------------------------
@@ -227,14 +241,14 @@ class PersistPlanner:
         return sorted(set.intersection(*each)) if each else []
 
     def wants(self, rank: int, id: StepId) -> bool:
-        """Whether a write that began before its image was sealed is to go on."""
+        """Whether a write that began before its image was sealed should go on."""
         one = self._ranks.get(rank)
         if one is None or id != one.filling:
             return False
         return not self._waiting(one) if self._every else id == self._target
 
     def is_durable(self, id: StepId) -> bool:
-        """Every rank of this node wrote it (since this planner began)."""
+        """Whether every rank of this node has written this step, as far as this planner knows."""
         return bool(self._ranks) and all(id in one.done for one in self._ranks.values())
 
     # --- deciding ------------------------------------------------------------------------
@@ -283,8 +297,9 @@ class PersistPlanner:
         return writes
 
     def _choose(self) -> None:
-        """The newest demanded step, else the newest due one; what is older was skipped. Only with
-        nothing sealed, one that is still copied."""
+        """Choose the next target: the newest demanded step, else the newest due one. Due steps that
+        are older are skipped. A step that is still being copied is chosen only if no sealed step
+        waits."""
         if not self._pending:
             copied = {one.filling for one in self._ranks.values() if one.filling is not None}
             self._target = max(filter(self._is_due, copied), default=None)
@@ -299,7 +314,8 @@ class PersistPlanner:
         self._skip(len(passed))
 
     def _yield_to_flush(self) -> None:
-        """A target that some rank has yet to seal (or never will) does not hold up a flush."""
+        """Give up a target that some rank has not sealed yet (or never will), if a demanded step
+        that all ranks have sealed waits. So the target does not hold up a flush."""
         if self._target is None or self._sealed_by_all(self._target):
             return
         if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
@@ -315,8 +331,8 @@ class PersistPlanner:
         self._adapt(id)
 
     def _adapt(self, id: StepId) -> None:
-        """Coarsen when steps were skipped, or are too close; refine when half the interval would do
-        as well."""
+        """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
+        up with half the interval, too."""
         newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
         if not self._adaptive or newest.epoch != id.epoch:
             return
@@ -346,7 +362,7 @@ class PersistPlanner:
         self._target = None
 
     def _fail(self, rank: int, id: StepId) -> None:
-        """The rank's image is no longer offered for writing, so the step becomes impossible."""
+        """Stop offering the rank's image for writing. So the step becomes impossible."""
         one = self._ranks[rank]
         one.held.discard(id)
         one.failed, one.filling = id, None if one.filling == id else one.filling
@@ -359,7 +375,8 @@ class PersistPlanner:
         return all(one.can_have(id) for one in self._ranks.values())
 
     def _is_coming(self, id: StepId) -> bool:
-        """All ranks may have it, and one has or is at it."""
+        """Whether every rank has sealed this step or still may, and at least one has sealed it or
+        is copying it."""
         at_it = any(one.has_sealed(id) or one.filling == id for one in self._ranks.values())
         return at_it and self._possible(id)
 
@@ -367,7 +384,7 @@ class PersistPlanner:
         return self.grid.due(id.step) and self._is_new(id) and self._possible(id)
 
     def _waiting(self, one: _Rank) -> list[StepId]:
-        """Sealed images of the rank that wait to be written."""
+        """Due or demanded steps whose sealed images of this rank wait to be written."""
         return [id for id in self._pending if id in one.held and id not in one.done]
 
     def _is_new(self, id: StepId) -> bool:

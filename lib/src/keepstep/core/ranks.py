@@ -1,8 +1,8 @@
-"""A set of ranks as runs of equal distance: what stands in the same place of each node is one run.
+"""A set of ranks as runs of equal distance. Ranks in the same place of each node are one run.
 
-So thousands of ranks are told and kept in a few numbers. A set that is told again and again, as
-twins are with each image, is kept once (`shared`). Nothing here takes time or memory by a number
-that somebody told, but for `bits`, and for going through all of them.
+So a few numbers stand for thousands of ranks, in messages and in memory. A set that comes again and
+again, as twins do with each image, is kept once (`shared`). Except for `bits` and iteration,
+nothing here takes time or memory in proportion to a number that came in a message.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from dataclasses import dataclass
 from typing import Final
 
 Run = tuple[int, int, int]
-"""First, last, and the distance from one to the next: at least 1."""
+"""First rank, last rank, and the distance from one rank to the next: at least 1."""
 
 MOST_RUNS: Final = 64
-"""Of a set that is told as runs; one of more is told as a list."""
+"""The most runs of a set that is sent as runs. A set of more runs is sent as a list."""
 MOST_RANKS: Final = 1 << 16
-"""The same: it names none from here on."""
+"""A set that is sent as runs contains only ranks below this one."""
 _LONGEST_KEPT: Final = 4096
-"""A list of which the runs are remembered: the images of one rank name the same."""
+"""The longest list whose runs are remembered. The images of one rank name the same list."""
 _KEPT: Final = 1024
-"""Sets: as many as there are different ones in a world, as FSDP within this many ranks has."""
+"""How many sets are remembered: enough for the different sets of a world in which FSDP spans this
+many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """`runs` in ascending order, each after the one before. Raises ValueError for others; of more
-    than `MOST_RUNS`, which nobody may tell, it does not look at all."""
+    """A set of ranks. `runs`: in ascending order, each after the one before.
+
+    Raises ValueError for other runs. Only the first `MOST_RUNS` are checked, because no message may
+    carry more.
+    """
 
     runs: tuple[Run, ...] = ()
 
@@ -41,7 +45,7 @@ class Ranks:
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Ranks:
-        """These ranks, in whatever order."""
+        """The set of these ranks, given in any order."""
         those = tuple(ranks)
         return _kept_of(those) if len(those) <= _LONGEST_KEPT else _of(those)
 
@@ -60,17 +64,17 @@ class Ranks:
 
     @property
     def last(self) -> int:
-        """The highest; -1 where there is none."""
+        """The highest rank; -1 if the set is empty."""
         return self.runs[-1][1] if self.runs else -1
 
     @property
     def is_short(self) -> bool:
-        """Whether it is told as runs."""
+        """Whether the set is sent as runs."""
         return len(self.runs) <= MOST_RUNS and self.last < MOST_RANKS
 
     @property
     def bits(self) -> int:
-        """As a bitmap: a bit for each rank up to the last."""
+        """The set as a bitmap, with a bit for each rank up to the last."""
         return _kept_bits(self) if self.is_short else _bits(self)
 
 
@@ -96,7 +100,7 @@ def _shared(ranks: Ranks) -> Ranks:
 
 
 def shared(ranks: Ranks) -> Ranks:
-    """An equal one, the same for all that ask."""
+    """An equal set: if it is short, one object for all equal sets."""
     return _shared(ranks) if ranks.is_short else ranks
 
 

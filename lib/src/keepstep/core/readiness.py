@@ -1,8 +1,9 @@
 """When a rank may vote: what its sidecar waits to hear first, for how long, and why.
 
-A vote that comes too early begins anew, or goes on from an old step, although another pod or the
-archive has a newer one. One that waits for ever stops the training. So every wait has a deadline
-here, and nowhere else. Pure: the caller asks again when something has changed, or at `Wait.until`.
+If a rank votes too early, the run begins at step 0 or goes on from an old step, although another
+pod or the archive has a newer one. If it waits for ever, the training stops. So every wait has a
+deadline, and all deadlines are defined here. Pure: the caller asks again when something has
+changed, or at `Wait.until`.
 """
 
 from __future__ import annotations
@@ -11,46 +12,52 @@ import math
 from dataclasses import dataclass
 
 NEVER = math.inf
-"""The time of what has not happened yet."""
+"""The time of an event that has not happened yet."""
 
 FIRST_ANSWER_S = 3.0
-"""For the operator's first answer; without one, the newest step wins."""
+"""How long to wait for the operator's first answer. Without one, the newest step wins."""
 
 HELD_S = 5.0
-"""A rank that holds something in its pod waits so long to hear whether there is something newer."""
+"""How long a rank that has an image in its pod waits to hear whether there is a newer one."""
 
 START_S = 300.0
-"""Trainers of one run begin that far apart: some load data first, or compile."""
+"""Trainers of one run begin up to this far apart, because some load data or compile first."""
 
 NEWER_S = 60.0
-"""A rank that holds nothing here, but knows of something elsewhere, waits so long for the operator
-to name the pods that may hold something newer; also where no operator answers."""
+"""How long a rank waits that has no image in its pod, but knows of images elsewhere: for the
+operator to name the pods that may hold something newer. It waits as long if no operator answers."""
 
 REACHABLE_S = 60.0
-"""For shards that the operator is making reachable; then the vote says that it does not know, the
-trainer fails with that reason, and its next start waits again."""
+"""How long to wait for shards that the operator is making reachable. After that the vote says
+UNKNOWN, the trainer fails with that reason, and its next start waits again."""
 
 STALE_S = 5.0
-"""A vote that begins now is worth another look at what was listed before that."""
+"""A listing that is older than this when a vote begins is made again."""
 
 LISTING_S = 20.0
-"""Another look may take so long; what was listed before counts then."""
+"""How long to wait for the new listing. After that the old listing counts."""
 
 ANSWERS_S = 6.0
-"""For tiers that do not answer: where all pods of a run begin at once, one is asked before it
-serves. That long after the operator's last word, too."""
+"""How long to wait for tiers that do not answer, also counted from the operator's last word. When
+all pods of a run begin at once, a pod may be asked before it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
     """What a sidecar knows when one of its ranks wants to vote.
 
-    Times are those of the caller's clock, `NEVER` for what has not happened. `held`: the rank has
-    an image in this pod. `heard_at`: of the operator, or that it does not answer; `operator`: it
-    does answer. `told_at`: when it last said who the other pods are; `introduced`: those are all;
-    `awaits`: what it is making reachable; `pods_unasked`: some were not asked yet since. `known`: a
-    tier beyond this machine holds something; `unknown`: why it cannot be said of all of them.
-    `uncertified`: this pod serves nobody, and gets its certificate only when others are named.
+    Times are of the caller's clock, `NEVER` for an event that has not happened.
+
+    `scanned_at`: when the scan of the volumes ended. `held`: the rank has an image in this pod.
+    `heard_at`: when the operator answered, or when it became clear that it does not. `operator`: it
+    does answer. `told_at`: when the operator last named the other pods. `introduced`: it has named
+    all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`: some
+    pods were not asked since they were named.
+
+    `tiers`: there are tiers beyond this machine. `listed_at`: when they were last listed. `known`:
+    such a tier holds something. `unknown`: why some of them could not say what they hold.
+    `uncertified`: this pod serves no other pod, and gets its certificate only when other pods are
+    named.
     """
 
     scanned_at: float
@@ -75,8 +82,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Wait:
-    """Not before `until`, unless something changes: `why`, for people. `ask`: the tiers beyond this
-    machine are to be asked again meanwhile."""
+    """The rank may not vote before `until`, unless something changes.
+
+    `why`: the reason, for people. `ask`: meanwhile, the caller must ask the tiers beyond this
+    machine again.
+    """
 
     until: float
     why: str
@@ -84,7 +94,7 @@ class Wait:
 
 
 def readiness(now: float, view: View, began: float) -> Ready | Wait:
-    """Whether a vote that `began` then may be cast now."""
+    """Whether a vote that began at `began` may be cast now."""
     if view.scanned_at == NEVER:
         return Wait(NEVER, "the volumes are still being scanned")
     scanned = max(began, view.scanned_at)
@@ -97,8 +107,8 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
 
 
 def _waits(view: View, heard: float) -> list[Wait]:
-    """All that this vote waits for, each with its own deadline. `heard`: when it knew what this
-    machine has, and what the operator says."""
+    """Everything that this vote waits for, each with its own deadline. `heard`: when it was known
+    what this machine has and what the operator says."""
     told, latest = max(heard, view.told_at), heard + START_S
     searching = not view.held and not view.known
     waits: list[Wait] = []

@@ -1,9 +1,9 @@
 """Which committed steps are kept, and which are retired. Pure: times and sizes are passed in.
 
-What is never retired: the newest committed step, whatever the policy or a capacity limit says. So
-the only committed copy never goes. Nor does the newest proven one (`_anchors`), which ends a crash
-loop, but where the volume is full and nothing else is left. Whether a newer step makes an older
-copy expendable at all is the ledger's question (`keepstep.core.ledger`).
+The newest committed step is never retired, whatever the policy or a capacity limit says. So the
+only committed copy never goes. The newest proven step (`_anchors`) ends a crash loop. It is retired
+only where the volume is full and nothing else is left. The ledger (`keepstep.core.ledger`) decides
+whether a newer step makes an older copy expendable at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from keepstep.steps import StepId
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keep the `last` N, every `every_steps` steps, the first of every `every_s` seconds, pins."""
+    """Keep the `last` N steps, multiples of `every_steps`, the first step of every `every_s`
+    seconds, and pinned steps."""
 
     last: int = 2
     every_steps: int | None = None
@@ -32,13 +33,14 @@ class Retention:
 
     @property
     def every(self) -> str | None:
-        """What stays beside the last ones, as options name it: `1000` steps, or `21600s`."""
+        """Which steps stay beside the last ones, as options write it: `1000` (steps) or `21600s`.
+        None: no others."""
         if self.every_steps is not None:
             return str(self.every_steps)
         return None if self.every_s is None else f"{self.every_s}s"
 
     def __str__(self) -> str:
-        """For people: `the newest 2 and one every 1000 steps`. Without pins."""
+        """Text for people, without pins: `the newest 2 and one every 1000 steps`."""
         beside = "" if self.every_steps is None else f" and one every {self.every_steps} steps"
         if self.every_s is not None:
             beside += f" and one every {self.every_s:.0f} s"
@@ -72,12 +74,12 @@ def evicted(
     unfinished: Collection[StepId] = (),
     written_at: Mapping[StepId, float] | None = None,
 ) -> tuple[StepId, ...]:
-    """Which of these steps go, in this order, so that the rest fits into `limit_bytes`.
+    """The steps that go, in this order, so that the rest fits into `limit_bytes`.
 
-    First the `unfinished` ones, which nobody can restore; then what the policy does not keep, then
-    what it keeps beside the last ones, then of the last ones: each time the oldest first; and at
-    last the newest proven one. Never the newest finished one, never a pin: when these alone are too
-    large, the rest does not fit, and it is for the caller to say so.
+    First go the `unfinished` steps, which nobody can restore. Then go the steps that the policy
+    does not keep, then those that it keeps beside the last ones, then the last ones: each time the
+    oldest first. The newest proven step goes at the end. The newest finished step and pinned steps
+    never go. If these alone are too large, the rest does not fit, and the caller must report that.
     """
     whole = sorted(sizes.keys() - set(unfinished))
     useless = sorted(sizes.keys() - set(whole))
@@ -100,10 +102,11 @@ def evicted(
 def unwatched(
     held: Iterable[StepId], *, last_commit: StepId | None, newest: int = 2
 ) -> tuple[StepId, ...]:
-    """What a sidecar with nobody to tell it of commits may drop, oldest first.
+    """The steps that a sidecar may drop while nobody tells it of commits, oldest first.
 
-    It keeps the last commit it heard of, everything older (not its decision), and its newest
-    two; it drops what lies between. Without any known commit only the newest two are kept.
+    The sidecar keeps the last commit it heard of, all older steps (the operator decides on them),
+    and its `newest` ones. It drops the steps between. Without any known commit it keeps only the
+    `newest` ones.
     """
     later = sorted({id for id in held if last_commit is None or id > last_commit})
     return tuple(later[:-newest]) if newest else tuple(later)
@@ -116,10 +119,10 @@ def crowded_out(
     pinned: Collection[StepId] = (),
     newest: int = 2,
 ) -> tuple[StepId, ...]:
-    """What a sidecar that sees a part of the run only may drop when its volume is full.
+    """The steps that a sidecar that sees only a part of the run may drop when its volume is full.
 
-    As `unwatched`, and what is older than the last commit, too: that is complete on every volume
-    of the run, so none of them needs an older copy. Pins stay.
+    These are the steps of `unwatched`, and also the steps older than the last commit: that commit
+    is complete on the volumes of the run, so no volume needs an older copy. Pinned steps stay.
     """
     ids = set(held)
     older = {id for id in ids if last_commit is not None and id < last_commit}
@@ -128,14 +131,17 @@ def crowded_out(
 
 
 _SPAN = 2 * WITHIN
-"""A step that is as far behind is proven even if the newest `WITHIN` steps come to be in doubt."""
+"""A step that lies this far behind the newest one is proven, even if the newest `WITHIN` steps come
+to be in doubt."""
 
 
 def _anchors(ordered: list[StepId]) -> list[StepId]:
-    """The newest step that is surely proven, and what will be it: of each `_SPAN` steps the first.
+    """The newest step that is surely proven, and the steps that will be it later: the first step of
+    each `_SPAN` steps.
 
-    On a grid, as `every_steps`, since machines that hear of a commit one after the other must not
-    each keep another step. Of the first span there is none: whatever is there is that young.
+    The steps are chosen on a grid, as for `every_steps`, because machines hear of a commit one
+    after the other and must not each keep a different step. The first span has no anchor, because
+    each of its steps lies within `_SPAN` steps of the run's beginning.
     """
     first: dict[int, StepId] = {}
     for id in ordered:

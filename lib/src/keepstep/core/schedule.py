@@ -1,10 +1,11 @@
 """Which steps are due: a pure function of the step, so that all ranks pick the same ones.
 
-A `Grid` has every multiple of base x 2^k. Who still has an older, smaller k has all of those and
-more; who has a larger k has a part of them: so ranks that learn of a change at different times
-still meet. A change carries the step from which it holds, chosen by rank 0 ahead of every rank.
+A `Grid` contains every multiple of base x 2^k. The grid of a smaller k contains all points of the
+grid of a larger k. So ranks that learn of a change of k at different times still have due steps in
+common. A change carries the step from which it holds, which lies ahead of every rank.
 
-Also here: how long the interval should be (`auto_interval`), from what a run shows (`Pacing`).
+This module also says how long the interval should be (`auto_interval`), from what was measured of
+the run (`Pacing`).
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ MAX_EXPONENT = 20
 _CHANGES_KEPT = 8
 
 ENOUGH_FAILURES = 3
-"""Before their rate is believed. Its standard error is then 58 %, so about 29 % of an interval
-that grows with its root: less than a doubling."""
+"""So many failures are needed before their rate is used. The standard error of the rate is then
+58 %. The interval depends on the root of the rate, so its error is about 29 %: less than a
+doubling."""
 
 _ENOUGH = 8
-"""Samples before anything is said of them."""
+"""Samples that are needed before a median of them is used."""
 _SAMPLES = 128
 _WRITES = 16
 _DEVIATION = 1.4826 * 1.2533
-"""Median absolute deviation to the standard error of a median, but for the root of the count."""
+"""Factor from the median absolute deviation to the standard error of a median, without the division
+by the root of the count."""
 _NOISE = 3.0
-"""So many standard errors are no difference."""
+"""A difference of up to this many standard errors counts as none."""
 
 _TRIAL, _TRIAL_EVERY = 32, 1024
-"""Of so many grid points, so many are a trial (see `Pacing`)."""
+"""`_TRIAL` of each `_TRIAL_EVERY` grid points are a trial (see `Pacing`)."""
 _LIMITS_TAKEN = 0.8
-"""A shorter interval is taken where its limits ask for so much of it at most: no flapping."""
+"""A shorter interval is taken only if the limits ask for at most this fraction of it. This prevents
+flapping."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Multiples of base x 2^k, and of each of `milestones`, which are wanted whatever k is.
-    `changes`: (from_step, k), ascending; k is 0 before the first."""
+    """The due steps: multiples of base x 2^k, and, for any k, multiples of each of `milestones`.
+
+    `changes`: (from_step, k), ascending; k is 0 before the first change.
+    """
 
     base: int = 1
     changes: tuple[tuple[int, int], ...] = ()
@@ -63,23 +69,25 @@ class Grid:
         return next((k for start, k in reversed(self.changes) if start <= step), 0)
 
     def interval(self, step: int) -> int:
-        """Steps between two due ones, as it holds at this step."""
+        """Steps from one due step to the next, with the k that holds at this step."""
         return self.base << self.exponent(step)
 
     @property
     def newest_interval(self) -> int:
-        """Steps between two due ones once the last change holds."""
+        """Steps from one due step to the next, once the last change holds."""
         return self.base << (self.changes[-1][1] if self.changes else 0)
 
     def due(self, step: int) -> bool:
         return any(step % steps == 0 for steps in (self.interval(step), *self.milestones))
 
     def coarsen(self, after: int) -> Grid:
-        """Half as many steps, from the first point of the new grid beyond `after`."""
+        """A grid with half as many due steps, from the first point of the new grid after
+        `after`."""
         return self._changed(after, +1)
 
     def refine(self, after: int) -> Grid:
-        """Twice as many steps, from the first point of the *old* grid beyond `after`."""
+        """A grid with twice as many due steps, from the first point of the *old* grid after
+        `after`."""
         return self._changed(after, -1)
 
     def _changed(self, after: int, by: int) -> Grid:
@@ -87,7 +95,7 @@ class Grid:
         k = min(max(last + by, 0), MAX_EXPONENT)
         if k == last:
             return self
-        # A point of the coarser of both grids: it is due for who knows the change and who does not.
+        # A point of the coarser of both grids is due whether a rank knows of the change or not.
         coarser = self.base << max(k, last)
         start = (after // coarser + 1) * coarser
         earlier = tuple(change for change in self.changes if change[0] < start)
@@ -95,24 +103,29 @@ class Grid:
 
 
 def on_grid(every: int, grid: int) -> int:
-    """`every` so many steps, up to a multiple of `grid`: only what is there can be chosen from."""
+    """`every`, rounded up to a multiple of `grid`: only steps on the grid exist to choose from."""
     return -(-every // grid) * grid
 
 
 def stands_in(step: int, *, before: int, commits: Container[int], every: int) -> bool:
-    """Whether a commit is archived in the stead of a multiple of `every` that never became one: it
-    is the first commit beyond it. `before`: the commit before; `commits`: all that are known."""
+    """Whether this commit is archived instead of a multiple of `every` that was never committed.
+
+    It is if it is the first commit after that multiple. `before`: the commit before `step`.
+    `commits`: all known commits.
+    """
     due = step - step % every
     return before < due < step and due not in commits
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
-    """Seconds between checkpoints that waste least, first order: sqrt(2 C M) (Young 1974)."""
+    """Seconds between checkpoints that waste the least time, to first order: sqrt(2 C M) (Young
+    1974)."""
     return math.sqrt(2.0 * cost_s * mtbf_s)
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """The higher-order optimum (Daly 2006, eq. 37): seconds of work between two checkpoints."""
+    """Seconds of work between two checkpoints that waste the least time, to higher order (Daly
+    2006, eq. 37)."""
     if cost_s >= 2.0 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2.0 * mtbf_s)
@@ -121,13 +134,13 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one node saw. Seconds and bytes; None: unknown, or no such bound.
+    """What was measured on one node, in seconds and bytes. None: unknown, or no such bound.
 
-    `write_s`: for which the busiest drive writes one step; `image_bytes`: what all drives write.
-    `stall_s`: training time lost to persisting one image of every rank of the node.
-    `failures`: restarts that `mtbf_s` is from, or too few of them.
-    `drive_writes_per_day`: how often a day the drive may be written in full.
-    `drain_bytes_per_s`: what may leave the node for a buddy or an archive.
+    `write_s`: how long the busiest drive writes one step. `image_bytes`: what all drives write of
+    one step. `stall_s`: training time lost to persisting one image of every rank of the node.
+    `failures`: how many restarts were seen; if they are too few, `mtbf_s` is None.
+    `drive_writes_per_day`: how often a day the whole drive may be written.
+    `drain_bytes_per_s`: how much may leave the node for a buddy or an archive.
     """
 
     step_s: float
@@ -143,7 +156,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Interval:
-    """Persist every `steps` steps (base x 2^k). `bounds`: seconds that each limit asks for."""
+    """Persist every `steps` steps (base x 2^k). `limit`: the name of the limit that decided.
+    `bounds`: the interval in seconds that each limit asks for."""
 
     steps: int
     limit: str
@@ -158,13 +172,16 @@ def auto_interval(
     stall_budget: float = 0.01,
     current: int = 0,
 ) -> Interval:
-    """The least interval that the hardware allows and the failure rate does not call a waste.
+    """The shortest interval that the hardware allows and that the failure rate does not make
+    wasteful.
 
-    The drive writes for at most `duty` of the time. Without a known failure rate, stalls cost
-    at most `stall_budget` of the time; with one, the doubling nearest to Daly's optimum for the
-    stall is the bound: it wastes at most 1.061 times what the optimum does.
-    `current`: the steps that hold now. They are kept while fewer would do only just; but for the
-    drive, as whoever sees steps being skipped is patient already.
+    The drive writes for at most `duty` of the time. Without a known failure rate, stalls cost at
+    most `stall_budget` of the time. With one, the bound is the doubling nearest to Daly's optimum
+    for the stall: it wastes at most 1.061 times as much as the optimum.
+
+    `current`: the interval in steps that holds now. It is kept if a shorter one would only just
+    satisfy the limits. This does not apply to the time of a step and of a write: the planner, which
+    sees steps being skipped, already hesitates to refine.
     """
     stall_s = measured.stall_s or 0.0
     bounds = {"step": measured.step_s, "write": measured.write_s / duty}
@@ -188,16 +205,17 @@ def auto_interval(
 
 
 def _exponent(intervals: float) -> int:
-    """The least k of which 2^k is so many."""
+    """The least k for which 2^k is at least `intervals`; at most `MAX_EXPONENT`."""
     return min(max(0, math.ceil(math.log2(max(1.0, intervals)) - 1e-9)), MAX_EXPONENT)
 
 
 def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
-    """(failures, steps trained between them and up to `newest_step`), of a run's epochs.
+    """(failures, steps trained between them and up to `newest_step`), from a run's epochs.
 
-    Each epoch that went on from a step began after a failure (or a stop: whoever has few of both
-    persists too often, not too rarely). Steps before the first of them count as little as it does:
-    nobody knows where the run began to be kept. Steps that were repeated count once.
+    Each epoch that went on from a step counts as a failure, although it may have begun after a
+    planned stop. A run with few of both then persists too often, not too rarely. The first such
+    epoch and the steps before it do not count, because it is unknown where the run began to be
+    kept. Steps that were repeated count once.
     """
     parents = [one.parent.step for one in sorted(epochs, key=lambda one: one.id) if one.parent]
     if not parents:
@@ -208,25 +226,27 @@ def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
 
 @dataclass
 class _Written:
-    """Of one step, so far: seconds by drive, and bytes."""
+    """What was written of one step so far: seconds by drive, and bytes."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     size_bytes: int = 0
 
 
 class Pacing:
-    """What `auto_interval` is told, gathered from events with their time in seconds.
+    """Gathers what `auto_interval` needs, from events with their time in seconds.
 
-    A step's time is that between two staged steps, first rank to first rank. What persisting costs
-    the training is how much longer those with a write in flight take (medians; 0 within the noise).
-    Where every step is persisted there are none without one. So 32 of each 1024 steps but the first
-    1024 are a trial, in which every second one is persisted; which, follows from the step alone.
+    The time of a step is the time between two staged steps, each counted when the first rank staged
+    it. The cost of persisting is how much longer steps take while a write is in flight (a
+    difference of medians; 0 within the noise). While every step is persisted, no step is without a
+    write to compare with. So 32 of each 1024 grid points, except in the first 1024, are then a
+    trial in which only every second one is persisted. The step number alone says which these are.
     """
 
     def __init__(
         self, base: int = 1, *, drive_writes_per_day: float | None = None, copies: int = 0
     ) -> None:
-        """`copies`: those that the node keeps of other nodes' images, which wear its drives too."""
+        """`copies`: how many copies of other nodes' images this node keeps per own image. They wear
+        its drives, too."""
         self.base = base
         self.drive_bytes: int | None = None
         self.measured: Measured | None = None
@@ -260,7 +280,7 @@ class Pacing:
         self._wrote = True
 
     def ended(self) -> None:
-        """It is not any more."""
+        """A write is no longer in flight."""
         self._in_flight -= 1
 
     def wrote(self, id: StepId, *, drive: int, seconds: float, size_bytes: int) -> None:
@@ -270,7 +290,8 @@ class Pacing:
         written.size_bytes += size_bytes
 
     def durable(self, id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
-        """All ranks here wrote this step. Returns the interval from now on, None: too early."""
+        """All ranks of this node wrote this step. Returns the interval from now on; None: too few
+        samples yet."""
         if (written := self._written.get(id)) is not None:
             self._writes.append((max(written.seconds.values()), written.size_bytes))
         self._written = {other: one for other, one in self._written.items() if other > id}
@@ -292,7 +313,8 @@ class Pacing:
             drive_bytes=self.drive_bytes,
             drive_writes_per_day=self._writes_per_day,
         )
-        # whoever sees steps being skipped knows better how much the drive takes: no share is spared
+        # The planner sees steps being skipped and so knows better how much the drive can take.
+        # Hence duty=1.0: no share of the drive's time is held back.
         self.interval = auto_interval(self.measured, base=self.base, duty=1.0, current=self._asked)
         self._asked, at = self.interval.steps, newest // self.base
         if self._asked == self.base and at >= _TRIAL_EVERY and at % _TRIAL_EVERY < _TRIAL:
@@ -300,7 +322,8 @@ class Pacing:
         return self.interval
 
     def _stall_s(self, steps: float) -> float | None:
-        """Lost to one image, whose write lies in so many steps. None: nothing to compare."""
+        """Training time lost to one image whose write lasts `steps` steps. None: there are too few
+        samples to compare."""
         kinds = [[one for one, wrote in self._times if wrote is kind] for kind in (True, False)]
         if min(map(len, kinds)) < _ENOUGH:
             return None
@@ -310,6 +333,6 @@ class Pacing:
 
 
 def _deviation(samples: list[float]) -> float:
-    """Standard error of their median, told robustly."""
+    """Robust estimate of the standard error of the median of these samples."""
     middle = median(samples)
     return _DEVIATION * median(abs(one - middle) for one in samples) / math.sqrt(len(samples))

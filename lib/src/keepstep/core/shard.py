@@ -1,4 +1,4 @@
-"""The value that ledger, inventory, listings and records all speak of: a shard."""
+"""A shard: the value that ledger, inventory, listings and records share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keepstep.steps import StepId
 class Shard:
     """One sealed image of one rank, wherever it lies.
 
-    `root`: digest over its digests, None in memory; `params_digest`: of its section `params`; both
-    hex. `written_at`: unix seconds, by its own control page. `alike`: the rank and its twins, all
-    of whose images hold the very same boxes, so that one is enough to restore them all; nobody
-    where it has none. `size_bytes`: of the whole image, 0 where nobody said; it makes no other
-    image.
+    `root`: the digest over its digests, in hex; None in memory. `params_digest`: the digest of its
+    section `params`, in hex. `written_at`: unix seconds, from its own control page. `alike`: the
+    rank and its twins, all of whose images hold the very same boxes, so that one image is enough to
+    restore them all; no ranks if it has no twins. `size_bytes`: bytes of the whole image, 0 if
+    unknown. Shards that differ only in `size_bytes` are equal.
     """
 
     step_id: StepId
@@ -31,8 +31,7 @@ class Shard:
 
 
 class Told(Protocol):
-    """What the ledger asks of a shard, which it is told of under a rank: a `Shard`, or a row of a
-    report."""
+    """What the ledger needs to know of a shard of a given rank: a `Shard`, or a row of a report."""
 
     @property
     def step_id(self) -> StepId: ...
@@ -46,7 +45,8 @@ class Told(Protocol):
     def params_digest(self) -> str | None: ...
     @property
     def alike(self) -> Ranks:
-        """The rank itself may be missing: an older one told of its twins alone."""
+        """The twins. The rank itself may be missing, because older versions named only its
+        twins."""
 
     @property
     def written_at(self) -> float | None: ...

@@ -1,13 +1,14 @@
 """Which slot of a rank is filled next, and which images are kept meanwhile.
 
-A slot is a shared-memory buffer that holds one image. The table knows states only: no memory, no
-files, no clock. Whoever owns the buffers tells it what happened and obeys `assign`.
+A slot is a shared-memory buffer that holds one image. The table knows only states: no memory, no
+files, no clock. The owner of the buffers tells it what happened and obeys `assign`.
 
-A slot that was assigned still holds the image it had until the trainer zeroes its control page,
-which it does in stream order after the step's global collective. So an attempt that dies before
-that leaves the old image whole: `release(slot, keep=...)` takes it back.
+An assigned slot still holds its old image until the trainer zeroes the slot's control page. The
+trainer does so in stream order, after the step's global collective. So an attempt that dies before
+that leaves the old image whole, and `release(slot, keep=...)` takes it back.
 
-`assign` takes an empty or dead slot, else the oldest image, but never
+`assign` takes an empty slot, else one with a dead image, else the one with the oldest image. It
+never takes
 
     - while another slot is assigned: at most one image of a rank is unsealed;
     - a pinned one: somebody reads it;
@@ -31,7 +32,7 @@ from keepstep.steps import StepId, Word
 
 class SlotState(Word):
     """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
-    `REMOVED`: there is no such slot any more; the indices of the others stay."""
+    `REMOVED`: the slot no longer exists; the other slots keep their indices."""
 
     EMPTY = "empty"
     ASSIGNED = "assigned"
@@ -42,9 +43,10 @@ class SlotState(Word):
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot. `id`: what it holds when sealed, what it *still* holds when assigned or loading.
+    """One slot. `id`: the step whose image it holds when sealed, or *still* holds when assigned or
+    loading.
 
-    `dead`: the image was sealed, but nobody will restore it; the slot is as good as empty.
+    `dead`: the image was sealed, but will never be restored, so the slot counts as empty.
     """
 
     state: SlotState = SlotState.EMPTY
@@ -54,12 +56,12 @@ class Slot:
 
     @property
     def pinned(self) -> bool:
-        """Somebody reads the image: the persister, or a trainer that restores from it."""
+        """Whether the image is being read: by the persister, or by a trainer that restores it."""
         return self.pins > 0
 
     @property
     def live(self) -> StepId | None:
-        """The step that can be restored from this slot now, if any."""
+        """The step that can be restored from this slot now, or None."""
         return self.id if self.state is SlotState.SEALED and not self.dead else None
 
 
@@ -96,7 +98,7 @@ def worth_keeping(ranks: Sequence[Memory]) -> frozenset[StepId]:
 
 
 class SlotTable:
-    """The slots of one rank and one layout. Slots are named by their index."""
+    """The slots of one rank and one layout. A slot is named by its index."""
 
     def __init__(self, count: int) -> None:
         self._slots = [Slot() for _ in range(count)]
@@ -115,12 +117,12 @@ class SlotTable:
         return next((i for i, slot in self._with(SlotState.ASSIGNED)), None)
 
     def add(self) -> int:
-        """One more empty slot (they are created in the background). Returns its index."""
+        """Add an empty slot (slots are created in the background). Returns its index."""
         self._slots.append(Slot())
         return len(self._slots) - 1
 
     def remove(self, index: int) -> None:
-        """This slot is gone. Raises ValueError if somebody reads it."""
+        """Mark this slot as removed. Raises ValueError if it is pinned."""
         if self._slots[index].pinned:
             raise ValueError(f"slot {index} is pinned: somebody reads {self._slots[index].id}")
         self._slots[index] = Slot(SlotState.REMOVED)
@@ -130,9 +132,9 @@ class SlotTable:
     def assign(self, *, growing: bool = False) -> int | None:
         """The slot to fill next, or None: wait until a seal, release or unpin, then ask again.
 
-        The image that it held, if any, is in `slots[i].id`: it is as good as overwritten.
-        `growing`: more slots are being made; rather wait for one than give up one of the newest two
-        images, as a crash would find no step in common.
+        `slots[i].id` names the image that the slot held, if any. That image counts as overwritten.
+        `growing`: more slots are being made. Then the result is None rather than a slot with one of
+        the newest two images, because a crash might find no step in common without it.
         """
         if self.assigned is not None or (victim := self._victim()) is None:
             return None
@@ -142,22 +144,26 @@ class SlotTable:
         return victim
 
     def hold(self, index: int) -> None:
-        """A live trainer was found filling this very slot. Raises ValueError if it cannot be."""
+        """Mark this slot as assigned, because a live trainer was found filling it. Raises
+        ValueError if another slot is assigned or this one is pinned."""
         if self.assigned not in (None, index) or self._slots[index].pinned:
             raise ValueError(f"slot {index} cannot be the one that is filled")
         self._slots[index] = replace(self._slots[index], state=SlotState.ASSIGNED)
 
     def seal(self, index: int, id: StepId) -> None:
-        """The image in an assigned or loading slot is complete. Raises ValueError otherwise."""
+        """The image in this slot is complete. Raises ValueError unless the slot is assigned or
+        loading."""
         slot = self._slots[index]
         if slot.state not in (SlotState.ASSIGNED, SlotState.LOADING):
             raise ValueError(f"slot {index} is {slot.state}: only a slot that is filled is sealed")
         self._slots[index] = replace(slot, state=SlotState.SEALED, id=id, dead=False)
 
     def release(self, index: int, keep: StepId | None = None) -> None:
-        """Nobody fills this slot any more. `keep`: what its control page still seals, if valid.
+        """The slot is no longer being filled. `keep`: the step whose image its control page still
+        seals, None if there is no valid seal.
 
-        A sealed slot may be released, too, if nobody reads it: its image is dropped.
+        A sealed slot that is not pinned may be released, too, with `keep` None. Its image is
+        dropped. Raises ValueError if the slot cannot be released.
         """
         slot = self._slots[index]
         sealed = slot.state is SlotState.SEALED and keep is not None
@@ -168,15 +174,17 @@ class SlotTable:
         self._slots[index] = replace(slot, state=state, id=keep, dead=dead)
 
     def adopt(self, index: int, id: StepId) -> None:
-        """A slot found with a valid seal, after a restart. Raises ValueError unless empty."""
+        """Take over an image that was found with a valid seal after a restart. Raises ValueError
+        unless the slot is empty."""
         if self._slots[index].state is not SlotState.EMPTY:
             raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
         self._slots[index] = Slot(SlotState.SEALED, id)
 
     def reserve(self, expendable: Container[StepId] = frozenset()) -> int | None:
-        """A slot to load an image into that destroys no candidate, or None. `seal` it after.
+        """A slot to load an image into without destroying a candidate, or None. `seal` it later.
 
-        Empty or dead, or sealed with a step in `expendable`; oldest first, never pinned.
+        The slot is empty or dead, or else the oldest one sealed with a step in `expendable`. It is
+        never pinned.
         """
         free = self._free()
         spare = [
@@ -192,7 +200,8 @@ class SlotTable:
     # --- keeping -------------------------------------------------------------------------
 
     def pin(self, index: int) -> None:
-        """Keep this sealed image until `unpin`. Pins are counted. Raises ValueError if unsealed."""
+        """Keep this sealed image until `unpin`. Pins are counted. Raises ValueError unless the slot
+        is sealed."""
         slot = self._slots[index]
         if slot.state is not SlotState.SEALED:
             raise ValueError(f"slot {index} is {slot.state}: only a sealed image can be pinned")
@@ -210,7 +219,8 @@ class SlotTable:
         self._protected = frozenset(ids)
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
-        """Images of these steps are dead: first to be overwritten. Returns them."""
+        """Mark the images of dead steps, so that they are overwritten first. Returns their steps,
+        oldest first."""
         forgotten = []
         for i, slot in enumerate(self._slots):
             if slot.live and dead(slot.live):
@@ -221,11 +231,11 @@ class SlotTable:
     # --- asking --------------------------------------------------------------------------
 
     def holds(self, id: StepId) -> int | None:
-        """The slot with this sealed, live image, or None."""
+        """The index of the slot with this sealed, live image, or None."""
         return next((i for i, slot in enumerate(self._slots) if slot.live == id), None)
 
     def sealed(self) -> list[StepId]:
-        """The live images, oldest first."""
+        """The steps of the live images, oldest first."""
         return sorted({slot.live for slot in self._slots if slot.live})
 
     # --- inside --------------------------------------------------------------------------
@@ -234,7 +244,7 @@ class SlotTable:
         return [(i, slot) for i, slot in enumerate(self._slots) if slot.state is state]
 
     def _free(self) -> list[int]:
-        """Unpinned slots without a live image, the really empty ones first."""
+        """Indices of unpinned slots without a live image, the empty ones before the dead ones."""
         empty = [i for i, _ in self._with(SlotState.EMPTY)]
         dead = [i for i, slot in self._with(SlotState.SEALED) if slot.dead and not slot.pinned]
         return empty + dead

@@ -1,12 +1,13 @@
-"""Which steps are suspect, and which proven: what ends a crash loop.
+"""Which steps are suspect, and which are proven. This ends a crash loop.
 
 A life of the run that goes on from a step and fails by itself within `WITHIN` steps casts doubt on
-that step, and on the ones that lives before it went on from, as far as they are within `WITHIN`
-steps of the failure, too: a loop that creeps a step further each time is one. Two such failures,
-and the step is *suspect*, and with it all that descends from it. A step is *proven* once a later
-one was kept, `WITHIN` steps further on: nothing is kept of a step that is not healthy.
+that step. It also casts doubt on the steps that earlier lives went on from, if these lie within
+`WITHIN` steps of the failure, too: a loop that creeps one step further each time is still a loop.
+After two such failures the step is *suspect*, with every step that descends from it. A step is
+*proven* once a step at least `WITHIN` steps later was kept, because no step is kept that is not
+healthy.
 
-Pure, and nothing here is on record but the failures: what is proven is a property of storage.
+Pure. Only the failures are recorded: whether a step is proven follows from what lies on storage.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from dataclasses import dataclass
 from keepstep.steps import EpochId, StepId
 
 WITHIN = 20
-"""Steps after a restore in which a failure is held against it, and after which a step is proven."""
+"""A failure within so many steps after a restore casts doubt on the restored step. A step is proven
+by a kept step that lies so many steps later."""
 
 KEPT = 32
-"""Failures that are remembered. What is older is forgiven, or of lives that were left behind."""
+"""How many failures are remembered. Older ones are forgiven, or are of lives that the run left
+behind."""
 
 _TWICE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The script failed by itself when it had come to step `at`. `after`: the steps which that life
-    and those before it went on from, nearest first, as far as they are in doubt for it."""
+    """The script failed by itself when it had reached step `at`.
+
+    `after`: the steps on which this failure casts doubt, nearest first. That life and earlier ones
+    went on from them.
+    """
 
     at: StepId
     after: tuple[StepId, ...] = ()
@@ -40,8 +46,9 @@ class Failure:
         parent: Callable[[EpochId], StepId | None],
         alive: Callable[[StepId], bool],
     ) -> Failure:
-        """`parent`: the step that an epoch went on from, as far as that is known. `alive`: whether
-        the newest epoch descends from a step; one that was left behind is in no doubt any more."""
+        """`parent`: the step that an epoch went on from; None if there is none, or it is unknown.
+        `alive`: whether the newest epoch descends from a step. Only these steps are named in
+        `after`, because a step that was left behind is no longer in doubt."""
         found, epoch = list[StepId](), at.epoch
         while (one := parent(epoch)) is not None and one.epoch < epoch:
             if not 0 <= at.step - one.step <= WITHIN:
@@ -52,8 +59,8 @@ class Failure:
 
 
 def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Each once, as whoever knows the most of the lives before it tells it; of more than `KEPT` the
-    newest. Oldest first."""
+    """Each failure once, oldest first, and at most the newest `KEPT`. Of several records of one
+    failure, the one with the most steps in `after` is taken."""
     known = dict[StepId, Failure]()
     for one in failures:
         if one.at not in known or len(known[one.at].after) < len(one.after):
@@ -63,8 +70,12 @@ def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True)
 class Doubt:
-    """What is held against steps. `since`: it and all later ones are suspect; `newest`: the newest
-    step that is kept. `trusted`: steps that a person has pinned are proven, and never suspect."""
+    """Which steps are in doubt.
+
+    `since`: this step and all later ones are suspect; None: no step is. `newest`: the newest step
+    that is kept. `trusted`: steps that a person has pinned; they count as proven and are never
+    suspect.
+    """
 
     since: StepId | None = None
     newest: StepId | None = None
@@ -74,9 +85,9 @@ class Doubt:
     def of(
         cls, failures: Iterable[Failure], kept: Collection[StepId], trusted: Iterable[StepId] = ()
     ) -> Doubt:
-        """`failures`: as any machine of the run has them on record, which may be twice the same
-        one. `kept`: steps that are held and not dead; a failure that the run has left `WITHIN`
-        steps behind is forgiven."""
+        """`failures`: the records of all machines of the run, so one failure may be named twice.
+        `kept`: steps that are held and not dead. A failure is forgiven once the newest of them lies
+        `WITHIN` steps after it."""
         newest, trusted = max(kept, default=None), frozenset(trusted)
         held_against = dict[StepId, set[EpochId]]()
         for one in failures:
@@ -90,15 +101,20 @@ class Doubt:
         return self.since is not None and id >= self.since and id not in self.trusted
 
     def is_proven(self, id: StepId) -> bool:
-        """By a later step that is not in doubt itself."""
+        """Whether this step is trusted, or lies at least `WITHIN` steps before the oldest suspect
+        step; if none is suspect, before the newest kept step."""
         witness = self.newest if self.since is None else self.since
         survived = witness is not None and id.step + WITHIN <= witness.step
         return id in self.trusted or (survived and not self.is_suspect(id))
 
     def left(self, ids: Collection[StepId]) -> set[StepId]:
-        """Those of `ids` to go on from: all, while none is suspect. Else the proven ones, else the
-        oldest; a run that is younger than `WITHIN` steps loses no more by that. All, where every
-        one is suspect: there is nothing better, and a run is not kept from its start."""
+        """Those of `ids` to go on from.
+
+        While none is suspect: all of them. Else the proven ones that are not suspect. If there are
+        none: the oldest that is not suspect; a run that is younger than `WITHIN` steps loses no
+        more than these by it. If all are suspect: all of them, because there is no better choice
+        and a run must be able to start.
+        """
         sound = {id for id in ids if not self.is_suspect(id)}
         if not sound or len(sound) == len(ids):
             return set(ids)

@@ -1,14 +1,14 @@
 """The vote that every restart begins with: which step do all ranks restore?
 
-Every rank says what it can restore (`candidates.Candidates`); every rank evaluates the same votes
-with this pure function, so all come to the same decision without a coordinator. A step that fails
-its verification on any rank joins `excluded`, and all vote again.
+Every rank says what it can restore (`candidates.Candidates`). Every rank evaluates all votes with
+the same pure function (`choose`), so all reach the same decision without a coordinator. A step that
+fails its verification on any rank is added to `excluded`, and all ranks vote again.
 
-A rank can go on from an image of its own (of a step that as many ranks saved as run now), or from
-an *offer*: a step of any world size of which its sidecar can bring every byte. The newest step that
-every rank can go on from wins, whichever way each of them does it; only where twins would stand in
-for some ranks, one that is exact and nearby comes first (`_preferred`). What is suspect is passed
-over (`keepstep.core.suspicion`).
+A rank can go on from an image of its own, if as many ranks saved the step as run now. Or it can go
+on from an *offer*: a step of any world size of which its sidecar can bring every byte. The newest
+step that every rank can go on from wins, in whichever way each rank does it. There is one
+exception: where twins would stand in for some ranks, an exact step that is nearby comes first
+(`_preferred`). Suspect steps are passed over (`keepstep.core.suspicion`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError,
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 LAST_EARLY_STEP = 2
-"""The highest second step of a run: loops begin at 0 or at 1."""
+"""The highest number that the second step of a run can have: loops begin at 0 or at 1."""
 
 _RANKS_NAMED = 8
 _STEPS_NAMED = 3
@@ -30,13 +30,13 @@ _STEPS_NAMED = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """Restore `id`, each rank from its tier in `tiers`; `id` None: there is nothing, anywhere.
+    """Restore `id`, each rank from its tier in `tiers`. `id` None: begin at step 0.
 
-    `epoch_number`: of the epoch that begins now, higher than any that any rank has seen.
-    `incomplete`: first steps that only some ranks hold; the run begins anew without them.
-    `direct`: per rank, whether it restores the image of its own rank; else it assembles its state
-    from the images of all `world` ranks that saved the step.
-    `suspects`: steps that were passed over, oldest first.
+    `epoch_number`: the number of the epoch that begins now, higher than any that any rank has seen.
+    `incomplete`: first steps that only some ranks hold; the run begins at step 0 without them.
+    `direct`: for each rank, whether it restores the image of its own rank. If not, it assembles its
+    state from the images of all `world` ranks that saved the step.
+    `suspects`: suspect steps newer than `id` that were passed over, oldest first.
     """
 
     id: StepId | None
@@ -48,13 +48,13 @@ class Decision:
     suspects: tuple[StepId, ...] = ()
 
     def epoch(self, nonce: str) -> Epoch:
-        """The epoch that begins now; `nonce`: 8 hex digits of chance, from one rank for all."""
+        """The epoch that begins now. `nonce`: 8 random hex digits, drawn by one rank for all."""
         return Epoch(EpochId(self.epoch_number, nonce), self.id)
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How one rank would come to a step: by an image of its own (`direct`), or by an offer."""
+    """How one rank would restore a step: from an image of its own (`direct`), or from an offer."""
 
     tier: Tier
     world: int
@@ -73,19 +73,20 @@ def choose(
 ) -> Decision:
     """Decide from the votes of all ranks, in rank order.
 
-    `limit`: nothing newer is used, for somebody wants to go back to it; `exact`: nothing older
-    either. With a limit a run never begins anew, and nothing is suspect: a person wants it.
+    `limit`: use no step that is newer, because a person or the script asked to go back to it.
+    `exact`: use no older step either. With a limit, a run never begins at step 0, and no step
+    counts as suspect, because the limit was asked for.
 
     Raises:
         WorldChangedError: the newest step has another world size, and not every rank's sidecar
             can bring all of it.
         NothingCommonError: ranks hold steps, but none can be restored by all.
-        RestoreError: nothing in common, and a rank does not know what it has; or everything
-            in common failed its verification; or nothing is within the limit.
+        RestoreError: no step is common, and a rank does not know what it has; or all steps that
+            were found failed their verification; or no common step is within the limit.
     """
     number = max((vote.highest_epoch for vote in votes), default=0) + 1
     allowed = _allowed(excluded, limit, exact=exact)
-    distinct = {id(vote): vote for vote in votes}  # most ranks of a large world say the same
+    distinct = {id(vote): vote for vote in votes}  # most ranks of a large world share one object
     made = {at: _ways(vote, len(votes), allowed) for at, vote in distinct.items()}
     ways = [made[id(vote)] for vote in votes]
     common = _common(list(made.values()))
@@ -114,9 +115,12 @@ def choose(
 
 
 def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[StepId | None, bool]:
-    """`limit` and `exact` of `choose`, as any vote names them: a sidecar that was not told, or not
-    yet, goes along. `step`: what the script itself asks for, which counts where nobody else asks.
-    Raises RestoreError when that cannot be followed."""
+    """`limit` and `exact` for `choose`, taken from any vote that names them.
+
+    A sidecar that was not told of a limit (or not yet) follows the others. `step`: the step that
+    the script itself asks for; it counts only if no vote asks for one. Raises RestoreError if the
+    request cannot be followed.
+    """
     if runs := {vote.limit_run for vote in votes if vote.limit_run}:
         raise RestoreError(
             f"going back to a step of run {', '.join(sorted(runs))} was asked for, but this version"
@@ -143,14 +147,15 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
 
 
 def _of_number(votes: Sequence[Candidates], step: int) -> StepId | None:
-    """The newest step of that number that all ranks see; else the newest that one of them sees."""
+    """The newest step with this number that all ranks see, else the newest that any of them sees;
+    None if there is none."""
     seen = [{one.id for one in _found(vote) if one.id.step == step} for vote in votes]
     common, some = set.intersection(*seen), set.union(*seen)
     return max(common or some, default=None)
 
 
 def nothing_is_kept(votes: Sequence[Candidates]) -> bool:
-    """Whether each of these ranks could look, and found nothing; and nobody wants to go back."""
+    """Whether each of these ranks could look and found nothing, and none was asked to go back."""
     asked = any(vote.wanted or vote.limit or vote.limit_run for vote in votes)
     return _all_none(votes) and not asked
 
@@ -169,7 +174,8 @@ def _allowed(
 
 
 def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> _Ways:
-    """An image of its own is preferred to an offer: it needs nobody else's."""
+    """By step, how this rank would restore it. An image of its own is preferred to an offer,
+    because it needs no image of another rank."""
     ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
     own = (one for one in vote.candidates if one.world == running and allowed(one.id))
     ways.update({one.id: _Way(one.tier, one.world, True) for one in own})
@@ -177,7 +183,8 @@ def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> 
 
 
 def _common(ways: Sequence[_Ways]) -> set[StepId]:
-    """Steps that every rank can go on from. One of two world sizes is of two writers: no."""
+    """Steps that every rank can go on from. A step with two world sizes was saved by two writers
+    and is left out."""
     if not ways:
         return set()
     ids = set(ways[0]).intersection(*ways[1:])
@@ -185,10 +192,15 @@ def _common(ways: Sequence[_Ways]) -> set[StepId]:
 
 
 def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
-    """The newest; but an offer of as many ranks as run means twins, which have a rank's boxes but
-    not its buffers, RNG and extras. So the newest step of which all ranks have their own images is
-    taken instead where these ranks have it nearby: `commit_rule.whole`, which each sidecar follows
-    in what it offers, over what only all of them see together."""
+    """The newest common step, or an older exact one.
+
+    If a rank has only an offer of the newest step, and the step's world size is the one that runs,
+    a twin would stand in for that rank. A twin has the rank's boxes, but not its buffers, RNG and
+    extras. So the newest step of which all ranks have their own images is taken instead, if the
+    ranks that have only an offer have their images of it nearer than the archive.
+    `commit_rule.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
+    to what all sidecars see together.
+    """
     newest = max(common)
     by_twins = [each for each in ways if not each[newest].direct]
     exact = max((id for id in common if all(each[id].direct for each in ways)), default=None)
@@ -200,8 +212,9 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
 def _check_world(
     votes: Sequence[Candidates], newest: StepId | None, allowed: Callable[[StepId], bool]
 ) -> None:
-    """Where no sidecar offers anything, an older step is not taken instead of one of another world:
-    nobody has looked whether the newer one is whole."""
+    """Raises WorldChangedError if no sidecar offers anything and a newer common step is of another
+    world. The older step is not taken instead, because no sidecar has checked whether the newer one
+    is whole."""
     if not votes or any(vote.offers for vote in votes):
         return
     held = ({one.id: one.world for one in vote.candidates if allowed(one.id)} for vote in votes)
@@ -214,7 +227,7 @@ def _check_world(
 
 
 def _doubt(votes: Sequence[Candidates]) -> Doubt:
-    """Of all ranks together: each machine has on record what failed there."""
+    """The doubt over all ranks together. Each machine has a record only of its own failures."""
     return Doubt.of(
         [one for vote in votes for one in vote.failures],
         {one.id for vote in votes for one in _found(vote)},
@@ -231,15 +244,17 @@ def _found(vote: Candidates) -> tuple[Candidate | Offer, ...]:
 
 
 def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
-    """No rank holds more than the first two steps of an epoch, and none is held by all ranks.
+    """Whether no rank holds more than the first two steps of an epoch, and nothing is offered. The
+    caller has already found that no step is held by all ranks.
 
-    The one exception to "step 0 needs NONE from every rank": a run that was killed before the
-    slowest rank sealed its first image could never start again. Ranks move in lock step: when a
-    rank has sealed its second step, every other one has at least begun to copy its first.
+    This is the one exception to "step 0 needs NONE from every rank". Without it, a run that was
+    killed before its slowest rank sealed its first image could never start again. Ranks move in
+    lock step: when one rank has sealed its second step, every other rank has at least begun to copy
+    its first.
     """
     return all(
         (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
-        and not vote.offers  # a whole step is more than nothing, whoever can reach it
+        and not vote.offers  # a whole step is worth restoring, even if only one rank can reach it
         and all(one.world == len(votes) for one in vote.candidates)
         and all(_early(steps) for steps in _steps_by_epoch(vote).values())
         for vote in votes

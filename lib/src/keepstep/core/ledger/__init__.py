@@ -1,11 +1,11 @@
-"""What a run has kept, decided from reports alone: see docs/ledger.md.
+"""Decides what a run has kept, from reports alone: see docs/ledger.md.
 
 machine       the ledger: events in, actions out
 commit_rule   when a step is committed, whole, or at risk
 holding       what one place holds of one step, as a bitmap of ranks
 lineage       which steps the newest epoch goes on from
-alarms        what people should hear of
-events        what goes in and comes out
+alarms        what people should look at
+events        the values that go in and come out
 """
 
 from keepstep.core.ledger.events import (

@@ -1,4 +1,4 @@
-"""What a person should look at: pure functions from the ledger's state to alarms that stand now."""
+"""What a person should look at: functions from the ledger's state to the alarms that stand now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED = 8
 
 
 def few(numbers: Collection[int]) -> str:
-    """Some numbers as text, not thousands of them."""
+    """These numbers as text, at most the lowest `_NAMED` of them."""
     named = [str(number) for number in sorted(numbers)[:_NAMED]]
     return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
 
@@ -22,7 +22,7 @@ def few(numbers: Collection[int]) -> str:
 def epoch_conflicts(
     parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
 ) -> Iterator[Alarm]:
-    """Two lives at once: an epoch with two parents, or two epochs with one number."""
+    """Two lives of the run at once: an epoch with two parents, or two epochs with one number."""
     for id, named in parents.items():
         if len(named) > 1:
             names = " and ".join(sorted(str(parent) for parent in named))
@@ -49,7 +49,7 @@ def two_writers(copies: Completeness) -> Iterator[Alarm]:
 def world_changed(
     copies: Completeness, newest: StepId | None, *, world: int | None
 ) -> Iterator[Alarm]:
-    """The newest complete step was saved by another number of ranks than run now."""
+    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
     if newest is not None and world is not None:
         for saved in copies.worlds(newest) - {world}:
             text = f"step {newest} was saved by {saved} ranks, but {world} are running"
@@ -67,14 +67,15 @@ def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
 
 
 class Signatures:
-    """The parameters' digests of the newest commits, remembered because shards get retired."""
+    """The digests of the parameters in the newest `kept` commits. They are remembered here because
+    shards are retired."""
 
     def __init__(self, *, kept: int) -> None:
         self._kept = kept
         self._of_step: dict[StepId, array[int]] = {}
 
     def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
-        """Steps were committed on a durable tier, oldest first."""
+        """Take in steps that were committed on a durable tier, oldest first."""
         for id in ids[-self._kept :]:
             (world,) = copies.worlds(id)
             digests = array("i", [0]) * world
@@ -87,13 +88,13 @@ class Signatures:
             del self._of_step[old]
 
     def stale(self) -> Iterator[Alarm]:
-        """Steps advance within one epoch, but no rank's parameters changed."""
+        """The steps advance within one epoch, but no rank's parameters change."""
         ids = sorted(self._of_step)
         if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
             return
         first, *others = (self._of_step[id] for id in ids)
         if 0 not in first and all(other == first for other in others):
-            # No step in the text: an alarm that stands is said once, not once a commit.
+            # The text names no step, so that a standing alarm is said once, not with each commit.
             yield Alarm(
                 AlarmKind.STALE_SNAPSHOT,
                 f"the parameters of all ranks were the same in the last {len(ids)} commits of "

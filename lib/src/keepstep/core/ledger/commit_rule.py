@@ -1,13 +1,15 @@
-"""Who holds what: the merged reports, and which steps are complete.
+"""Who holds which images: the merged reports, and which steps are complete.
 
-A step is complete on a tier when the images of one world size, on that tier or a stronger one,
-cover all its ranks. That is the commit rule: nothing else makes a commit of a step that no later
-epoch left behind (`lineage`), and it can be recomputed from what lies on storage at any time.
+A step is complete on a tier when images of one world size, on that tier or a stronger one, cover
+all ranks of that world. This is the commit rule: a complete step that no later epoch left behind
+(`lineage`) is committed, and no other step is. It can be recomputed at any time from what lies on
+storage.
 
 A step that is not complete may still be covered: each rank whose image is gone has a twin, whose
-image holds the very same boxes. Nothing is committed by that, but it can be restored.
+image holds the very same boxes. Such a step is not committed, but it can be restored.
 
-Ranks are bits of an integer: what a node holds of a step is one number, however many ranks it has.
+A set of ranks is a bitmap in an integer: what a node holds of a step is one number, however many
+ranks it has.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 NO_NODE = -1
 _FEW_COPIES = 64
 _BLOCK = 64
-"""Ranks whose copies are looked for together."""
+"""Ranks of one block. `Tally` indexes copies by block."""
 _BLOCK_RANKS = (1 << _BLOCK) - 1
 
 
 def _blocks(ranks: int) -> Iterator[int]:
-    """Those that these ranks are of."""
+    """The numbers of the blocks that contain these ranks."""
     last = -1
     for rank in bits(ranks):
         if rank // _BLOCK != last:
@@ -40,8 +42,11 @@ def _blocks(ranks: int) -> Iterator[int]:
 
 
 class Tally:
-    """The copies of one step. `contested`: ranks of which two different images exist. `known`: two
-    bits for each tier, whether it was judged and whether it is complete there."""
+    """The copies of one step.
+
+    `contested`: bitmap of the ranks of which two different images exist. `known`: two bits for each
+    tier: whether completeness was judged there, and whether the step is complete there.
+    """
 
     __slots__ = ("_near", "_reached", "_rooted", "contested", "copies", "id", "known")
 
@@ -55,14 +60,15 @@ class Tally:
         self._rooted = 0
 
     def came(self, held: Holding, ranks: int) -> None:
-        """One of the copies is of these ranks, too, or anew."""
+        """`held`, one of the copies, now has images of these ranks, or others than before."""
         if self._near is not None:
             self._find(held, ranks)
         if self._reached is not None:
             self._reach_by(held)
 
     def went(self, held: Holding, ranks: int) -> None:
-        """One of the copies is of these ranks no more, or gone with them."""
+        """`held` lost its images of these ranks. If they were all it had, it is no longer among
+        the copies."""
         if len(self.copies) <= _FEW_COPIES:
             self._reached = self._near = None
             return
@@ -80,8 +86,11 @@ class Tally:
                 del self._reached[at]
 
     def _reach(self) -> dict[tuple[Tier, int], int]:
-        """By tier and world all ranks of which there are copies: thousands of nodes have one each,
-        and with each of them it is asked anew what is complete."""
+        """By (tier, world), the bitmap of all ranks of which there are copies.
+
+        Kept up to date, because thousands of nodes may have one copy each, and after the report of
+        each of them completeness is asked again.
+        """
         if self._reached is None:
             self._reached, self._rooted = {}, 0
             for held in self.copies:
@@ -98,13 +107,13 @@ class Tally:
         return {world for _, world in self._reach()}
 
     def may_differ(self, ranks: int, rooted: int) -> bool:
-        """Whether images that come, of `rooted` ranks with digests, can change what is contested:
-        all there are need not be compared else."""
+        """Whether images of `ranks` that are about to be added can change `contested`. If not, the
+        images need not be compared. `rooted`: those of these ranks whose images have digests."""
         self._reach()
         return bool(self.contested & ranks or self._rooted & rooted)
 
     def contest(self, ranks: int) -> None:
-        """Compare all images that there are of these ranks."""
+        """Compare all images of these ranks and update `contested`."""
         there = [held for held in self._of(ranks) if held.ranks & ranks]
         once = twice = found = 0
         for held in there:
@@ -117,8 +126,11 @@ class Tally:
         self.contested = self.contested & ~ranks | found & ranks
 
     def _of(self, ranks: int) -> Iterable[Holding]:
-        """All copies that may be of these ranks. Of a step with thousands of copies each report
-        compares its own: which are near is worked out once."""
+        """All copies that may have images of these ranks.
+
+        With thousands of copies, an index by block is built once, because each report compares the
+        images of its own ranks.
+        """
         if len(self.copies) <= _FEW_COPIES:
             return self.copies
         if self._near is None:
@@ -143,7 +155,8 @@ class Tally:
                 self._near[one].remove(held)
 
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
-        """Ranks of which a copy lies on one of these tiers, on other nodes than these."""
+        """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
+        `without`."""
         found = 0
         if not without:
             for (tier, _), ranks in self._reach().items():
@@ -170,7 +183,10 @@ class Tally:
 
 
 class Answers:
-    """What one node said of its ranks on one tier, and of which it told before it was gone."""
+    """What one node answered for its ranks on one tier, as bitmaps.
+
+    `gone`: ranks for which the node had answered before it, or the rank, was gone.
+    """
 
     __slots__ = ("gone", "none", "steps", "unknown")
 
@@ -178,7 +194,7 @@ class Answers:
         self.unknown = self.none = self.steps = self.gone = 0
 
     def say(self, answers: Mapping[int, Answer]) -> bool:
-        """What it says of each rank; whether that is news."""
+        """Take in an answer for each rank. Returns whether anything changed."""
         before = (self.unknown, self.none, self.steps, self.gone)
         said = dict.fromkeys(Answer, 0)
         for rank, answer in answers.items():
@@ -191,7 +207,7 @@ class Answers:
         return before != (self.unknown, self.none, self.steps, self.gone)
 
     def leave(self, ranks: int) -> None:
-        """Nobody is there any more to ask about these."""
+        """Nobody can answer for these ranks any more."""
         self.gone |= (self.unknown | self.none | self.steps) & ranks
         self.unknown, self.none, self.steps = (
             self.unknown & ~ranks,
@@ -210,10 +226,11 @@ _ALL_RANKS = -1
 
 
 class Completeness:
-    """Every copy that was reported. Node ranks are kept apart, since a moved rank's old node may
-    still hold some of its shards; questions are answered over all of them.
+    """Every copy that was reported.
 
-    `changed`: steps whose copies are others than when whoever owns this emptied it last.
+    Copies are kept by node rank, because the old node of a rank that moved may still hold some of
+    its shards. Answers cover all nodes. `changed`: steps whose copies changed since the owner last
+    emptied this set.
     """
 
     def __init__(self) -> None:
@@ -231,10 +248,10 @@ class Completeness:
     # --- changing ------------------------------------------------------------------------
 
     def replace(self, node_rank: int, reports: Mapping[int, RankReport]) -> None:
-        """What this node says of these ranks, for each tier that a rank's report names; of all
-        ranks at once, since they have the same steps.
+        """Take in what this node reports of these ranks, for each tier that a rank's report names.
+        All ranks are taken in at once, because they have the same steps.
 
-        There is one archive: whoever looked at it last is believed, whichever node that was.
+        There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
             told = {
@@ -261,7 +278,8 @@ class Completeness:
                 self._in_memory.put(node_rank, held)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
-        """Forget what this node said (of this rank). What is in the archive is still there."""
+        """Forget what this node reported of this rank (None: of all ranks). Images in the archive
+        are not forgotten."""
         ranks = _ALL_RANKS if rank is None else 1 << rank
         for place in list(self._places.get(node_rank, ())):
             for id in list(self._held[place]):
@@ -273,13 +291,13 @@ class Completeness:
         self._in_memory.put(node_rank, self._in_memory[node_rank] & ~ranks)
 
     def keep_newest(self, at: int, most: int) -> None:
-        """Forget what is held there of older steps, on each tier."""
+        """Forget all but the newest `most` steps that are held at `at`, on each tier."""
         for place in list(self._places.get(at, ())):
             for id in sorted(self._held[place])[:-most]:
                 self._take_out(place, id, _ALL_RANKS)
 
     def _keep(self, at: int, tier: Tier, ranks: int, images: Mapping[_Key, _Images]) -> None:
-        """Forget what is held of these ranks here, but these images."""
+        """Forget the images of these ranks here, except `images`."""
         for place in self._at(at, tier) if ranks else ():
             for id, held in [*self._held[place].items()]:
                 if held.ranks & ranks:
@@ -297,7 +315,7 @@ class Completeness:
                     self._take_out(place, id, ranks)
 
     def _put(self, place: Place, told: _Images) -> None:
-        """Images of one step that are here."""
+        """Take in images of one step at this place."""
         steps = self._held.get(place)
         if steps is None:
             steps = self._held[place] = {}
@@ -330,7 +348,8 @@ class Completeness:
         self._note(tally.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
-        """Steps stay by the thousand: what is the same of them is one object."""
+        """The step's tally, made if there is none. There may be thousands of steps, so steps of one
+        epoch share one `EpochId` object."""
         tally = self._of_step.get(id)
         if tally is None:
             at = bisect_left(self._steps, id)
@@ -342,7 +361,7 @@ class Completeness:
         return tally
 
     def _take_out(self, place: Place, id: StepId, ranks: int) -> None:
-        """These ranks' images of the step are not here any more."""
+        """Remove the images of these ranks and this step from this place."""
         held, tally = self._held[place][id], self._of_step[id]
         leaving = held.ranks & ranks
         if not leaving:
@@ -381,7 +400,7 @@ class Completeness:
 
     @property
     def steps(self) -> list[StepId]:
-        """Every step that anybody holds anywhere, oldest first."""
+        """Every step of which any node or the archive holds an image, oldest first."""
         return self._steps
 
     @property
@@ -391,7 +410,7 @@ class Completeness:
 
     @property
     def contested_steps(self) -> list[StepId]:
-        """Those of which two different images of a rank exist, oldest first."""
+        """Steps of which two different images of one rank exist, oldest first."""
         return sorted(self._contested)
 
     def copies(self, id: StepId) -> Sequence[Holding]:
@@ -399,33 +418,33 @@ class Completeness:
         return self._tally(id).copies
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
-        """What this node holds on this tier."""
+        """The steps that this node holds on this tier, each with its copies."""
         for place in self._at(node_rank, tier):
             yield from self._held[place].items()
 
     def count(self, at: int) -> int:
-        """How many steps it holds, each on each tier."""
+        """How many steps are held at `at`. A step counts once for each tier and world."""
         return sum(len(self._held[place]) for place in self._places.get(at, ()))
 
     def held(self, at: int, tier: Tier) -> int:
-        """The ranks of which it holds any image on this tier."""
+        """Bitmap of the ranks of which any image is held at `at` on this tier."""
         found = 0
         for _, held in self.of_node(at, tier):
             found |= held.ranks
         return found
 
     def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
-        """The ranks of which a copy of this step lies on one of these tiers."""
+        """Bitmap of the ranks of which a copy of this step lies on one of these tiers."""
         return self._tally(id).ranks(tuple(tiers))
 
     def worlds(self, id: StepId) -> set[int]:
-        """The world sizes that copies of this step name: one, unless something is very wrong."""
+        """The world sizes that copies of this step name. More than one means a serious error."""
         return self._tally(id).worlds()
 
     def complete(self, id: StepId, tier: Tier) -> bool:
-        """Every rank of the step's world has a copy on this tier or a stronger one.
+        """Whether every rank of the step's world has a copy on this tier or a stronger one.
 
-        A step of two writers is never complete: nobody can say which of both images is right.
+        A step with two writers is never complete, because nobody can say which image is right.
         """
         tally = self._of_step.get(id)
         return tally is not None and tally.complete(tier)
@@ -438,11 +457,11 @@ class Completeness:
         return self._of_step.get(id) or Tally(id)
 
     def is_there(self, id: StepId) -> bool:
-        """Whether anybody holds anything of it."""
+        """Whether any copy of this step is held anywhere."""
         return id in self._of_step
 
     def interned(self, id: StepId) -> StepId:
-        """The same step, as the one object that stands for it here."""
+        """An equal `StepId`: the one object that is used for this step here."""
         tally = self._of_step.get(id)
         return id if tally is None else tally.id
 
@@ -451,7 +470,7 @@ class Completeness:
     ) -> Coverage | None:
         """What can be reached of the step on this tier or a stronger one, `without` these nodes.
 
-        None: nobody can say, for there are two writers or two world sizes.
+        None if nobody can say, because there are two writers or two world sizes, or no copy at all.
         """
         tally = self._tally(id)
         worlds = tally.worlds()
@@ -460,9 +479,10 @@ class Completeness:
         return _spread(tally, at_least(tier), world=min(worlds), without=without)
 
     def answer(self, rank: int, tier: Tier) -> Answer:
-        """What is there of this rank, on any node; in the archive: of any rank.
+        """The answer for this rank on this tier, over all nodes. For the archive: the answer for
+        the whole run.
 
-        Silence is UNKNOWN.
+        Without any answer it is UNKNOWN.
         """
         said = self._said(tier)
         if tier is Tier.ARCHIVE:
@@ -471,14 +491,16 @@ class Completeness:
         return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
 
     def silent(self, tier: Tier) -> int:
-        """Ranks whose answer is UNKNOWN, of those that were ever told of and all that were not."""
+        """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
+        reported. So it may have infinitely many bits (a negative number)."""
         if tier is Tier.ARCHIVE:
             return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
         return said.unknown | ~(said.none | said.steps)
 
     def out_of_reach(self, rank: int, tier: Tier) -> bool:
-        """Only nodes that are gone ever told of this: nobody is there to wait for."""
+        """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
+        for an answer is useless."""
         said = self._said(tier)
         there = said.unknown | said.none | said.steps
         return bool(said.gone >> rank & 1) and not there >> rank & 1
@@ -493,7 +515,7 @@ class Completeness:
         return merged
 
     def twice_in_memory(self) -> dict[int, set[int]]:
-        """rank -> node ranks, where more than one holds images of it in memory."""
+        """rank -> node ranks, for each rank whose images are in the memory of more than one."""
         return {rank: self._in_memory.having(rank) for rank in bits(self._in_memory.twice)}
 
 
@@ -501,12 +523,14 @@ _Key = tuple[int, int, str, int]
 
 
 def _key(id: StepId, world: int) -> _Key:
-    """Stands for both: a report names each step for each of its ranks, and these are quick."""
+    """A key for a step and a world size. A report names each step once for each of its ranks, and a
+    tuple of numbers and a string is hashed faster than a `StepId`."""
     return id.step, id.epoch.number, id.epoch.nonce, world
 
 
 class _Images:
-    """What is told of one step: an image of each of these ranks, of some (`doubled`) another."""
+    """What a report says of one step. `of`: an image of each rank in the bitmap `ranks`. `doubled`:
+    ranks of which the report names a second, different image."""
 
     __slots__ = ("doubled", "id", "of", "ranks", "world")
 
@@ -518,7 +542,7 @@ class _Images:
 
 
 def _by_step(sealed: Iterable[tuple[int, Iterable[Told]]]) -> dict[_Key, _Images]:
-    """What is told of each rank."""
+    """Group the reported images, given by rank, by step and world."""
     found: dict[_Key, _Images] = {}
     for rank, shards in sealed:
         bit = 1 << rank
@@ -542,7 +566,8 @@ def _one_of(unknown: object, none: object, steps: object) -> Answer:
 
 
 def _answer(held: int, said: Answer | None) -> Answer:
-    """A report that lists steps cannot mean NONE; one that lists none must say so itself."""
+    """The answer of a report. A report that lists steps cannot mean NONE. One that lists no steps
+    means NONE only if it says so itself."""
     if held and said is not Answer.UNKNOWN:
         return Answer.STEPS
     return said or Answer.UNKNOWN
@@ -550,14 +575,18 @@ def _answer(held: int, said: Answer | None) -> Answer:
 
 # --- coverage --------------------------------------------------------------------------------
 #
-# Boxes are counted by rank, never one by one: twins are ranks whose images have the very same
-# boxes (`image.Layout.twins`), so that an image of any of them stands for all.
+# Boxes are counted by rank, never one by one. Twins are ranks whose images have the very same boxes
+# (`image.Layout.twins`), so an image of any of them stands for all.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """`found`: by tier, nearest first, the ranks that find their boxes there, each once; of those
-    in `twins` a twin's. `world`: how many ranks saved the step."""
+    """Where the ranks of a step find their boxes.
+
+    `found`: for each tier, nearest first, the bitmap of the ranks that find their boxes there. Each
+    rank is named once. `twins`: the ranks among them for which only a twin's image was found.
+    `world`: how many ranks saved the step.
+    """
 
     found: tuple[tuple[Tier, int], ...]
     twins: int
@@ -565,24 +594,24 @@ class Coverage:
 
     @property
     def tiers(self) -> Mapping[int, Tier]:
-        """Per rank, the nearest tier that holds its image or, of those in `by_twins`, a twin's."""
+        """By rank, the nearest tier that holds its image; for ranks in `by_twins`, a twin's."""
         each = {rank: tier for tier, ranks in self.found for rank in bits(ranks)}
         return {rank: each[rank] for rank in sorted(each)}
 
     @property
     def by_twins(self) -> list[int]:
-        """Ranks whose own image is gone."""
+        """Ranks whose own image is gone and for which a twin's stands in."""
         return list(bits(self.twins))
 
     @property
     def lost(self) -> list[int]:
-        """Ranks whose boxes nobody holds. Worked out when asked for: a world is what somebody
-        said, and may be far larger than all that is there."""
+        """Ranks whose boxes nobody holds. Computed only when asked for: the world size is what a
+        report said, and may be far larger than the number of images."""
         return list(bits(~self._all & ((1 << self.world) - 1)))
 
     @property
     def whole(self) -> bool:
-        """Every box is there."""
+        """Whether every box can be reached."""
         return is_full(self._all, self.world)
 
     @property
@@ -593,7 +622,7 @@ class Coverage:
         return found
 
     def on(self, tiers: Collection[Tier]) -> int:
-        """Ranks that find their boxes on one of these tiers."""
+        """Bitmap of the ranks that find their boxes on one of these tiers."""
         found = 0
         for tier, ranks in self.found:
             found |= ranks if tier in tiers else 0
@@ -625,28 +654,28 @@ def _spread(
 #
 # Which steps could be restored, whole, from what can be reached: pure questions over the copies.
 #
-# This is more than what is committed: a step may be whole by twins alone, after its other replica
-# was lost with a node. It never makes a commit, and never lets anything be deleted.
+# These are more steps than the committed ones: a step may be whole by twins alone, after its other
+# replica was lost with a node. Such a step is never a commit, and never causes a deletion.
 
 
 def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
     """Restorable steps of which every box can be reached somewhere, oldest first.
 
     A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which twins
-    stand in for ranks is left out when these ranks have their own images of the newest complete
-    step before it nearby: a crash, or the loss of a node with a buddy, goes on from there, exactly,
-    at most a few steps back.
+    stand in for ranks is left out if these ranks have their own images of the newest complete step
+    before it nearby. After a crash, or after the loss of a node with a buddy, the run then goes on
+    from that complete step: exactly, and at most a few steps back.
     """
     return tuple(reversed(list(_whole(copies, lineage))))
 
 
 def newest_whole(copies: Completeness, lineage: Lineage) -> StepId | None:
-    """The last of them, found without a look at those before it."""
+    """The newest step of `whole`, found without judging all the older ones."""
     return next(_whole(copies, lineage), None)
 
 
 def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
-    """Newest first."""
+    """The steps of `whole`, newest first."""
     for place in reversed(range(len(copies.steps))):
         id = copies.steps[place]
         if not lineage.restorable(id):
@@ -668,7 +697,8 @@ def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
 
 
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:
-    """Whether its ranks without an image of their own have one of the complete step nearby."""
+    """Whether the ranks that have only a twin's image in `of` have their own images of the complete
+    step nearby (not only in the archive), and both steps have the same world size."""
     near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
     return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
@@ -677,7 +707,7 @@ def without(
     copies: Completeness, lineage: Lineage, node_ranks: Collection[int], tier: Tier
 ) -> StepId | None:
     """The newest step that this tier and stronger ones would still hold, whole, without what these
-    nodes told of."""
+    nodes reported."""
     for id in reversed(copies.steps):
         if lineage.restorable(id):
             left = copies.coverage(id, tier, without=node_ranks)

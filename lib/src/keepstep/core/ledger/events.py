@@ -1,7 +1,8 @@
-"""What goes into the ledger and what comes out: values only.
+"""The events that go into the ledger, and the actions and answers that come out: values only.
 
-Reports are level-triggered: one says what *is* there, whole, and replaces what the same node said
-before of the same rank and tier. So a report may be lost, repeated, or merged with the next one.
+Reports are level-triggered: a report says all that *is* there now, and replaces what the same node
+reported before of the same rank and tier. So a report may be lost, repeated, or merged with the
+next one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerConfig:
-    """`tiers`: those that this run has; each must answer before a run may begin at step 0.
+    """`tiers`: the tiers of this run. Each must answer before the run may begin at step 0.
 
-    `world`: ranks running now, None while unknown. `retention`: per durable tier; a tier that is
-    not named is never cleaned. `stale_after`: committed steps in a row with unchanged parameters
-    on every rank before that is alarming (gradient accumulation leaves some unchanged).
+    `world`: how many ranks run now, None while unknown. `retention`: the policy of each durable
+    tier. From a tier without a policy nothing is ever deleted. `stale_after`: after so many
+    committed steps in a row with unchanged parameters on every rank, an alarm is raised (gradient
+    accumulation leaves some steps unchanged).
     """
 
     tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)
@@ -39,8 +41,12 @@ class LedgerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one node has of one rank. A tier named in `sealed` or `answers` is replaced as a whole,
-    unless `gone` names it, too: then `sealed` comes to what is known, and those steps leave it."""
+    """What one node has of one rank.
+
+    A tier that `sealed` or `answers` names is replaced as a whole, unless `gone` names it, too. Of
+    such a tier, the images in `sealed` are added to what is known, and the steps in `gone` are
+    removed.
+    """
 
     sealed: Mapping[Tier, tuple[Told, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
@@ -51,8 +57,8 @@ class RankReport:
 class Reported:
     """A node rank says what it has of some ranks, and every epoch that it ever saw.
 
-    `sequence`: grows with every report of this node rank; an older one than the last is ignored.
-    0: reports arrive in order.
+    `sequence`: grows with every report of this node rank. A report with a lower number than the
+    last one is ignored. Always 0: reports arrive in order.
     """
 
     node_rank: int = 0
@@ -70,9 +76,10 @@ class EpochStarted:
 
 @dataclass(frozen=True)
 class FreshStartAcknowledged:
-    """Somebody knows that this epoch began anew although older steps exist: they may go.
+    """It was acknowledged that this epoch began at step 0 although older steps exist. The older
+    steps may then be deleted.
 
-    `epoch` None: the newest one that began anew.
+    `epoch` None: the newest epoch that began at step 0 beside older steps.
     """
 
     epoch: EpochId | None = None
@@ -101,7 +108,8 @@ Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
 
 @dataclass(frozen=True)
 class Committed:
-    """Every rank holds this step on this tier or a stronger one. Said once per tier and step."""
+    """Every rank holds this step on this tier or a stronger one. Said once per tier and step, and
+    again if the step was lost and came back."""
 
     tier: Tier
     id: StepId
@@ -109,7 +117,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Retire:
-    """Delete these ranks' copies on this tier. Said again until reports show that they are gone."""
+    """Delete these ranks' copies on this tier. Repeated until reports show that they are gone."""
 
     tier: Tier
     id: StepId
@@ -128,7 +136,8 @@ class AlarmKind(Word):
 
 @dataclass(frozen=True)
 class Alarm:
-    """Said once, and again only after it was gone in between."""
+    """A condition that a person should look at. Said once when it arises, and again only if it
+    went away in between."""
 
     kind: AlarmKind
     text: str
@@ -142,10 +151,12 @@ Action = Committed | Retire | Alarm
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Restore this step, each rank of those that saved it from the nearest tier that holds it.
+    """Restore this step.
 
-    `world`: how many saved it; when others run now, they share out its boxes. `by_twins`: ranks
-    whose own image is gone; their boxes are restored from a twin's, which is on the tier named.
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
+    many ranks saved it. If another number of ranks runs now, these divide its boxes among
+    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
+    image, which is on the tier named in `tiers`.
     """
 
     id: StepId
@@ -161,9 +172,11 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Unknown:
-    """No plan yet, or none possible; `reason` says which. Never a reason to begin at step 0.
+    """There is no plan yet, or none is possible; `reason` says which. This is never a reason to
+    begin at step 0.
 
-    `waits_for`: (rank, tier) whose answer is missing; empty: waiting alone will not help.
+    `waits_for`: the (rank, tier) pairs whose answers are missing. Empty: waiting alone will not
+    help.
     """
 
     reason: str

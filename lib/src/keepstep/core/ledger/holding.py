@@ -1,7 +1,7 @@
-"""What one place holds of one step: a bitmap of ranks, and what is told of their images.
+"""What one place holds of one step: a bitmap of ranks, and what was reported of their images.
 
-Of an image no more is kept than is asked for: a number that tells its digests from others', and
-its size. What is the same of all ranks is kept once.
+Of an image only what the ledger asks for is kept: numbers that stand for its digests, and its size.
+A value that is the same for all ranks is kept once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from keepstep.core.shard import Told
 from keepstep.steps import Tier
 
 Place = tuple[int, Tier, int]
-"""(node rank, tier, world): one place holds one image of a rank's step at most. What lies in the
-archive is no node's."""
+"""(node rank, tier, world). One place holds at most one image of a rank and step. Images in the
+archive belong to no node (`commit_rule.NO_NODE`)."""
 
 Column = Union[int, "array[int]"]
-"""A number for each rank that is held, in their order; one number while it is the same of all."""
+"""A number for each rank that is held, in the order of ranks. A single number while it is the same
+for all of them."""
 
 _DIGESTS, _SIZES = "i", "q"
 _FEW = 512
 
 
 def bits(ranks: int) -> Iterator[int]:
-    """The ranks that a bitmap names, in order."""
+    """The ranks in a bitmap, ascending."""
     digits = bin(ranks)[:1:-1]
     rank = digits.find("1")
     while rank >= 0:
@@ -35,7 +36,7 @@ def bits(ranks: int) -> Iterator[int]:
 
 
 def bitmap(ranks: Iterable[int]) -> int:
-    """The bitmap that names these ranks."""
+    """The bitmap of these ranks."""
     found = 0
     for rank in ranks:
         found |= 1 << rank
@@ -43,14 +44,17 @@ def bitmap(ranks: Iterable[int]) -> int:
 
 
 def is_full(ranks: int, world: int) -> bool:
-    """All ranks of this world are there."""
+    """Whether the bitmap contains all ranks of this world."""
     everybody = (1 << world) - 1
     return ranks & everybody == everybody
 
 
 class RankUnion:
-    """All bits of many bitmaps, one of each key: as one changes, the others are not looked at.
-    `once`: bits of any; `twice`: bits of more than one."""
+    """The union of many bitmaps, one for each key. Most changes of one bitmap need no look at the
+    others.
+
+    `once`: bits that are in any bitmap. `twice`: bits that are in more than one.
+    """
 
     __slots__ = ("_of", "once", "twice")
 
@@ -62,7 +66,7 @@ class RankUnion:
         return self._of.get(key, 0)
 
     def put(self, key: int, ranks: int) -> None:
-        """This is the key's bitmap from now on."""
+        """Replace the bitmap of this key."""
         before = self[key]
         if before == ranks:
             return
@@ -78,7 +82,7 @@ class RankUnion:
             self._add(came)
 
     def having(self, rank: int) -> set[int]:
-        """The keys of the bitmaps that name this rank."""
+        """The keys of the bitmaps that contain this rank."""
         return {key for key, ranks in self._of.items() if ranks >> rank & 1}
 
     def _add(self, ranks: int) -> None:
@@ -86,15 +90,19 @@ class RankUnion:
         self.once |= ranks
 
     def _add_up(self) -> None:
-        """Which of several had a bit that is gone cannot be told from the sum."""
+        """Compute both sums anew. When a bit of `twice` goes from one bitmap, the sums do not show
+        how many others still have it."""
         self.once = self.twice = 0
         for ranks in self._of.values():
             self._add(ranks)
 
 
 class Holding:
-    """`doubled`: ranks of which this very place has two different images. `written_at`: unix
-    seconds of the last image, 0 where no time was told."""
+    """The images of one step at one place.
+
+    `doubled`: ranks of which this one place has two different images. `written_at`: when the last
+    image was written, in unix seconds; 0 if no time was reported.
+    """
 
     __slots__ = ("_params", "_roots", "_sizes", "_twins", "doubled", "place", "ranks", "written_at")
 
@@ -109,7 +117,7 @@ class Holding:
         self._twins: dict[int, int] | None = None
 
     def add(self, images: Mapping[int, Told]) -> None:
-        """Images, by rank, of ranks of which there is none."""
+        """Add images, by rank. None of these ranks may have an image here yet."""
         ranks = sorted(images)
         told = [images[rank] for rank in ranks]
         roots = [number_of(one.root) for one in told]
@@ -126,7 +134,7 @@ class Holding:
                 self._twins[group] = self._twins.get(group, 0) | 1 << rank
 
     def remove(self, ranks: int) -> None:
-        """Of ranks of which there is one each."""
+        """Remove the images of these ranks. Each of them must have one here."""
         for rank in bits(ranks):
             at = _index(self.ranks, rank)
             for column in (self._roots, self._params, self._sizes):
@@ -139,7 +147,7 @@ class Holding:
             self._twins = {group: told for group, told in kept.items() if told} or None
 
     def is_of(self, rank: int, shard: Told) -> bool:
-        """Whether the image that is here is this one."""
+        """Whether the image of this rank that is held here is `shard`."""
         at = _index(self.ranks, rank)
         return (
             _get(self._roots, at) == number_of(shard.root)
@@ -151,16 +159,17 @@ class Holding:
         )
 
     def root(self, rank: int) -> int:
-        """A number that stands for the digest of the image; 0: there is none, or it has none."""
+        """A number that stands for the digest of the rank's image; 0 if there is no image, or if it
+        has no digest."""
         return _get(self._roots, _index(self.ranks, rank)) if self.ranks >> rank & 1 else 0
 
     @property
     def rooted(self) -> int:
-        """The ranks, where any image of them may have a digest; none where no image has."""
+        """All ranks held here if any image may have a digest; 0 if no image has one."""
         return 0 if self._roots == 0 else self.ranks
 
     def params(self) -> Iterator[tuple[int, int]]:
-        """The same of the parameters alone, by rank."""
+        """By rank, a number that stands for the digest of the parameters; 0 if there is none."""
         return _by_rank(self.ranks, self._params)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
@@ -168,7 +177,7 @@ class Holding:
         return _by_rank(self.ranks, self._sizes)
 
     def with_twins(self) -> int:
-        """The ranks, and those that have a twin among them."""
+        """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
         found = self.ranks
         for group in self._twins or ():
             found |= group
@@ -182,24 +191,29 @@ class Holding:
 
 
 def number_of(digest: str | None) -> int:
-    """What tells a digest from others; the same within one process only, where nobody can choose
-    two of one number. 31 bits: of a step in the archive these are most of what is held."""
+    """A number that stands for a digest; 0 for None.
+
+    The numbers hold within one process only: Python salts `hash` for each process, so nobody can
+    choose two digests with one number. 31 bits, because these numbers are most of what is kept of a
+    step in the archive.
+    """
     return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
 
 
 def _group(rank: int, shard: Told) -> int:
-    """The rank and its twins, one and the same number for all of them; 0 where it has none."""
+    """Bitmap of the rank and its twins, the same for all of them; 0 if the rank has no twins."""
     group = shard.alike.bits
     return group | 1 << rank if group and not group >> rank & 1 else group
 
 
 def _index(ranks: int, rank: int) -> int:
-    """Where this rank stands among these."""
+    """How many of these ranks are lower than this one: its index in their order."""
     return (ranks & ((1 << rank) - 1)).bit_count()
 
 
 def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: str) -> Column:
-    """The column of the ranks that are `there`, with those of others."""
+    """The column of the ranks `there`, with the values of `ranks` (ascending, none `there`) put
+    in."""
     if isinstance(column, int):
         same = values[0] if not there else column
         if values.count(same) == len(values):
@@ -208,9 +222,9 @@ def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: 
     at = _index(there, ranks[0])
     if _index(there, ranks[-1]) == at:
         if len(column) > _FEW:
-            column[at:at] = array(kind, values)  # thousands of pods add to it, one by one
+            column[at:at] = array(kind, values)  # thousands of pods each add a value: no copies
             return column
-        return column[:at] + array(kind, values) + column[at:]  # no larger than it has to be
+        return column[:at] + array(kind, values) + column[at:]  # a copy has no spare capacity
     for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
         column.insert(_index(there, rank) + before, value)
     return column

@@ -1,16 +1,17 @@
 """Which steps are alive: the chain of epochs behind the newest one.
 
 An epoch names its parent: the step it went on from. Walking the parents from the newest epoch
-gives segments: (epoch, last step of it that counts). What lies on the walk is *live*. Steps of an
-older epoch that are not on it are *dead*: a later life went on from before them, or from another
-branch.
+gives segments: (epoch, its last step that counts). Steps on the walk are *live*. Steps of an older
+epoch that are not on the walk are *dead*: a later life of the run went on from before them, or from
+another branch.
 
-The walk ends at an epoch without a parent. When older steps exist, that run began anew beside
-them, perhaps because a volume was not mounted; until somebody acknowledges it, the older epochs'
-own newest chain is set *aside*: restored if the newer chain has nothing, and never retired.
+The walk ends at an epoch without a parent. If older steps exist, the run began at step 0 beside
+them, perhaps because a volume was not mounted. Until a person acknowledges this, the newest chain
+of the older epochs is set *aside*: its steps are restored if the newer chain has nothing, and are
+never retired.
 
-The walk may also end at an epoch that nobody recorded. What is older is *lost*: it may be dead or
-live, so it is neither planned nor retired.
+The walk may also end at an epoch of which no record exists. Steps of older epochs are then *lost*:
+they may be dead or live, so they are neither planned nor retired.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Standing(Word):
 
 @dataclass(frozen=True)
 class Segment:
-    """The steps of `epoch` up to and with `last` (None: all of them)."""
+    """The steps of `epoch` up to and including `last` (None: all of them)."""
 
     epoch: EpochId
     last: int | None
@@ -43,9 +44,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Segments, newest first. `lost_before`: what is older than this epoch cannot be judged.
+    """`segments`: newest first. `lost_before`: steps of epochs older than this cannot be judged.
 
-    `fresh`: the epoch that began anew beside older ones and was not acknowledged, if any.
+    `fresh`: the newest epoch that began at step 0 beside older ones and was not acknowledged, if
+    any.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -80,7 +82,7 @@ def trace(
     seen: Iterable[EpochId] = (),
     acknowledged: Collection[EpochId] = (),
 ) -> Lineage:
-    """Walk back from the newest epoch. `seen`: epochs of images, recorded or not."""
+    """Walk back from the newest epoch. `seen`: the epochs of all images, recorded or not."""
     seen = set(seen)
     known = {*recorded, *seen}
     if not known:

@@ -1,8 +1,8 @@
 """The state machine that knows what a run has kept: reports in, watermarks and actions out.
 
-In the manner of etcd's raft it does no I/O and knows no clock; the host does both, and its duties
-are numbered in docs/ledger.md. All state can be rebuilt from new reports: a ledger that is
-restarted, or moved from a sidecar to the operator, comes to the same answers.
+Like etcd's raft, it does no I/O and has no clock. The host has both; its duties are numbered in
+docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is restarted, or moved
+from a sidecar to the operator, gives the same answers.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ _RANKS_NAMED = 8
 
 
 def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
-    """Whether it is one of these, which are sorted."""
+    """Whether `id` is in `ids`, which must be sorted."""
     at = bisect_left(ids, id)
     return at < len(ids) and ids[at] == id
 
 
 class Ledger:
-    """One run. `apply` events; obey the actions; ask `plan`, `committed`, `watermark`."""
+    """The ledger of one run. `apply` events; obey the actions; ask `plan`, `committed`,
+    `watermark`."""
 
     def __init__(self, config: LedgerConfig | None = None) -> None:
         self.config = config or LedgerConfig()
@@ -68,15 +69,15 @@ class Ledger:
         self._signatures = Signatures(kept=self.config.stale_after)
         self._lineage = Lineage()
         self._traced: frozenset[EpochId] | None = None
-        """Epochs of images when the lineage was worked out; None: it has to be again."""
+        """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
         self._unfinished: dict[Tier, set[StepId]] = {}
-        """What is there, and not among them."""
+        """By tier, the steps that somebody holds and that are not committed on that tier."""
         self._kept: dict[Tier, _Kept] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take in one event. The same event twice changes nothing the second time."""
+        """Take in one event. Applying the same event again changes nothing."""
         if isinstance(event, Reported):
             self._report(event)
         elif isinstance(event, EpochStarted):
@@ -92,21 +93,22 @@ class Ledger:
         return (*self._commits(), *self._retirements(), *self._alarms())
 
     def keep_epochs(self, epochs: Iterable[Epoch]) -> None:
-        """Forget every epoch on record but these: nobody has a record of the others any more, and
-        they must not outrank one that begins anew."""
+        """Forget all recorded epochs except these. No record of the others exists any more, and
+        they must not outrank an epoch that begins at step 0."""
         self._recorded, self._parents, self._epochs, self._traced = {}, {}, None, None
         for epoch in epochs:
             self._record(epoch)
         self._look_again()
 
     def keep_archived(self, most: int) -> None:
-        """Where more steps are archived, know of the newest half of so many."""
+        """When more than `most` steps are archived, remember only the newest `most // 2`."""
         if self._copies.count(NO_NODE) > most:
             self._copies.keep_newest(NO_NODE, most // 2)
             self._look_again()
 
     def _look_again(self) -> None:
-        """After a change: what follows from it, without a look at what did not change."""
+        """After a change, recompute what depends on it, without a look at steps that did not
+        change."""
         changed, self._copies.changed = self._copies.changed, set()
         if self._traced is None or self._traced != self._copies.epochs:
             self._traced, before = frozenset(self._copies.epochs), self._lineage
@@ -127,7 +129,7 @@ class Ledger:
                 others.add(id) if waits else others.discard(id)
             if moved:
                 self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
-                self._unfinished[tier] = set(others)  # as large as it needs to be
+                self._unfinished[tier] = set(others)  # a copy takes no more memory than it needs
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self._copies.complete(id, tier) and self._lineage.restorable(id)
@@ -146,21 +148,21 @@ class Ledger:
         return self._epochs
 
     def parent(self, epoch: EpochId) -> StepId | None:
-        """The step that it went on from."""
+        """The step that this epoch went on from; None for none, or if the epoch is not recorded."""
         recorded = self._recorded.get(epoch)
         return recorded.parent if recorded is not None else None
 
     @property
     def steps(self) -> Sequence[StepId]:
-        """Every step that anybody holds anywhere, oldest first."""
+        """Every step of which any node or the archive holds an image, oldest first."""
         return self._copies.steps
 
     def steps_at(self, node_rank: int) -> int:
-        """How many steps this node holds, each on each tier."""
+        """How many steps this node holds. A step counts once for each tier."""
         return self._copies.count(node_rank)
 
     def held(self, node_rank: int, tier: Tier) -> int:
-        """The ranks of which this node told of any image on this tier."""
+        """Bitmap of the ranks of which this node reported any image on this tier."""
         return self._copies.held(node_rank, tier)
 
     def highest_epoch(self) -> int:
@@ -168,13 +170,13 @@ class Ledger:
         return max((id.number for id in {*self._recorded, *self._copies.epochs}), default=0)
 
     def is_dead(self, id: StepId) -> bool:
-        """A later life of the run went on from before this step."""
+        """Whether a later epoch went on from before this step."""
         return self._lineage.standing(id) is Standing.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
 
-        For `Tier.MEMORY`: the steps that all ranks could restore, each from whatever tier.
+        For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
         if tier not in self._committed:
             judged = [(id, self._is_committed(id, tier)) for id in self._copies.steps]
@@ -187,21 +189,21 @@ class Ledger:
         return next(reversed(self.committed(tier)), None)
 
     def whole(self) -> tuple[StepId, ...]:
-        """Restorable steps of which every box can be reached somewhere, oldest first; see
-        `commit_rule.whole` for when a twin's image stands in for a rank's own."""
+        """Restorable steps of which every box can be reached somewhere, oldest first.
+        `commit_rule.whole` says when a twin's image stands in for a rank's own."""
         return commit_rule.whole(self._copies, self._lineage)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
-        """The newest step that could be restored from this tier and stronger ones if all that these
-        nodes told of were gone; what is in the archive is not."""
+        """The newest step that could be restored from this tier and stronger ones if everything
+        that these nodes reported were gone. Images in the archive would still be there."""
         return commit_rule.without(self._copies, self._lineage, node_ranks, tier)
 
     def holders(self, id: StepId, tier: Tier) -> int:
-        """The ranks of which this very tier holds the step."""
+        """Bitmap of the ranks whose image of the step is on exactly this tier."""
         return self._copies.ranks(id, (tier,))
 
     def interned(self, id: StepId) -> StepId:
-        """The same step, as the one object that stands for it here."""
+        """An equal `StepId`: the one object that the ledger uses for this step."""
         return self._copies.interned(id)
 
     def copies(self, id: StepId) -> Sequence[Holding]:
@@ -209,16 +211,17 @@ class Ledger:
         return self._copies.copies(id)
 
     def archived_of(self, rank: int) -> list[StepId]:
-        """Steps of which the archive holds this rank's image."""
+        """Steps for which the archive holds this rank's image."""
         there = self._copies.of_node(NO_NODE, Tier.ARCHIVE)
         return [id for id, held in there if held.ranks >> rank & 1]
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
-        """What this node holds on this tier."""
+        """The steps that this node holds on this tier, each with its copies."""
         return self._copies.of_node(node_rank, tier)
 
     def size_bytes(self, id: StepId) -> int:
-        """Bytes of one image of each rank of the step; 0 when that is not known of all of them."""
+        """Bytes of the step: the sum of one image of each rank, the largest where sizes differ.
+        0 if the size is unknown for any rank."""
         largest: dict[int, int] = {}
         for held in self._copies.copies(id):
             for rank, size in held.sizes():
@@ -228,7 +231,8 @@ class Ledger:
         return sum(largest.values()) if known else 0
 
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
-        """Unix seconds of the last image of each step, where any image has a time."""
+        """When the last image of each step was written, in unix seconds. Steps without any time are
+        left out."""
         times = {
             id: max((one.written_at for one in self._copies.copies(id)), default=0.0) for id in ids
         }
@@ -237,8 +241,8 @@ class Ledger:
     def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
 
-        The deletion rule: only when a newer live step is complete on an equal or stronger tier;
-        never what is set aside or lost, since nobody can say that it is not needed.
+        The deletion rule: a step is named only when a newer live step is complete on an equal or
+        stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
         alive, gone = self._retired(tier, policy)
         if not alive:
@@ -253,11 +257,13 @@ class Ledger:
         return tuple(sorted((*gone, *(set(others) - policy.pinned)))) if others else gone
 
     def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
-        """Live steps that are committed, and those of them that the policy does not keep; worked
-        out again when one of the three is another."""
+        """The live committed steps, and those of them that the policy does not keep.
+
+        Computed again only when the committed steps, the lineage or the policy changed.
+        """
         of = self.committed(tier), self._lineage, policy
         known = self._kept.get(tier)
-        timed = policy.every_s is not None  # by times, which may be told later than the images
+        timed = policy.every_s is not None  # depends on times, which may be reported after images
         if timed or known is None or any(map(operator.is_not, known[0], of)):
             alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
             times = None if policy.every_s is None else self.written_at(alive)
@@ -266,7 +272,7 @@ class Ledger:
         return known[1:]
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
-        """What should these ranks (all of the run) restore? A hint: their vote is what counts."""
+        """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
         found = self.next_step(ranks)
         if not isinstance(found, StepId):
             return found
@@ -276,7 +282,7 @@ class Ledger:
         return RestorePlan(found, tiers, coverage.world, by_twins)
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
-        """The step of the plan alone, which costs no look at every rank."""
+        """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
         newest = commit_rule.newest_whole(self._copies, self._lineage)
         coverage = None if newest is None else self._copies.coverage(newest)
         if newest is None or coverage is None:
@@ -288,8 +294,11 @@ class Ledger:
     def _silent_before(
         self, chosen: Coverage, ranks: Collection[int]
     ) -> tuple[tuple[int, Tier], ...]:
-        """Tiers that did not answer and may hold a newer step: those nearer than the chosen one,
-        and where a twin stands in, all."""
+        """(rank, tier) pairs that have not answered and may hold a newer step.
+
+        For a rank with its own image: the tiers nearer than the one chosen for it. For a rank for
+        which a twin stands in: all tiers.
+        """
         wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
         silent = {tier: self._copies.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
@@ -307,7 +316,8 @@ class Ledger:
         )
 
     def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
-        """Step 0 needs NONE from every rank and every tier, and nothing held by anybody else."""
+        """`Nothing` (begin at step 0) needs NONE from every rank and every tier, and no image held
+        anywhere. Otherwise `Unknown`, with the reason."""
         answers = {
             (rank, tier): self._copies.answer(rank, tier)
             for rank in sorted(ranks)
@@ -335,7 +345,7 @@ class Ledger:
         return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
 
     def what_ails(self, id: StepId) -> str:
-        """Why this step, of which something is there, cannot be restored."""
+        """Why this step, of which at least one image is held, cannot be restored."""
         standing = self._lineage.standing(id)
         if standing is Standing.DEAD:
             return "dead: a later epoch went on from before it"
@@ -367,7 +377,7 @@ class Ledger:
         parents.add(epoch.parent)
         # Of two parents (an alarm) the later one counts: it condemns fewer steps as dead.
         named = [parent for parent in parents if parent is not None]
-        # A control page names no origin: what was recorded once stays.
+        # A control page names no origin, so an origin that was recorded once stays.
         origin = epoch.origin or (known.origin if known is not None else "")
         self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None), origin)
 
@@ -379,7 +389,8 @@ class Ledger:
     # --- actions -------------------------------------------------------------------------
 
     def _commits(self) -> Iterator[Committed]:
-        """Remembers only what still stands: a step that was lost and comes back is news again."""
+        """Announces each commit once. It remembers only the commits that still stand, so a step
+        that was lost and comes back is announced again."""
         for tier in (one for one in NEAREST_FIRST if one in self.config.tiers):
             now, before = self.committed(tier), self._announced.get(tier, ())
             if tier is Tier.MEMORY or now is before:
@@ -397,8 +408,8 @@ class Ledger:
                         yield Retire(tier, id, tuple(bits(ranks)))
 
     def _newest_of_this_life(self) -> StepId | None:
-        """A complete step of the newest epoch: an older one, of whatever world, was gone on from by
-        the ranks that run now."""
+        """The newest complete step, if it is of the newest epoch. The ranks that run now went on
+        from a step of an older epoch, so its world size does not matter."""
         newest = self.watermark(Tier.MEMORY)
         return newest if newest is not None and newest.epoch == self._lineage.current else None
 
